@@ -1,5 +1,5 @@
-"""Plans whose optimizer is on the host, in layouts that meet every pair of settings at least once, and the same plans
-without: ``python -m tests.parity.offloading`` prints them."""
+"""Plans whose optimizer is on the host or on NVMe, in layouts that meet every pair of settings at least once:
+``python -m tests.parity.offloading`` prints them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ LAYOUTS = {
     "ep": (Layout(dp_shard=2, ep=2), "zero3"),
 }
 MODELS: dict[str, ModelSpec] = {
-    "dense": DENSE,
     "tied": replace(DENSE, tie_word_embeddings=True),
     "adapters": replace(DENSE, hidden_size=64, intermediate_size=512, head_dim=64, initializer_range=0.1),
     "experts": next(iter(MIXTURES.values())),
@@ -34,6 +33,7 @@ MODELS: dict[str, ModelSpec] = {
 LORA = {"adapters": Lora(4, 8.0, nf4=True)}
 PRECISIONS = {"fp32": Precision(), "bf16": Precision("bf16"), "fp16": Precision("fp16")}
 OPTIMIZERS = {"adamw": Optim(), "adamw8bit": Optim("adamw8bit"), "moments in bf16": Optim(moments="bf16")}
+TIERS = ("host", "nvme")
 ROWS = 8
 
 
@@ -44,6 +44,7 @@ class Case:
     precision: str
     optimizer: str
     accumulation: int
+    tier: str
 
     @property
     def spec(self) -> ModelSpec:
@@ -51,7 +52,11 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        if self.layout == "pp" and (self.accumulation == 1 or self.model != "dense"):
+        if self.tier == "nvme" and self.optimizer != "adamw":
+            return False
+        if self.layout == "pp" and (self.accumulation == 1 or self.model != "tied"):
+            return False
+        if self.layout in ("ep", "pp") and self.precision == "fp16":  # whose scale others prove
             return False
         return (self.layout == "ep") == (self.model == "experts")
 
@@ -66,13 +71,13 @@ class Case:
             PRECISIONS[self.precision],
             sequence_parallel=layout.tp > 1,
             optim=OPTIMIZERS[self.optimizer],
-            offload=Offload("host"),
+            offload=Offload(self.tier),  # type: ignore[arg-type]
             lora=LORA.get(self.model),
             pipeline=Pipeline("1f1b", 1, (1, 1)) if layout.pp > 1 else Pipeline(),
         )
 
 
-AXES = LAYOUTS, MODELS, PRECISIONS, OPTIMIZERS, (1, 2)
+AXES = LAYOUTS, MODELS, PRECISIONS, OPTIMIZERS, (1, 2), TIERS
 """Of the fields of a case, in their order."""
 CASES = [Case(*values) for values in pairwise(*AXES, legal=lambda *values: Case(*values).possible)]
 

@@ -1,4 +1,4 @@
-"""The optimizer on the host: a run is bit by bit what it is without, whatever it is beside."""
+"""The optimizer on the host and on NVMe: a run is bit by bit what it is without, whatever it is beside."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Shard
 from shardwise.techniques import offload
 from shardwise.techniques.offload.host import HostWeights
+from shardwise.techniques.offload.scratch import Scratch, aligned
 from tests.parity import drawn
 from tests.parity.cases import FP64, SEQ_LEN
 from tests.parity.moving import goes_on
@@ -56,10 +57,12 @@ def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
 ZERO3 = Plan(Layout(dp_shard=2), Batch(2, 2, SEQ_LEN, 7), Shard("zero3"), FP64, offload=Offload("host"))
 ONE = replace(ZERO3, layout=Layout(), batch=Batch(4, 2, SEQ_LEN, 7), shard=Shard())
 STAGED = replace(ONE, layout=Layout(pp=2), pipeline=Pipeline("1f1b", 1, (1, 1)))
-SIDES = (ZERO3, without(ONE), STAGED, without(replace(ZERO3, layout=Layout(dp_shard=4), batch=Batch(1, 2, SEQ_LEN, 7))))
+ON_NVME = replace(ZERO3, offload=Offload("nvme"))
+FOUR = replace(ZERO3, layout=Layout(dp_shard=4), batch=Batch(1, 2, SEQ_LEN, 7))
+SIDES = (ZERO3, without(ONE), ON_NVME, STAGED, without(FOUR))
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("place", range(len(SIDES)))
 def test_a_run_goes_on_with_and_without(ranks: RankPool, tmp_path: Path, place: int) -> None:
     targets = [SIDES[(place + step) % len(SIDES)] for step in (0, 1)]
@@ -116,11 +119,27 @@ def norm_of_what_stayed() -> Iterator[None]:
         yield
 
 
+def a_step_late() -> AbstractContextManager[Any]:
+    """What is written comes to the file after the next step has read it: that a read may overtake a write."""
+    write, held = Scratch.write, dict[tuple[int, int], bytes]()
+
+    def late(self: Scratch, place: int, begin: int, values: memoryview) -> None:
+        before = held.get((place, begin))
+        held[place, begin] = bytes(values)
+        if before is not None:
+            room, _ = aligned(len(before))
+            room[:] = before
+            write(self, place, begin, room)
+
+    return patch.object(Scratch, "write", late)
+
+
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], ModelSpec, Plan]] = {
     "the last step's gradient": (of_the_last_step, DENSE, ZERO3),
     "weights that return before the step": (before_the_step, DENSE, ZERO3),
     "gradients that leave after each micro-batch": (every_micro_batch, DENSE, ONE),
     "a norm that misses what has left": (norm_of_what_stayed, DENSE, ZERO3),
+    "a read that overtakes a write": (a_step_late, DENSE, ON_NVME),
 }
 
 

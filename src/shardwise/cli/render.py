@@ -17,6 +17,8 @@ from shardwise.spec.units import columns, show_bytes, show_count, show_payload, 
 
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 WORDS = {**PLANNED, "batch.loss_chunk_tokens": "tokens in a chunk of the loss"}
+DRIVE_TBW = 600
+"""What the maker of a drive of 1 TB warrants to be written to it (TBW), in TB."""
 SENT = {"node": "sent in the node", "network": "over the network"}
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
@@ -68,7 +70,15 @@ def memory_lines(estimate: Estimate) -> list[str]:
     held = {name: size for name in order if (size := estimate.memory.get(name))}
     rows = [(name, show_bytes(size), "#" * ceil(40 * size / total)) for name, size in held.items()]
     rows += [(f"{name}, on the host", show_bytes(size), "") for name, size in estimate.host.items()]
-    return ["  " + line for line in columns(rows, "<><")]
+    lines = ["  " + line for line in columns(rows, "<><")]
+    return [*lines, *(["  " + wear(estimate)] if estimate.disk_written_bytes else [])]
+
+
+def wear(estimate: Estimate) -> str:
+    """What a step writes to a node's disks, and for how long a drive may be written so."""
+    steps = int(DRIVE_TBW * 1e12 / estimate.disk_written_bytes)
+    written = show_bytes(estimate.disk_written_bytes)
+    return f"a step writes {written} to the disks of a node: {steps:,} steps are {DRIVE_TBW} TB, what small drives last"
 
 
 def traffic_lines(estimate: Estimate) -> list[str]:
@@ -90,11 +100,13 @@ def verdict(estimate: Estimate) -> str:
 
 
 def _on_host(estimate: Estimate) -> str:
-    """What a node's ranks hold on their host, if anything."""
+    """What a node's ranks hold on their host and its disks, if anything."""
     if not estimate.host_bytes:
         return ""
     held, capacity = show_bytes(estimate.host_bytes), show_bytes(estimate.host_capacity_bytes)
-    return f", and {held} of {capacity} on the host ({estimate.host_bytes / max(1, estimate.host_capacity_bytes):.0%})"
+    share = f"{estimate.host_bytes / max(1, estimate.host_capacity_bytes):.0%}"
+    disk = f", {show_bytes(estimate.disk_bytes)} on its disks" if estimate.disk_bytes else ""
+    return f"; {held} of {capacity} on the host ({share}){disk}"
 
 
 def sentence(plan: Plan) -> str:

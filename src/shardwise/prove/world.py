@@ -192,7 +192,9 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
     moments = [value for states in state.optimizer.state.values() for value in states.values()]
     result.state["moments"] = _storage_bytes(moments)
     if state.host:
-        result.state["host"] = _storage_bytes([*state.host.tensors(), *([] if state.host.scratch else moments)])
+        counts = [states["step"] for states in state.optimizer.state.values()]
+        on_host = [*state.host.tensors(), *(counts if state.host.scratch else moments)]
+        result.state["host"] = _storage_bytes(on_host)
         result.copied = dict(state.host.copied)
     return result
 

@@ -52,7 +52,8 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
         Screen(0).say(header(job))
     with fit.explain_memory(plan, job.device, lambda: "building the model"):
         state = together(lambda: build(job.recipe, job.spec, plan, job.meshes, job.device, scratch=job.scratch))
-    checkpoints = RunCheckpoints(job.directory / "checkpoints", job.recipe.checkpoint, job.run_id)
+    where, staged = job.directory / "checkpoints", plan.offload.optimizer == "nvme"
+    checkpoints = RunCheckpoints(where, job.recipe.checkpoint, job.run_id, staged_on_disk=staged)
     with fit.explain_memory(plan, job.device, lambda: "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)
     job = refer(job, state.parts, watch.enter)

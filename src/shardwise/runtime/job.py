@@ -68,7 +68,7 @@ class Job:
     def scratch(self) -> Path:
         """Where what is kept on NVMe is."""
         asked = self.recipe.offload.directory
-        return Path(asked).expanduser() if asked else self.directory / "offload"
+        return Path(asked).expanduser() if asked else self.directory
 
     @property
     def rank(self) -> int:

@@ -32,6 +32,8 @@ DEQUANTISED_BYTES = 20.0
 written, read and written as it is scaled, and read once more."""
 HOST_LINK_BYTES_PER_S = 31e9
 """Of a device whose bus is unknown: PCIe 4.0 x16."""
+DISK_BYTES_PER_S = (5e9, 2.5e9)
+"""Read and written, of a node: what one drive of PCIe 4.0 reads and, for long, writes."""
 CPU_FLOPS, CPU_BYTES_PER_S, CPU_UPDATED_BYTES_PER_S, CPU_LAUNCH_S = 4e10, 8e9, 2.5e10, 8e-6
 """Of a CPU process on which nothing was measured. Updates, which make no tensors, are faster than other operations."""
 
@@ -73,7 +75,8 @@ class Rates:
     operations of attention, by pairs computed; ``score_bytes``: what attention moves a pair and head, forward and
     backward, where it is not one kernel. ``launch_s`` is the host's, ``gap_s`` the device's. ``host_bytes_per_s``: what
     its share of the host's cores reads and writes while they update weights, and ``host_link_bytes_per_s`` what is
-    copied between the two. ``measured`` goes before everything."""
+    copied between the two; ``disk_bytes_per_s`` is its share of the disks, read and written. ``measured`` goes before
+    everything."""
 
     cuda: bool
     dtype: str
@@ -96,6 +99,7 @@ class Rates:
     experts_s: float = 0.0
     host_bytes_per_s: float = CPU_UPDATED_BYTES_PER_S
     host_link_bytes_per_s: float = CPU_BYTES_PER_S
+    disk_bytes_per_s: tuple[float, float] = DISK_BYTES_PER_S
 
     @property
     def best_flops_per_s(self) -> float:
@@ -173,6 +177,7 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
     fixed |= {"grouped": known["grouped product"], "experts_s": traits.experts_s or known["experts_s"]}
     fixed["dequantised"] = traits.dequantised
     share = known[f"bytes {blocks}"]
+    disk = DISK_BYTES_PER_S[0] / cluster.devices_per_node, DISK_BYTES_PER_S[1] / cluster.devices_per_node
     if cluster.kind == "cpu":
         return Rates(
             cuda=False,
@@ -184,6 +189,7 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
             copy_bytes_per_s=CPU_BYTES_PER_S,
             launch_s=cluster.measured.launch_s if cluster.measured else CPU_LAUNCH_S,
             gap_s=0.0,
+            disk_bytes_per_s=disk,
             bytes_share=share,
             multiprocessors=0,
             measured=cluster.measured,
@@ -214,6 +220,7 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
         measured=cluster.measured,
         logits=traits.logits,
         host_bytes_per_s=known["host update"] / cluster.devices_per_node,
+        disk_bytes_per_s=disk,
         host_link_bytes_per_s=known["host link"] * (device.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S),
         **fixed,  # type: ignore[arg-type]
     )

@@ -65,8 +65,8 @@ def copied_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
 
 def _offloaded(found: Seconds, plan: Plan, late_s: float, each_way_s: float) -> Seconds:
     """The same with what the device waits for the host: so long, after backward, until the last gradient has left, and
-    for the new weights."""
-    waits_s = late_s + each_way_s
+    for the new weights, which from NVMe come while others are read."""
+    waits_s = late_s + (each_way_s if plan.offload.optimizer == "host" else 0.0)
     longer = {key: vars(found)[key] * (1 + waits_s / found.step_s) for key in ("step_s", "low_s", "high_s")}
     return replace(found, **longer, offload_s=waits_s, copied_s=2 * each_way_s)
 
@@ -179,7 +179,7 @@ def _send_last(now: Elapsed, costed: Sheet, wires: Wires) -> None:
 def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False) -> float:
     """Seconds of clipping and of AdamW, which read and write what the rank holds of weights, gradients and moments. Not
     fused, AdamW reads or writes a number of the weights' dtype ``UNFUSED`` times, and gradients are scaled in memory,
-    as they are on the host."""
+    as they are on the host. From NVMe each number is read and written."""
     numbers = sum(times * _trained(unit, costed.place) for unit, times in costed.repeated())
     tensors = sum(times * sum(weight.trained for weight in unit.weights) for unit, times in costed.repeated())
     weight = BYTES[plan.precision.weights]
@@ -187,8 +187,10 @@ def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False)
     moved = numbers * (weight + 2 * weight + 4 * moment + weight)  # the norm reads gradients a first time
     if unfused:
         moved = numbers * weight * UNFUSED
-    if plan.offload.optimizer == "host":
-        return (moved + 2 * numbers * weight) / rates.host_bytes_per_s
+    if plan.offload.optimizer != "none":
+        on_host_s = (moved + 2 * numbers * weight) / rates.host_bytes_per_s
+        streamed = numbers * (weight + 2 * moment) if plan.offload.optimizer == "nvme" else 0
+        return max(on_host_s, sum(streamed / rate for rate in rates.disk_bytes_per_s))
     kernels = -(-tensors // 64) * 4 if rates.cuda else 2 * tensors
     return rates.updated_s(moved, kernels)
 

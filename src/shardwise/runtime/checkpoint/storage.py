@@ -9,7 +9,9 @@ memory and writes it from there.
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
+import tempfile
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -111,8 +113,9 @@ class _Store:
 class ShardWriter(_Store, StorageWriter):
     """Writes checkpoints into ``directory``: of the step and with the facts (JSON) that ``describe`` was told last.
 
-    ``stage`` copies the slices of this rank into host buffers that are used again at the next save; ``write_data``
-    writes those, or stages first if nobody did. ``finish`` commits.
+    ``stage`` copies the slices of this rank into host buffers that are used again at the next save, ``staged_on_disk``
+    into files without a name in ``directory``; ``write_data`` writes those, or stages first if nobody did. ``finish``
+    commits.
     """
 
     def __init__(self, directory: str | Path, run_id: str, disk: commit.Disk = commit.DISK) -> None:
@@ -123,6 +126,7 @@ class ShardWriter(_Store, StorageWriter):
         self._step = 0
         self._facts = b"{}"
         self._attempt: commit.Attempt | None = None
+        self.staged_on_disk = False
         self._buffers: dict[str, Tensor] = {}
         self._staged: list[ShardFile] | None = None
         self._last_staged: list[ShardFile] | None = None
@@ -227,7 +231,11 @@ class ShardWriter(_Store, StorageWriter):
     def _buffer(self, part: ShardFile, pinned: bool) -> Tensor:
         buffer = self._buffers.get(part.name)
         if buffer is None or len(buffer) < part.body_bytes:
-            buffer = self._buffers[part.name] = host_buffer(part.body_bytes, pinned)
+            if self.staged_on_disk:
+                buffer = disk_buffer(part.body_bytes, self.directory)
+            else:
+                buffer = host_buffer(part.body_bytes, pinned)
+            self._buffers[part.name] = buffer
         return buffer
 
 
@@ -279,6 +287,14 @@ def host_buffer(size_bytes: int, pinned: bool) -> Tensor:
         torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), size_bytes, 0)))
         weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
     return buffer
+
+
+def disk_buffer(size_bytes: int, directory: Path) -> Tensor:
+    """A buffer that need not stay in memory: a file in ``directory`` that has no name, and is gone with the process.
+    Raises OSError where the disk has no room."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, size_bytes))
+        return torch.frombuffer(mmap.mmap(file.fileno(), max(1, size_bytes)), dtype=torch.uint8)[:size_bytes]
 
 
 def copy_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:

@@ -92,6 +92,8 @@ def state_bytes(state: TrainState) -> dict[str, int]:
     moments = [value for weight in weights for value in kept.get(state.updated(weight), {}).values()]
     if not state.host:
         return {"weights": _storage_bytes(weights), "moments": _storage_bytes(moments)}
+    if state.host.scratch:
+        moments = [states["step"] for states in kept.values()]
     on_host = [] if any(local(weight).is_cuda for weight in weights) else [*state.host.tensors(), *moments]
     return {"weights": _storage_bytes(weights), "moments": 0, "offloaded": _storage_bytes(on_host)}
 

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 THREADS, BLOCK_BYTES = 3, 4 * 2**20
 """How many blocks are on their way to a disk or back, and how much of a weight, and of each of its moments, one has:
 from 3 to 12 MiB of all three with 2 to 4 threads a disk is as fast (docs/log.md)."""
-BUFFER_BYTES = THREADS * 3 * BLOCK_BYTES
+PAGE_BYTES = 4096
+"""To which places and lengths of what goes past the page cache are aligned."""
+BUFFER_BYTES = THREADS * (3 * BLOCK_BYTES + PAGE_BYTES)
 _HOST_WEIGHTS: WeakKeyDictionary[nn.Module, HostWeights] = WeakKeyDictionary()
 
 

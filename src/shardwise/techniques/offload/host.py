@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shardwise.distributed.slices import local
 from shardwise.distributed.torch_private import placed_as
-from shardwise.techniques.offload.scratch import Scratch
+from shardwise.techniques.offload import BLOCK_BYTES, THREADS
+from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.streamed import STATES, StreamedAdamW
 
 PLACES = 1 + len(STATES)
@@ -36,6 +37,7 @@ class HostWeights:
         self.copied: Counter[tuple[str, str]] = Counter()
         self.scratch: Scratch | None = None
         self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._rooms: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None
         self._leaving: tuple[Tensor, torch.cuda.Event | None] | None = None
         weakly = proxy(self)  # or parameter, hook and parameter would hold one another
@@ -64,15 +66,17 @@ class HostWeights:
                 local(of[copy]).view(-1)[first : first + piece.numel()].copy_(piece)
             self.copied["host", "device"] += piece.nbytes
 
-        return StreamedAdamW(groups, defaults, self.scratch, places, give)
+        rooms = [aligned(3 * BLOCK_BYTES) for _ in range(THREADS)]
+        self._rooms = [room for _, room in rooms]
+        return StreamedAdamW(groups, defaults, self.scratch, places, rooms, give)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer updates in place of a parameter."""
         return self.copies[parameter]
 
     def tensors(self) -> list[Tensor]:
-        """What is in memory: the room for gradients, and the copies, unless they are in a file."""
-        return [*self._gradients.values(), *([] if self.scratch else self.copies.values())]
+        """What is in memory: the room for gradients, and the copies; of a file, the blocks that are on their way."""
+        return [*self._gradients.values(), *(self._rooms if self.scratch else self.copies.values())]
 
     def read(self) -> None:
         """The copies take the values of the device's weights, which have been filled anew."""

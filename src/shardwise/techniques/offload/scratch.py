@@ -13,17 +13,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import OutputError, Problem
 from shardwise.spec.units import show_bytes
-
-PAGE_BYTES = 4096
-"""To which places and lengths of what is read past the page cache are aligned."""
+from shardwise.techniques.offload import PAGE_BYTES
 
 
 def whole_pages(size: int) -> int:
@@ -89,12 +87,11 @@ class Scratch:
 
 def aligned(size: int) -> tuple[memoryview, Tensor]:
     """Memory of whole pages, as bytes and as a flat tensor of them."""
-    room = mmap.mmap(-1, whole_pages(size))
-    return memoryview(room), torch.frombuffer(room, dtype=torch.uint8)
-
-
-def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return prod(shape) * dtype.itemsize
+    room = torch.empty(whole_pages(size) + PAGE_BYTES, dtype=torch.uint8)
+    begin = -room.data_ptr() % PAGE_BYTES
+    room = room[begin : begin + whole_pages(size)]
+    array: Any = room.numpy()
+    return memoryview(array), room
 
 
 def _opened_direct(name: str) -> int | None:

@@ -8,7 +8,7 @@ parameter that are cut at whole vectors: what it computes is bit by bit what it 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,11 @@ from torch.optim.optimizer import Optimizer
 
 from shardwise.distributed.slices import local
 from shardwise.distributed.torch_private import placed_as
-from shardwise.techniques.offload import BLOCK_BYTES, THREADS
-from shardwise.techniques.offload.scratch import Scratch, aligned, whole_pages
+from shardwise.techniques.offload import BLOCK_BYTES
+from shardwise.techniques.offload.scratch import Scratch, whole_pages
 
+Room = tuple[memoryview, Tensor]
+"""Whole pages for a block of a weight and of its moments, as bytes and as a flat tensor of these."""
 STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -37,8 +39,8 @@ class Block(NamedTuple):
 
 class StreamedAdamW(Optimizer):
     """AdamW of ``groups`` of parameters whose weights and moments are in ``scratch``: of each three places, one after
-    another, from ``places`` on. ``give``: called with each updated piece of a parameter, flat, where it begins, and
-    the parameter. ``found_inf`` skips a step, as the fused kernel's does."""
+    another, from ``places`` on. A thread works in each of the ``rooms``. ``give``: called with each updated piece of a
+    parameter, flat, where it begins, and the parameter. ``found_inf`` skips a step, as the fused kernel's does."""
 
     def __init__(
         self,
@@ -46,13 +48,13 @@ class StreamedAdamW(Optimizer):
         defaults: dict[str, Any],
         scratch: Scratch,
         places: dict[nn.Parameter, int],
+        rooms: Sequence[Room],
         give: Callable[[nn.Parameter, int, Tensor], None],
     ) -> None:
         super().__init__(groups, defaults)
-        self.scratch, self.places, self.give = scratch, places, give
+        self.scratch, self.places, self.rooms, self.give = scratch, places, rooms, give
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
-        self.rooms = [aligned(3 * whole_pages(BLOCK_BYTES)) for _ in range(THREADS)]
         for parameter, place in places.items():
             shard = local(parameter.detach())
             places_of = enumerate(STATES, place + 1)
@@ -61,11 +63,11 @@ class StreamedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if self.found_inf is not None and bool(self.found_inf):
+        if self.found_inf is not None and not bool(self.found_inf == 0):
             return
         blocks, lock, failed = self._blocks(), threading.Lock(), list[BaseException]()
 
-        def work(room: tuple[memoryview, Tensor]) -> None:
+        def work(room: Room) -> None:
             torch.set_num_threads(1)
             try:
                 while not failed:
