@@ -66,6 +66,40 @@ def kill_in_save(rank: int, directory: Path, who: int, step: int, when: str) -> 
     begin.RunCheckpoints = partial(RunCheckpoints, disk=disk)  # type: ignore[misc, assignment]
 
 
+def kill_in_pass(rank: int, directory: Path, who: int, writes: int) -> None:
+    """Rank ``who`` dies within a step, when so many pieces of its optimizer have been written to its file."""
+    from shardwise.techniques.offload.scratch import Scratch
+
+    if rank != who:
+        return
+    write, done = Scratch.write, [0]
+
+    def counted(self: Any, place: int, begin: int, values: memoryview) -> None:
+        write(self, place, begin, values)
+        done[0] += 1
+        if done[0] == writes:
+            die(directory, "pass")
+
+    Scratch.write = counted  # type: ignore[method-assign]
+
+
+def no_room(rank: int, directory: Path, who: int, needed: str) -> None:
+    """On rank ``who`` no file of a certain kind gets room: that of the optimizer (``offload``), or the copy of what is
+    saved (``save``)."""
+    if rank != who:
+        return
+    allocate, opened = os.posix_fallocate, [0]
+
+    def refused(descriptor: int, begin: int, size: int) -> None:
+        opened[0] += 1
+        if (opened[0] == 1) == (needed == "offload"):
+            mark(directory, f"full-{needed}")
+            raise OSError(28, "No space left on device")
+        allocate(descriptor, begin, size)
+
+    os.posix_fallocate = refused
+
+
 def spoil_loss(rank: int, directory: Path, who: int, steps: list[int], factor: str) -> None:
     """The loss of rank ``who`` is multiplied by ``factor`` (nan, inf) in these steps. Every rank notes the hashes of
     its weights and moments, and the count of updates, before and after each step in ``hashes-<rank>.jsonl``."""

@@ -248,3 +248,11 @@ def test_a_run_goes_on_with_what_it_assumed_when_it_was_begun(
     assert (recipe.optim.learning_rate, recipe.optim.warmup_steps) == (3e-4, 0)
     pinned = rundir.as_begun(tmp_path, load_recipe(None, ["model=m", "method=sft", "max_steps=7", "lr=1e-4"]))
     assert (pinned.train.max_steps, pinned.optim.learning_rate, pinned.optim.warmup_steps) == (7, 1e-4, 0)
+
+
+def test_a_disk_without_room_for_the_optimizer_is_told_before_anything_starts(tmp_path: Path) -> None:
+    rundir.check_offload(tmp_path / "not" / "yet", 1)
+    with pytest.raises(OutputError) as raised:
+        rundir.check_offload(tmp_path / "not" / "yet", 10**18)
+    [problem] = raised.value.problems
+    assert problem.code == "OUT003" and "offload.directory=" in (problem.fix or "")

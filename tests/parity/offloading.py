@@ -56,8 +56,8 @@ class Case:
             return False
         if self.layout == "pp" and (self.accumulation == 1 or self.model != "tied"):
             return False
-        if self.layout in ("ep", "pp") and self.precision == "fp16":  # whose scale others prove
-            return False
+        if self.optimizer == "moments in bf16" and self.layout in ("tp", "cp", "pp", "hsdp"):
+            return False  # by element, as others
         return (self.layout == "ep") == (self.model == "experts")
 
     @property

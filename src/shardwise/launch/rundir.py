@@ -39,7 +39,7 @@ from shardwise.spec.units import show_payload
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ORDER = ("train.seq_len", "run.seed")
 """Keys that decide what the samples are and in which order they come."""
-_ELSEWHERE = {"parallel", "recompute", "compile", "checkpoint", "evaluate"}
+_ELSEWHERE = {"parallel", "recompute", "compile", "checkpoint", "evaluate", "offload"}
 """Sections that may change without ``--resume``: they say where and how a run computes, not what."""
 BYTES_A_PARAMETER = 12
 """fp32 weights and two fp32 moments; tokenizer, manifest and cursor are small."""
@@ -278,3 +278,14 @@ def check_space(directory: Path, parameters: int, keep: int, export_bytes: int =
         fix = "a larger disk with `--out`" + (", or `checkpoint.save_total_limit=1`" if smaller else "")
         raise OutputError(Problem("OUT003", what, "checkpoint.save_total_limit", fix))
     return needed
+
+
+def check_offload(directory: Path, needed: int) -> None:
+    """Whether the disk of ``directory`` has room for what the ranks of this machine keep there. Raises OutputError
+    (OUT003)."""
+    place = nearest(directory)
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        what = f"the optimizer needs {show_payload(needed)} on NVMe, {show_payload(free)} free on {place}"
+        fix = "`offload.directory=DIRECTORY` on a disk with room, or `offload.optimizer=host`"
+        raise OutputError(Problem("OUT003", what, "offload.directory", fix))
