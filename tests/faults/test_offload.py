@@ -3,8 +3,15 @@ from; and a full disk is told before the first step."""
 
 from __future__ import annotations
 
+import json
+import os
+import resource
 import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,3 +70,53 @@ def test_a_disk_without_room_ends_the_run_before_a_step(make: Make) -> None:
     assert job.fired("full-offload") and set(codes) == {73}
     said = job.log.read_text()
     assert "OUT003" in said and "the optimizer of this rank needs" in said and "offload.directory=" in said
+
+
+WIDE = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8}
+WIDE |= {"intermediate_size": 4096, "vocab_size": 8192}
+LIMIT_BYTES = 1700 * 2**20
+"""Of a process's own memory: 0.8 to 0.9 GiB is that of Python, torch and its threads; the weights and their gradients
+take 0.5, the optimizer's 0.8 more."""
+
+
+def trained(root: Path, name: str, optimizer: str, limit: int) -> tuple[int, list[float], str]:
+    """One process: its exit code, the losses, and what was said."""
+    sections: dict[str, Any] = {
+        "run": {"name": name, "out": str(root / "runs"), "device": "cpu", "nproc": 1},
+        "data": {"path": str(root / "text"), "cache": str(root / "cache"), "tokenizer": {"vocab_size": 320}},
+        "model": {"config": WIDE},
+        "train": {"seq_len": 64, "global_batch_size": 2, "max_steps": 2},
+        "evaluate": {"max_batches": 1, "sample_prompt": ""},
+        "offload": {"optimizer": optimizer},
+    }
+    recipe = root / f"{name}.json"
+    recipe.write_text(json.dumps(sections))
+
+    def limited() -> None:
+        if limit:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    command = [sys.executable, "-m", "shardwise", "train", str(recipe)]
+    threads = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, preexec_fn=limited, capture_output=True, text=True, env=threads, timeout=300)
+    metrics = root / "runs" / name / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.is_file() else []
+    losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+    return done.returncode, losses, done.stdout + done.stderr
+
+
+@pytest.mark.prove
+def test_it_trains_where_memory_is_too_small_for_the_optimizer(tmp_path: Path) -> None:
+    """With the losses of a run that has enough, at the peak that was planned."""
+    (tmp_path / "text").mkdir()
+    words = "\n".join(f"line {n} says {n * n % 97} and {n * 7 % 13}" for n in range(6000))
+    (tmp_path / "text" / "0.txt").write_text(words)
+    code, right, _ = trained(tmp_path, "whole", "none", 0)
+    assert code == 0 and len(right) == 2
+    code, _, said = trained(tmp_path, "none", "none", LIMIT_BYTES)
+    assert code == 1 and "MEM001" in said and "offload.optimizer=nvme" in said
+    code, losses, said = trained(tmp_path, "nvme", "nvme", LIMIT_BYTES)
+    assert code == 0, said[-3000:]
+    assert losses == right
+    [peak] = [line.split("memory per rank")[1].split() for line in said.splitlines() if "memory per rank" in line]
+    assert abs(float(peak[-2])) < 10, peak  # percent

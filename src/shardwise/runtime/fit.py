@@ -76,6 +76,8 @@ def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) ->
         fixes.append("recompute.mode=full")
     if plan.layout.dp > 1 and plan.shard.strategy != "zero3":
         fixes.append("parallel.strategy=zero3")
+    if plan.offload.optimizer == "none":  # a CPU's device is the host
+        fixes.append(f"offload.optimizer={'host' if device.type == 'cuda' else 'nvme'}")
     fixes.append(f"train.seq_len={plan.batch.seq_len // 2}")
     what = f"out of memory while {doing}: {message}{held}"
     where = f"the plan counts {show_bytes(estimate.peak_bytes)}: {told}" if told else str(device)

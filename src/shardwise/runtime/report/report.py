@@ -102,9 +102,10 @@ class Report:
 
 def _memory_rows(estimate: Estimate, memory: Memory) -> list[tuple[str, str, str, str]]:
     predicted = estimate.memory
-    rows = [_row(f"memory: {name}", predicted.get(name), memory.state.get(name, 0)) for name in STATE]
+    known = [*STATE, *["offloaded"] * bool(memory.state.get("offloaded"))]
+    rows = [_row(f"memory: {name}", predicted.get(name), memory.state.get(name, 0)) for name in known]
     whole = estimate.allocated_bytes if predicted else None
-    rest = None if whole is None else whole - sum(predicted.get(name, 0) for name in STATE)
+    rest = None if whole is None else whole - sum(predicted.get(name, 0) for name in known)
     rows.append(_row("memory: all else at the peak", rest, memory.categories()["the rest"]))
     rows.append(_row("memory per rank", whole, memory.peak_bytes))
     return rows
