@@ -72,11 +72,11 @@ def test_a_disk_without_room_ends_the_run_before_a_step(make: Make) -> None:
     assert "OUT003" in said and "the optimizer of this rank needs" in said and "offload.directory=" in said
 
 
-WIDE = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8}
-WIDE |= {"intermediate_size": 4096, "vocab_size": 8192}
-LIMIT_BYTES = 1700 * 2**20
-"""Of a process's own memory: 0.8 to 0.9 GiB is that of Python, torch and its threads; the weights and their gradients
-take 0.5, the optimizer's 0.8 more."""
+WIDE = {"model_type": "llama", "hidden_size": 768, "num_hidden_layers": 3, "num_attention_heads": 8}
+WIDE |= {"intermediate_size": 3072, "vocab_size": 8192}
+LIMIT_BYTES = 1330 * 2**20
+"""Of a process's own memory: 0.8 to 0.9 GiB is that of Python, torch and its threads; weights and gradients take 0.3,
+moments as much again."""
 
 
 def trained(root: Path, name: str, optimizer: str, limit: int) -> tuple[int, list[float], str]:
@@ -85,7 +85,7 @@ def trained(root: Path, name: str, optimizer: str, limit: int) -> tuple[int, lis
         "run": {"name": name, "out": str(root / "runs"), "device": "cpu", "nproc": 1},
         "data": {"path": str(root / "text"), "cache": str(root / "cache"), "tokenizer": {"vocab_size": 320}},
         "model": {"config": WIDE},
-        "train": {"seq_len": 64, "global_batch_size": 2, "max_steps": 2},
+        "train": {"seq_len": 64, "global_batch_size": 2, "max_steps": 3},
         "evaluate": {"max_batches": 1, "sample_prompt": ""},
         "offload": {"optimizer": optimizer},
     }
@@ -112,7 +112,7 @@ def test_it_trains_where_memory_is_too_small_for_the_optimizer(tmp_path: Path) -
     words = "\n".join(f"line {n} says {n * n % 97} and {n * 7 % 13}" for n in range(6000))
     (tmp_path / "text" / "0.txt").write_text(words)
     code, right, _ = trained(tmp_path, "whole", "none", 0)
-    assert code == 0 and len(right) == 2
+    assert code == 0 and len(right) == 3
     code, _, said = trained(tmp_path, "none", "none", LIMIT_BYTES)
     assert code == 1 and "MEM001" in said and "offload.optimizer=nvme" in said
     code, losses, said = trained(tmp_path, "nvme", "nvme", LIMIT_BYTES)
