@@ -73,10 +73,21 @@ def test_each_layer_counts_in_its_own_row_of_the_whole_model() -> None:
     assert Counts(DEEP, 4).loads(numbers.tolist()) == {0: [0.0] * 5, 2: [2.0] * 5, 3: [3.0] * 5}
 
 
-@pytest.mark.parametrize(("sequence_parallel", "shares"), [(True, [1, 1, 1, 1]), (False, [1, 0, 1, 0])])
+def test_every_part_of_a_rank_counts() -> None:
+    """Of a rank that has two stages of a pipeline."""
+    parts = [Decoder(DEEP, [0], stem=False), Decoder(DEEP, [3])]
+    with balance.counting(parts, [BATCH], PLAN, None) as numbers:
+        for part in parts:
+            [layer] = layers(part)
+            assert layer.tally is not None
+            layer.tally.loads.fill_(1.0)
+    assert Counts(DEEP, 4).loads(numbers.tolist()) == {0: [1.0] * 5, 2: [0.0] * 5, 3: [1.0] * 5}
+
+
+@pytest.mark.parametrize(("sequence_parallel", "shares"), [(True, [1] * 8), (False, [1, 0, 0, 0] * 2)])
 def test_what_ranks_count_alike_is_taken_once(sequence_parallel: bool, shares: list[int]) -> None:
-    plan = replace(PLAN, sequence_parallel=sequence_parallel)
-    found = [float(balance.share(torch.ones(1), plan, Meshes(plan.layout, rank))) for rank in range(4)]
+    plan = Plan(Layout(dp_shard=2, tp=4), sequence_parallel=sequence_parallel)
+    found = [float(balance.share(torch.ones(1), plan, Meshes(plan.layout, rank))) for rank in range(8)]
     assert found == shares
 
 
@@ -128,7 +139,7 @@ def test_no_host_waits_for_a_device() -> None:
 
 
 def test_the_fullest_of_ranks_with_different_experts() -> None:
-    loads = {0: [4.0, 0.0, 1.0, 1.0], 2: [1.0, 2.0, 2.0, 1.0]}
-    assert told(loads, 2)["expert_imbalance"] == pytest.approx(4 / 3, abs=1e-4)
+    loads = {0: [4.0, 1.0, 0.0, 1.0], 2: [1.0, 2.0, 2.0, 1.0]}
+    assert told(loads, 2)["expert_imbalance"] == pytest.approx(5 / 3, abs=1e-4)
     assert told(loads, 4)["expert_imbalance"] == pytest.approx(4 / 1.5, abs=1e-4)
     assert "expert_imbalance" not in told(loads)
