@@ -168,6 +168,15 @@ def test_flops_by_hand() -> None:
     assert flops_per_token(SPEC, replace(plan, lora=Lora(2, 4.0, ("v",)))) == 4 * 1952 + 6 * 2 * 24 + attention
 
 
+def test_flops_of_a_mixture_by_hand() -> None:
+    """Of 6 experts a token goes to 2, of 3 x 8 x 5 parameters each, beside a router of 6 x 8 and an MLP that all share
+    of 3 x 8 x 4: in each layer 192 for attention, 240, 48 and 96."""
+    spec, plan = replace(SPEC, experts=6, experts_per_token=2, expert_size=5, shared_expert_size=4), Plan()
+    dense = replace(SPEC, intermediate_size=1)
+    other = flops_per_token(dense, plan) - 6 * 2 * 3 * 8
+    assert flops_per_token(spec, plan) - other == pytest.approx(6 * 2 * (240 + 48 + 96))
+
+
 def test_mfu_is_unknown_without_a_peak() -> None:
     assert Speed(10.0, 0.0).mfu(100.0) is None
     assert Speed(10.0, 4000.0).mfu(100.0) == 0.25
