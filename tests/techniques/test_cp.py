@@ -132,6 +132,11 @@ REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
         "a multiple of 8, such as 1,000",
     ),
     "ring": ({"layout": Layout(cp=4, ulysses=2)}, "contradict each other", "ulysses 1 for ring and gather"),
+    "ulysses": (
+        {"layout": Layout(cp=4, ulysses=2), "cp_kind": "ulysses"},
+        "contradict each other",
+        "as large as cp for ulysses",
+    ),
     "nested": (
         {"layout": Layout(cp=4, ulysses=4), "cp_kind": "nested"},
         "contradict each other",
