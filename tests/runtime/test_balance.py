@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +20,18 @@ from shardwise.prove import parity
 from shardwise.prove.workload import OPTIM, job_of
 from shardwise.runtime import balance, passes, reduce
 from shardwise.runtime.balance import Counts, spread, told
+from shardwise.runtime.begin import open_log
 from shardwise.runtime.build import build
+from shardwise.runtime.job import open_job
 from shardwise.runtime.step import accumulate
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, Recipe
 from tests.parity import drawn, experts
 from tests.parity.experts import DEEP, MOE
+from tests.runtime.metrics.test_log import lines, state_at, stats
+from tests.runtime.small_run import MODEL, recipe
+from tests.runtime.small_run import plan as small_plan
 
 BATCH: Any = SimpleNamespace(ids=torch.zeros(2, 12, dtype=torch.int64))
 PLAN = Plan(Layout(dp_shard=2, tp=2))
@@ -143,3 +149,16 @@ def test_the_fullest_of_ranks_with_different_experts() -> None:
     assert told(loads, 2)["expert_imbalance"] == pytest.approx(5 / 3, abs=1e-4)
     assert told(loads, 4)["expert_imbalance"] == pytest.approx(4 / 1.5, abs=1e-4)
     assert "expert_imbalance" not in told(loads)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_tells_the_fullest_of_its_ranks_where_they_have_different_experts(tmp_path: Path, ranks: int) -> None:
+    mixture = {**MODEL, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
+    plan = replace(small_plan("zero3", 2), layout=Layout(dp_shard=2, ep=ranks))
+    job = open_job(recipe(tmp_path, model={"config": mixture}), plan)
+    job.directory.mkdir(parents=True)
+    log = open_log(job, state_at(0))
+    log.step(state_at(1), replace(stats(1), loads={0: [3.0, 2.0, 1.0, 2.0]}), torch.device("cpu"))
+    log.close()
+    [line] = [line for line in lines(job.directory / "metrics.jsonl") if "experts" in line]
+    assert line.get("expert_imbalance") == (None if ranks == 1 else 1.25)

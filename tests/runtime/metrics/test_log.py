@@ -84,6 +84,16 @@ def test_a_line_tells_how_experts_are_loaded(tmp_path: Path, capsys: pytest.Capt
     assert "  experts 3.0x, 2 dead  " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("least", "said"), [(0.0, "1.7x, 1 dead"), (1.0, "1.5x")])
+def test_one_expert_without_a_token_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], least: float, said: str
+) -> None:
+    log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
+    log.step(state_at(1), replace(stats(1), loads={0: [5.0, least, 3.0, 4.0]}), torch.device("cpu"))
+    log.close()
+    assert f"  experts {said}  " in capsys.readouterr().out
+
+
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     log = Log(tmp_path, 1, 0, 10, Speed(1.0, 0.0))
     log.step(state_at(1), stats(1), torch.device("cpu"))
