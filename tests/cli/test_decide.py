@@ -9,8 +9,9 @@ import pytest
 
 from shardwise.cli import decide
 from shardwise.cli.app import main
-from shardwise.cli.decide import as_first, beyond, cluster_of, cluster_of_ranks, plan_of, slower
+from shardwise.cli.decide import as_first, beyond, cluster_of, cluster_of_ranks, far, plan_of, slower
 from shardwise.cli.options import sort_words
+from shardwise.cli.render import title
 from shardwise.errors import ConfigError, UsageError
 from shardwise.models.load import load_spec
 from shardwise.models.resolve import resolve
@@ -18,6 +19,7 @@ from shardwise.planner.search import choose
 from shardwise.spec import cluster as machines
 from shardwise.spec.cluster import Cluster, Device, parse_cluster
 from shardwise.spec.cluster_file import dump_cluster
+from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, load_recipe
 from shardwise.spec.measured import Measured
 from shardwise.spec.plan import Plan
@@ -135,6 +137,31 @@ def test_a_pinned_bf16_that_is_emulated_is_warned_of(monkeypatch: pytest.MonkeyP
         assert slower(wide, CPUS) is None
     assert slower(narrow, parse_cluster("1xT4")) == "warning: the T4 emulates bf16, slowly; `precision.compute=fp16`"
     assert slower(narrow, parse_cluster("1xA100")) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "fits"),
+    [
+        (Layout(dp_shard=16, ep=16, ranks_per_node=8), 8),
+        (Layout(dp_shard=12, ep=6, ranks_per_node=4), 2),
+        (Layout(dp_shard=16, ep=8, ranks_per_node=8), None),
+        (Layout(dp_shard=6, ep=3, ranks_per_node=8), None),
+        (Layout(dp_shard=16, ranks_per_node=8), None),
+    ],
+)
+def test_experts_on_several_nodes_are_warned_of(layout: Layout, fits: int | None) -> None:
+    """With as many ranks as are on one."""
+    said = f"the {layout.ep} ranks that have different experts are on several nodes"
+    warning = far(Plan(layout))
+    assert warning is None if fits is None else warning is not None and said in warning
+    assert fits is None or f"`parallel.ep={fits}` keeps them on one" in str(warning)
+
+
+def test_a_plan_tells_how_much_of_a_mixture_computes_a_token() -> None:
+    """Of 47 billion parameters 13."""
+    mixture, cluster = load_spec("mistralai/Mixtral-8x7B-v0.1"), parse_cluster("8xH100")
+    assert title(mixture, cluster).startswith("Mixtral-8x7B-v0.1 (46.7 B parameters, 12.9 B active) on 8 x H100")
+    assert "active" not in title(EIGHT_B, cluster)
 
 
 def test_sequences_beyond_the_positions_are_told_with_what_to_set() -> None:

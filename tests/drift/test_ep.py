@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
-from shardwise.planner.schedule import folded
+from shardwise.planner.events import Send
+from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.trace import traced_here
 from shardwise.prove.drift import drift, predict
+from shardwise.prove.world import WorldCounter, measure
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, Shard
@@ -151,6 +155,28 @@ def test_what_no_other_rank_has_is_neither_gathered_nor_summed() -> None:
     whole = EXPERTS // 2 * MATRICES * SPEC.num_hidden_layers
     plan = planned(Layout(dp_replicate=4, dp_shard=2, ep=2), "ddp", shard=Shard("ddp", bucket_bytes=1 << 30))
     assert sent(plan, "dp_replicate") == Counter({("all_reduce", 4 * whole): 1})
+
+
+def test_weights_of_experts_come_when_it_is_told() -> None:
+    """With their block's, before what its attention sends, for later the host waits to hear how many rows come: the
+    order of what is sent is that of the plan's events."""
+    plan = planned(Layout(dp_shard=2, tp=2, ep=2), "zero2", count=2, remat="full")
+    found: list[tuple[str, str, int]] = []
+    count = WorldCounter._sent
+
+    def watched(self: WorldCounter, kind: str, args: Any) -> None:
+        before = self.sent.copy()
+        count(self, kind, args)
+        found.extend(self.sent - before)
+
+    with patch.object(WorldCounter, "_sent", watched):
+        measure(SPEC, plan)
+    events = schedule(techniques.cost(sheet_of(SPEC, plan, units=traced_here), plan), plan, "cpu")
+    sends = [(event.axis, event.kind, event.bytes) for event in events if isinstance(event, Send)]
+    told, real = ([each for each in calls if each[0] in ("tp", "ep", "expert_fsdp")] for calls in (sends, found))
+    assert told == real[-len(told) :]
+    kinds = [(axis, kind) for axis, kind, _ in told]
+    assert kinds.index(("expert_fsdp", "all_gather")) < kinds.index(("tp", "all_gather"))
 
 
 def operations(spec: ModelSpec, plan: Plan) -> int:

@@ -14,7 +14,7 @@ from shardwise.models import layers
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, from_hf
 from shardwise.models.grouped import grouped, served
-from shardwise.models.moe import Experts, MoE, Routing, counted
+from shardwise.models.moe import Experts, MoE, Routing, counted, logits
 from tests.models.families import LENGTH, config_of, mixtures, pair, random_model, routed, spec_of
 from tests.models.llama import relative, tokens
 
@@ -175,6 +175,24 @@ def test_grouped_products_are_one_product_after_another(dtype: torch.dtype, colu
     factor = torch.randn_like(plain)
     both = [torch.autograd.grad((out * factor).sum(), (x, weight)) for out in (found, plain)]
     torch.testing.assert_close(*both)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_products_of_frozen_matrices_keep_no_rows(trained: bool) -> None:
+    """Nor do routers: only the gradient of a matrix is made of what was multiplied with it."""
+    kept: list[Tensor] = []
+    rows, counts = torch.randn(6, 8, requires_grad=True), torch.tensor([2, 4])
+    router, matrices = torch.randn(2, 8, requires_grad=trained), torch.randn(2, 5, 8, requires_grad=trained)
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    for product in (lambda: grouped(rows, matrices, counts), lambda: logits(rows, router, None)):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            product()
+        assert (rows.shape in [tensor.shape for tensor in kept]) == trained
 
 
 def test_gradients_of_a_whole_mixture_by_finite_differences() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.errors import DataError
@@ -105,3 +106,18 @@ def test_a_rank_reads_what_it_has(tmp_path: Path) -> None:
     halves = {name: (slice(len(value) // 2, len(value)), slice(0, value.shape[1])) for name, value in named.items()}
     for name, value in read_adapter(tmp_path / "adapter", halves, settings, spec):
         assert torch.equal(value, named[name][halves[name]])
+
+
+def test_an_adapter_of_experts_that_cannot_be_taken_apart_is_refused(tmp_path: Path) -> None:
+    """Of gate and up as one matrix, where what one has of rank is not zero in the rows of the other."""
+    spec, settings = families.spec_of("mixtral"), Lora(4, 8.0, ("expert_gate", "expert_up"))
+    model = adapted(settings, spec)
+    write(tmp_path, model, settings)
+    parts = {name: tuple(slice(0, n) for n in value.shape) for name, value in model.named_parameters()}
+    own = {name: part for name, part in parts.items() if is_adapter(name)}
+    assert {name for name, _ in read_adapter(tmp_path / "adapter", own, settings, spec)} == own.keys()
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: torch.ones_like(value) for name, value in tensors.items()}, file)
+    with pytest.raises(DataError, match="is not block-diagonal"):
+        list(read_adapter(tmp_path / "adapter", own, settings, spec))

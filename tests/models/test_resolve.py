@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -118,3 +120,31 @@ def test_what_is_asked_of_experts_that_a_model_has_not_is_refused(key: str, aske
     assert resolve(Recipe.model_validate({"model": {"config": MODEL, key: none}})) == resolve(
         Recipe.model_validate({"model": {"config": MODEL}})
     )
+
+
+MIXTURE = {**MODEL, "model_type": "mixtral", "num_key_value_heads": 2, "router_aux_loss_coef": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "weight"),
+    [
+        ({"output_router_logits": False}, {}, 0.0),
+        ({}, {}, 0.0),
+        ({"output_router_logits": True}, {}, 0.02),
+        ({"output_router_logits": False}, {"router_aux_loss": 0.5}, 0.5),
+        ({"output_router_logits": True}, {"router_aux_loss": 0.0}, 0.0),
+        ({"output_router_logits": False}, {"init": "random"}, 0.02),
+    ],
+)
+def test_a_model_that_is_tuned_has_the_loss_that_its_config_switches_on(
+    said: dict[str, object], asked: dict[str, object], weight: float, tmp_path: Path
+) -> None:
+    """Unless the recipe says its coefficient; one that begins anew has it. An export says whether it was there."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | said))
+    spec = resolve(Recipe.model_validate({"model": {"path": str(tmp_path), **asked}}))
+    assert spec.router_losses == (weight, 0.0)
+    assert to_hf(spec)["output_router_logits"] == (weight > 0)
+
+
+def test_a_described_model_has_the_loss_that_balances_its_experts() -> None:
+    assert resolve(Recipe.model_validate({"model": {"config": MIXTURE}})).router_losses == (0.02, 0.0)

@@ -1,5 +1,5 @@
-"""Tensor and sequence parallelism in float64: loss, norm, every gradient of step 1 and the weights after five AdamW
-steps are those of one process (the tolerance is that of test_fp64.py)."""
+"""Tensor and sequence parallelism in float64: loss, norm, every gradient of step 1 and the weights after two steps of
+AdamW are those of one process (the tolerance is that of test_fp64.py)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from shardwise.planner.price import price
 from shardwise.planner.search import Search
 from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import Cluster, parse_cluster
-from shardwise.spec.plan import Plan
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_seconds
 from tests.covering import covering
@@ -136,6 +137,18 @@ def test_bounds_are_below_what_they_bound(case: Case) -> None:
         assert rough_s <= bound_s * (1 + 1e-9) <= seconds(priced).step_s * (1 + 2e-9)
         share = peak_share(priced)
         assert bounds.stand(plan, share)
+
+
+def test_bounds_of_experts_that_are_spread() -> None:
+    """Their weights are gathered over fewer ranks than others, or over none: of few tokens these take most of it."""
+    spec, cluster = load_spec("Qwen/Qwen3-30B-A3B"), parse_cluster("8xL40S")
+    bounds = LowerBounds(spec, cluster)
+    for degree, strategy, seq_len in product((8, 2, 1), ("zero1", "zero3"), (512, 4096)):
+        layout, batch = Layout(dp_shard=8, ep=degree, ranks_per_node=8), Batch(1, 1, seq_len, 512)
+        plan = Plan(layout, batch, Shard(strategy), Precision("bf16"), Remat("full"), model=spec.name)  # type: ignore[arg-type]
+        priced = timed(spec, price(spec, plan, cluster), cluster)
+        assert 0 < bounds.roughly(plan) <= bounds.seconds(plan) * (1 + 1e-9) <= seconds(priced).step_s * (1 + 2e-9)
+        assert bounds.stand(plan, peak_share(priced))
 
 
 def test_the_table_and_the_reason_agree() -> None:

@@ -17,7 +17,7 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from shardwise.spec.recipe import Parallel, Recipe, Train
-from shardwise.spec.sheet import Sheet, Tensor
+from shardwise.spec.sheet import EXPERT_ROWS, Sheet, Tensor
 from shardwise.techniques import optim
 from tests.parity.mixtures import MIXTRAL
 
@@ -110,3 +110,17 @@ def test_with_a_capacity_ranks_have_whole_rows() -> None:
     every = Search(Recipe(train=train), capped, CLUSTER).all
     assert {plan.layout.cp for plan in every} == {1} and not any(plan.sequence_parallel for plan in every)
     assert {plan.layout.ep for plan in every} > {1, 2}
+
+
+def test_memory_is_kept_for_the_fullest_of_ranks_with_different_experts() -> None:
+    """What comes to a rank in an even share counts with the activations; above it as much again for each time that
+    ``expert_imbalance`` is more than once."""
+    plan = Plan(Layout(dp_shard=4, ep=2), Batch(2, 1, 512, 256), Shard("zero3"), Precision("bf16"))
+
+    def memory(imbalance: float) -> dict[str, int]:
+        return price(MIXTRAL, replace(plan, expert_imbalance=imbalance), parse_cluster("4xCPU")).estimate.memory
+
+    span, even = folded(techniques.cost(sheet_of(MIXTRAL, plan), plan), plan), memory(1.0)
+    assert sum(even.values()) == span.top_bytes and span.top[EXPERT_ROWS] > 0
+    for imbalance in (1.5, 3.0):
+        assert memory(imbalance) == even | {"expert reserve": (imbalance - 1) * span.top[EXPERT_ROWS]}

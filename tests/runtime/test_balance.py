@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +20,18 @@ from shardwise.prove import parity
 from shardwise.prove.workload import OPTIM, job_of
 from shardwise.runtime import balance, passes, reduce
 from shardwise.runtime.balance import Counts, spread, told
+from shardwise.runtime.begin import open_log
 from shardwise.runtime.build import build
+from shardwise.runtime.job import open_job
 from shardwise.runtime.step import accumulate
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, Recipe
 from tests.parity import drawn, experts
 from tests.parity.experts import DEEP, MOE
+from tests.runtime.metrics.test_log import lines, state_at, stats
+from tests.runtime.small_run import MODEL, recipe
+from tests.runtime.small_run import plan as small_plan
 
 BATCH: Any = SimpleNamespace(ids=torch.zeros(2, 12, dtype=torch.int64))
 PLAN = Plan(Layout(dp_shard=2, tp=2))
@@ -73,10 +79,21 @@ def test_each_layer_counts_in_its_own_row_of_the_whole_model() -> None:
     assert Counts(DEEP, 4).loads(numbers.tolist()) == {0: [0.0] * 5, 2: [2.0] * 5, 3: [3.0] * 5}
 
 
-@pytest.mark.parametrize(("sequence_parallel", "shares"), [(True, [1, 1, 1, 1]), (False, [1, 0, 1, 0])])
+def test_every_part_of_a_rank_counts() -> None:
+    """Of a rank that has two stages of a pipeline."""
+    parts = [Decoder(DEEP, [0], stem=False), Decoder(DEEP, [3])]
+    with balance.counting(parts, [BATCH], PLAN, None) as numbers:
+        for part in parts:
+            [layer] = layers(part)
+            assert layer.tally is not None
+            layer.tally.loads.fill_(1.0)
+    assert Counts(DEEP, 4).loads(numbers.tolist()) == {0: [1.0] * 5, 2: [0.0] * 5, 3: [1.0] * 5}
+
+
+@pytest.mark.parametrize(("sequence_parallel", "shares"), [(True, [1] * 8), (False, [1, 0, 0, 0] * 2)])
 def test_what_ranks_count_alike_is_taken_once(sequence_parallel: bool, shares: list[int]) -> None:
-    plan = replace(PLAN, sequence_parallel=sequence_parallel)
-    found = [float(balance.share(torch.ones(1), plan, Meshes(plan.layout, rank))) for rank in range(4)]
+    plan = Plan(Layout(dp_shard=2, tp=4), sequence_parallel=sequence_parallel)
+    found = [float(balance.share(torch.ones(1), plan, Meshes(plan.layout, rank))) for rank in range(8)]
     assert found == shares
 
 
@@ -128,7 +145,20 @@ def test_no_host_waits_for_a_device() -> None:
 
 
 def test_the_fullest_of_ranks_with_different_experts() -> None:
-    loads = {0: [4.0, 0.0, 1.0, 1.0], 2: [1.0, 2.0, 2.0, 1.0]}
-    assert told(loads, 2)["expert_imbalance"] == pytest.approx(4 / 3, abs=1e-4)
+    loads = {0: [4.0, 1.0, 0.0, 1.0], 2: [1.0, 2.0, 2.0, 1.0]}
+    assert told(loads, 2)["expert_imbalance"] == pytest.approx(5 / 3, abs=1e-4)
     assert told(loads, 4)["expert_imbalance"] == pytest.approx(4 / 1.5, abs=1e-4)
     assert "expert_imbalance" not in told(loads)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_tells_the_fullest_of_its_ranks_where_they_have_different_experts(tmp_path: Path, ranks: int) -> None:
+    mixture = {**MODEL, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
+    plan = replace(small_plan("zero3", 2), layout=Layout(dp_shard=2, ep=ranks))
+    job = open_job(recipe(tmp_path, model={"config": mixture}), plan)
+    job.directory.mkdir(parents=True)
+    log = open_log(job, state_at(0))
+    log.step(state_at(1), replace(stats(1), loads={0: [3.0, 2.0, 1.0, 2.0]}), torch.device("cpu"))
+    log.close()
+    [line] = [line for line in lines(job.directory / "metrics.jsonl") if "experts" in line]
+    assert line.get("expert_imbalance") == (None if ranks == 1 else 1.25)

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import Place
-from shardwise.spec.sheet import Op, Tensor, size_of
+from shardwise.spec.sheet import Op, Tensor, is_control, size_of
 
 WEIGHT = Tensor("a", (96, 5), "weights", "moments", (("fsdp", 0),), "statistics", False, ("4*f", "d"))
 
@@ -60,3 +60,9 @@ def test_sizes_grow_with_the_batch() -> None:
     assert activation.numel(3, 7) == 84
     assert activation.bytes(3, 7) == 168
     assert Tensor("y", ("b*s", 2), "fp32").bytes(3, 7) == 168
+
+
+def test_what_counts_as_control() -> None:
+    """Counts, norms and votes, which are small; how many rows each expert gets is a part of what experts send."""
+    assert is_control("all_reduce", 64) and is_control("all_gather", 8)
+    assert not is_control("all_reduce", 65) and not is_control("all_to_all", 8)

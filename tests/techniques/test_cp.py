@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shardwise import techniques
+from shardwise.distributed import collectives
+from shardwise.models.balance import RowPlaces
+from shardwise.models.moe import MoE
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan
+from shardwise.techniques import cp
+from shardwise.techniques.tp import rows
 from tests.models.hf_models import spec_of
+from tests.parity.mixtures import MIXTRAL
 from tests.parity.rings import DENSE
 from tests.techniques import cp_ranks
 from tests.techniques.cp_ranks import Asked, dense, error
@@ -125,6 +132,11 @@ REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
         "a multiple of 8, such as 1,000",
     ),
     "ring": ({"layout": Layout(cp=4, ulysses=2)}, "contradict each other", "ulysses 1 for ring and gather"),
+    "ulysses": (
+        {"layout": Layout(cp=4, ulysses=2), "cp_kind": "ulysses"},
+        "contradict each other",
+        "as large as cp for ulysses",
+    ),
     "nested": (
         {"layout": Layout(cp=4, ulysses=4), "cp_kind": "nested"},
         "contradict each other",
@@ -147,3 +159,16 @@ def test_models_in_transformers_own_modules_are_refused_by_name() -> None:
         (problem.code, problem.what) for problem in techniques.check(spec_of("gpt2"), plan, parse_cluster("2xH100"))
     ]
     assert [code for code, _ in codes] == ["PLAN026"] and "gpt2" in codes[0][1].lower()
+
+
+def test_counts_of_rows_are_summed_over_tp_and_cp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequence-parallel ranks in a ring each has a part of the same rows: both groups sum, one after the other."""
+    monkeypatch.setattr(collectives, "summed", lambda counts, group: counts * 2 if group == "cp" else counts * 3)
+    monkeypatch.setattr(rows, "summed", collectives.summed)
+    layout = Layout(cp=2, tp=2)
+    meshes = SimpleNamespace(size=layout.size, index=lambda axis: 1, groups={"tp": "tp", "cp": "cp"})
+    layer = MoE(MIXTRAL)
+    rows.share_rows(layer, (3, 10), meshes)  # type: ignore[arg-type]
+    cp._share_rows(layer, meshes)  # type: ignore[arg-type]
+    assert layer.over_rows(torch.ones(1)) == 2 * 3
+    assert layer.rows_of(torch.zeros(15, 1)) == RowPlaces(3, 10, 15, ranks=2)

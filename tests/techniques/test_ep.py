@@ -12,8 +12,9 @@ from shardwise.cli.app import main
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.load import dump_plan
+from shardwise.spec.load import dump_plan, load_recipe
 from shardwise.spec.plan import Batch, Plan, Shard
+from shardwise.techniques import ep
 from tests.parity.mixtures import MIXTRAL
 from tests.parity.pairwise import DENSE
 
@@ -176,3 +177,12 @@ def test_an_edited_plan_of_a_model_without_experts(
     assert main(["train", "--plan", "plan.yaml", "--nproc", "2", "--dry-run"]) == 78
     err = capfd.readouterr().err
     assert "error[PLAN027]: " in err and "has no experts" in err
+
+
+def test_the_reserve_is_the_recipe_s_to_say() -> None:
+    """And a plan with another is another recipe's."""
+    recipe = load_recipe(None, ["model=m", "parallel.ep=2", "parallel.expert_imbalance=2.5"])
+    [made] = ep.choices(recipe, MIXTRAL, parse_cluster("4xH100"), Plan(Layout()))
+    assert (made.layout.ep, made.expert_imbalance) == (2, 2.5)
+    for plan, agrees in ((made, True), (replace(made, expert_imbalance=1.5), False)):
+        assert all(planned == asked for planned, asked in ep.pins(recipe, plan).values()) == agrees

@@ -12,8 +12,10 @@ from shardwise.prove.drift import drift
 from shardwise.prove.parity import train_on_rank
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import own
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Dtype, Plan, Precision, Remat, Shard
+from shardwise.techniques.precision import check
 from tests.models import hf_models
 from tests.parity.cases import BF16, FP32, FP64, TIED, UNTIED
 
@@ -76,3 +78,19 @@ def test_a_loop_of_ones_own_computes_in_the_type_of_its_plan(compute: Dtype) -> 
     plan = Plan(shard=Shard("zero3"), precision=Precision(compute))
     own.parallelize(Model(), plan, None)(torch.ones(2, 4))
     assert seen == [{"bf16": torch.bfloat16, "fp16": torch.float16}[compute]]
+
+
+BEYOND_LLAMA = {
+    "sinks": {"attention_sinks": True},
+    "norms of heads": {"qk_norm": "head"},
+    "layers without rotation": {"nope_layers": (1,)},
+    "multipliers": {"residual_multiplier": 3.0},
+}
+
+
+@pytest.mark.parametrize("what", BEYOND_LLAMA)
+def test_rules_for_modules_are_refused_where_no_test_has_seen_them(what: str) -> None:
+    spec, plan = replace(UNTIED, **BEYOND_LLAMA[what]), replace(ONE, precision=PRECISIONS["own types"])  # type: ignore[arg-type]
+    assert not check(UNTIED, plan, parse_cluster("1xH100"))
+    [problem] = check(spec, plan, parse_cluster("1xH100"))
+    assert (problem.code, problem.where) == ("PLAN016", "precision.modules") and "that Llama lacks" in problem.what

@@ -22,6 +22,7 @@ B, S = 2, 4096
 ZERO3 = Layout(dp_shard=8, ranks_per_node=8)
 PLAN = Plan(ZERO3, Batch(B, 1, S, 1024), Shard("zero3"), Precision("bf16"))
 QUIET = replace(PLAIN, gap_s=0.0)
+WIDE = replace(ONE_B, name="wide", num_hidden_layers=1, hidden_size=4096, head_dim=128, experts=8, experts_per_token=2)
 PASSES = ("forward", "backward")
 
 
@@ -45,6 +46,24 @@ def test_products_of_a_block() -> None:
         for op, time in zip(ops, found, strict=True):
             if op.kind == "matmul":
                 assert time.host_ns == 7_000
+
+
+@pytest.mark.parametrize("size", [2048, 4096])
+def test_products_of_experts(size: int) -> None:
+    """Each token's row is multiplied by three matrices for each of its 2 experts, forward and twice backward, and where
+    these are narrow at a lower rate; the host of a GPU waits once a layer, of which each product bears its part."""
+    (block,) = sheet(replace(WIDE, expert_size=size)).blocks
+    each_s = 2 * 3 * 4096 * size * 2 * B * S / 1e14
+    others = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 8) * B * S / 1e14
+    for direction, times in zip(PASSES, (1, 2), strict=True):
+        plain_s = total_s(block, direction, "products")
+        assert plain_s == pytest.approx(times * (each_s + others), rel=1e-2)
+        slow_s = total_s(block, direction, "products", replace(QUIET, grouped=0.5))
+        assert slow_s - plain_s == pytest.approx(times * each_s if size < 4096 else 0.0, rel=1e-4, abs=1e-6)
+        for rates, waited in ((QUIET, 3_000_000 * times), (replace(QUIET, cuda=False), 0)):
+            found = (durations(block, direction, replace(rates, experts_s=wait_s), B, S) for wait_s in (9e-3, 0.0))
+            waits, none = (sum(one.host_ns for one in each) for each in found)
+            assert waits - none == waited
 
 
 def test_attention_of_a_block() -> None:

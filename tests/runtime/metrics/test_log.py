@@ -97,6 +97,16 @@ def test_a_line_tells_what_experts_drop(tmp_path: Path, capsys: pytest.CaptureFi
     assert "  experts 2.0x, 1 dead, 12.5 % dropped  " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("least", "said"), [(0.0, "1.7x, 1 dead"), (1.0, "1.5x")])
+def test_one_expert_without_a_token_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], least: float, said: str
+) -> None:
+    log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
+    log.step(state_at(1), replace(stats(1), loads={0: [5.0, least, 3.0, 4.0]}), torch.device("cpu"))
+    log.close()
+    assert f"  experts {said}  " in capsys.readouterr().out
+
+
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     log = Log(tmp_path, 1, 0, 10, Speed(1.0, 0.0))
     log.step(state_at(1), stats(1), torch.device("cpu"))
@@ -179,6 +189,15 @@ def test_flops_by_hand() -> None:
     # A frozen head has no gradient of its own; of an adapter on v, 2 x 8 and 4 x 2 in each layer, everything has.
     assert flops_per_token(SPEC, replace(plan, frozen=("head.*",))) == 6 * 1152 + 4 * 800 + attention
     assert flops_per_token(SPEC, replace(plan, lora=Lora(2, 4.0, ("v",)))) == 4 * 1952 + 6 * 2 * 24 + attention
+
+
+def test_flops_of_a_mixture_by_hand() -> None:
+    """Of 6 experts a token goes to 2, of 3 x 8 x 5 parameters each, beside a router of 6 x 8 and an MLP that all share
+    of 3 x 8 x 4: in each layer 192 for attention, 240, 48 and 96."""
+    spec, plan = replace(SPEC, experts=6, experts_per_token=2, expert_size=5, shared_expert_size=4), Plan()
+    dense = replace(SPEC, intermediate_size=1)
+    other = flops_per_token(dense, plan) - 6 * 2 * 3 * 8
+    assert flops_per_token(spec, plan) - other == pytest.approx(6 * 2 * (240 + 48 + 96))
 
 
 def test_mfu_is_unknown_without_a_peak() -> None:

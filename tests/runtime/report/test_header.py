@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from shardwise.cli.decide import told
-from shardwise.runtime.report import header
-from shardwise.runtime.report.header import assumptions, execution, of_routers, why_compute
+from shardwise.models.config import parameter_count
+from shardwise.runtime.job import open_job
+from shardwise.runtime.report import header as headers
+from shardwise.runtime.report.header import assumptions, execution, header, of_routers, why_compute
 from shardwise.spec import finetune
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Batch, Plan, Remat
+from shardwise.spec.units import show_count
 from tests.parity.cases import UNTIED
 from tests.parity.experts import MOE
+from tests.runtime.small_run import MODEL, plan, recipe
 
 
 def test_the_cost_of_compiling_is_said() -> None:
@@ -30,6 +35,15 @@ def test_the_losses_of_routers_are_said() -> None:
     assert of_routers(MOE) == " + 2 router_aux_loss + 0.5 router_z_loss"
     assert of_routers(replace(MOE, router_z_loss_coef=0.0)) == " + 2 router_aux_loss"
     assert of_routers(UNTIED) == of_routers(replace(UNTIED, router_aux_loss_coef=0.1)) == ""
+
+
+def test_a_run_of_a_mixture_tells_how_much_of_it_computes_a_token(tmp_path: Path) -> None:
+    """Two of four experts: 2 x 3 x 24 x 16 parameters in each of two layers stand idle."""
+    mixture = {**MODEL, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
+    job = open_job(recipe(tmp_path, model={"config": mixture}), plan())
+    whole = parameter_count(job.spec)
+    model = next(line for line in header(job).splitlines() if line.startswith("model"))
+    assert f", {show_count(whole)} parameters ({show_count(whole - 2 * 2 * 3 * 24 * 16)} active) · " in model
 
 
 def test_what_fine_tuning_assumes_is_told_with_its_key() -> None:
@@ -54,7 +68,7 @@ def test_what_fine_tuning_assumes_is_told_with_its_key() -> None:
 def test_what_to_pin_for_bf16_is_said_where_a_cpu_has_it(
     asked: str, device: str, has: bool, hint: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(header, "cpu_has_bf16", lambda: has)
+    monkeypatch.setattr(headers, "cpu_has_bf16", lambda: has)
     recipe = load_recipe(None, ["model=m", f"precision.compute={asked}"])
     told = why_compute(recipe, Plan(why={"precision.compute": "default on CPUs"}), device)
     assert told.startswith(" (default on CPUs") and ("`precision.compute=bf16`" in told) == hint

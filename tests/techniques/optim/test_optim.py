@@ -20,6 +20,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, ParameterGroup
 from shardwise.techniques import optim
 from tests.parity.cases import TIED, UNTIED
+from tests.parity.mixtures import GPT_OSS
 from tests.runtime import rank_work
 
 
@@ -31,6 +32,12 @@ def test_norms_and_biases_are_not_decayed_and_every_matrix_is() -> None:
         if optim.settings(name, settings).weight_decay
     }
     assert decayed == {f"{module}.weight" for module in ("embed", *"qkvo", "gate", "up", "down")}
+
+
+def test_of_a_mixture_with_sinks_every_matrix_is_decayed_too_and_nothing_else() -> None:
+    settings = OptimSection(weight_decay=0.1)
+    for name, parameter in blocks.named([Decoder(GPT_OSS)]).items():
+        assert bool(optim.settings(name, settings).weight_decay) == (parameter.ndim > 1), name
 
 
 def test_the_first_matching_group_counts_and_keeps_what_it_does_not_say() -> None:
