@@ -48,7 +48,7 @@ from shardwise.runtime.world import device_of, process, world
 from shardwise.spec.cluster import Cluster, local_cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.techniques import optim
+from shardwise.techniques import offload, optim
 
 WARM_UP = 3
 SEQ_LEN = 4096
@@ -206,7 +206,10 @@ def random_state(recipe: Recipe, spec: ModelSpec, plan: Plan, mesh: Any, device:
     with torch.no_grad():
         for weight in named(parts).values():
             local(weight).normal_(0.0, spec.initializer_range) if weight.ndim > 1 else local(weight).fill_(1.0)
-    return TrainState(parts, optim.build(parts, recipe.optim, plan, recipe.run.seed))
+    host = offload.host_weights(parts, plan)
+    return TrainState(
+        parts, optim.build(parts, recipe.optim, plan, recipe.run.seed, *([host.of] if host else [])), host=host
+    )
 
 
 def random_batch(spec: ModelSpec, plan: Plan, length: int | None, number: int) -> MicroBatch:

@@ -53,7 +53,7 @@ from shardwise.runtime.step import StepRules, step
 from shardwise.runtime.world import world
 from shardwise.spec.cluster import local_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Remat
+from shardwise.spec.plan import Batch, Offload, Plan, Precision, Remat
 from shardwise.techniques.pp.later import LaterProduct, WeightGradients
 
 ONE = ModelSpec("gpu-first", 8192, 512, 1280, 6, 8, 2, 64)
@@ -279,6 +279,63 @@ def memory(on: Device) -> Lines:
             how = "compiled" if compiled else "eager"
             row = [mode, weights, how, mib(predicted), mib(most[0]), off, mib(most[1]), says, has]
             yield f"| {' | '.join(row)} |"
+
+
+def on_host(on: Device) -> Lines:
+    """Losses and gradient norms of five steps with the optimizer on the host against those with it on the device, in
+    fp64 and fp32; then, in bf16, how long a step takes and the most that is allocated, predicted and measured."""
+    with world(Layout(), "cpu" if on.rehearse else "cuda", 60.0):
+        for name, limit in (("fp64", 1e-9), ("fp32", 1e-6)):
+            precision = Precision("fp64", "fp64", "fp64") if name == "fp64" else Precision()
+            plan = Plan(batch=Batch(2, 2, 64, 24), precision=precision)
+            plans = (replace(plan, offload=Offload(where)) for where in ("none", "host"))
+            right, found = (parity.take_steps(0, ONE, each, 5, on.device) for each in plans)
+            pairs = zip(right.losses + right.norms, found.losses + found.norms, strict=True)
+            off = max(abs(b / a - 1) for a, b in pairs)
+            yield f"{name}: losses and norms differ by {off:.1e} at most{'' if off <= limit else ' WRONG'}"
+    model = gpu.REHEARSAL if on.rehearse else gpu.REHEARSAL | {
+        "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    seq_len, taken = 64 if on.rehearse else 2048, list[float]()
+    yield from ("", "| optimizer | step ms | predicted | allocated, MiB | predicted |", "|---|---:|---:|---:|---:|")
+    for where in ("none", "host"):
+        recipe = gpu.Recipe.model_validate(
+            {
+                "model": {"config": model}, "recompute": {"mode": "full"}, "compile": False,
+                "offload": {"optimizer": where}, "precision": {"compute": "bf16"}, "run": {"device": on.kind},
+                "train": {"seq_len": seq_len, "micro_batch_size": 4, "gradient_accumulation_steps": 1},
+            }
+        )  # fmt: skip
+        plan = choose(recipe, resolve(recipe), local_cluster(nproc=1, device=on.kind))
+        assert plan.estimate.seconds is not None
+        step_ms, most = timed_steps(on, recipe, plan)
+        taken.append(step_ms)
+        figures = f"{step_ms:,.1f} | {1e3 * plan.estimate.seconds.step_s:,.1f} | {mib(most)}"
+        yield f"| {where} | {figures} | {mib(plan.estimate.allocated_bytes)} |"
+    yield from ("", f"A step takes {taken[1] / taken[0]:.2f} times as long with the optimizer on the host.")
+
+
+def timed_steps(on: Device, recipe: Any, plan: Plan) -> tuple[float, int]:
+    """Of six steps the milliseconds of the last four's median, and the most that was allocated in these."""
+    spec, taken = resolve(recipe), list[float]()
+    with world(plan.layout, "cpu" if on.rehearse else "cuda", 60.0) as mesh:
+        state = gpu.random_state(recipe, spec, plan, mesh, on.device)
+        rules = StepRules(plan, mesh, recipe.optim, 10, finish_of(recipe.method, plan))
+        for number in range(6):
+            batch = gpu.random_batch(spec, plan, None, number).to(on.device)
+            if number == 2 and not on.rehearse:
+                torch.cuda.reset_peak_memory_stats(on.device)
+            on.wait()
+            begun = time.perf_counter()
+            step(state, [batch], batch.ids.numel(), rules)
+            on.wait()
+            taken.append(1e3 * (time.perf_counter() - begun))
+        most = 0 if on.rehearse else torch.cuda.max_memory_allocated(on.device)
+        del state
+    if not on.rehearse:
+        torch.cuda.empty_cache()
+    return sorted(taken[2:])[2], most
 
 
 def steps_of(on: Device, recipe: Any, plan: Plan) -> tuple[tuple[int, int], dict[str, int]]:
@@ -507,6 +564,7 @@ SECTIONS: dict[str, tuple[Callable[[Device], Lines], float]] = {
     "experts": (experts, 45),
     "numbers": (numbers, 120),
     "memory": (memory, 120),
+    "host": (on_host, 60),
     "step": (one_step, 90),
     "kernels": (kernels, 60),
     "loss": (loss_chunks, 60),

@@ -16,7 +16,7 @@ from shardwise.spec.plan import Lora, Plan, Precision, Remat
 from shardwise.techniques.pp.actions import SCHEDULES
 from tests.drift import test_compile, test_drift, test_hf_models, test_lora, test_pp, test_tp
 from tests.models.hf_models import spec_of
-from tests.parity import cases, mixtures, pairwise, pipes, rings
+from tests.parity import cases, mixtures, offloading, pairwise, pipes, rings
 from tests.parity import test_dpo as parity_dpo
 from tests.parity import test_fp32_bf16 as parity_types
 from tests.parity import test_frozen as parity_frozen
@@ -63,6 +63,7 @@ FEATURES: dict[str, Holds] = {
     "8-bit moments": lambda spec, plan: plan.optim.name == "adamw8bit",
     "bf16 moments": lambda spec, plan: plan.optim.moments == "bf16",
     "HF modules": lambda spec, plan: spec.hf_model is not None,
+    "offload": lambda spec, plan: plan.offload.optimizer != "none",
 }
 """What a plan and its model may have."""
 MEANING = {
@@ -80,6 +81,7 @@ MEANING = {
     "tied": "one weight for the embedding and the output layer",
     "modules": "dtypes of their own for some modules (precision.modules)",
     "HF modules": "a model that runs in transformers' own modules",
+    "offload": "the optimizer on the host",
 }
 
 
@@ -108,12 +110,13 @@ MOMENTS = ("8-bit moments", "bf16 moments")
 @dataclass(frozen=True)
 class Source:
     """Tests in ``file`` prove the ``rows``: their numbers, or (``drift``) what they send and hold; ``without`` these
-    features, which the rows have and the tests leave out."""
+    features, which the rows have and the tests leave out; ``of`` a feature, only what is together with that."""
 
     file: str
     rows: list[Row]
     drift: bool = False
     without: tuple[str, ...] = ()
+    of: str = ""
 
 
 def _dense(strategy: str, world: int, **more: Any) -> Plan:
@@ -164,6 +167,7 @@ def sources() -> list[Source]:
         Source("tests/parity/test_pp_pairwise.py", [(case.spec, case.plan) for case in pipes.CASES]),
         Source("tests/parity/test_cp_pairwise.py", [(case.spec, case.plan) for case in rings.CASES]),
         Source("tests/parity/test_ep_pairwise.py", [(case.spec, case.plan) for case in mixtures.CASES]),
+        Source("tests/parity/test_offload.py", [(case.spec, case.plan) for case in offloading.CASES], of="offload"),
         Source("tests/parity/test_lora.py", adapters),
         Source("tests/parity/test_frozen.py", frozen),
         Source("tests/parity/test_dpo.py", pairs),
@@ -220,6 +224,8 @@ def _drift() -> Iterator[Source]:
     yield Source("tests/drift/test_compile.py", compiled, drift=True)
     spread = [(case.spec, replace(case.plan, precision=BF16)) for case in mixtures.CASES]
     yield Source("tests/drift/test_ep.py", spread, drift=True)
+    outside = [(case.spec, case.plan) for case in offloading.CASES]
+    yield Source("tests/drift/test_offload.py", outside, drift=True)
     hf = [(spec_of("gpt2"), plan) for plan in test_hf_models.PLANS.values()]
     yield Source("tests/drift/test_hf_models.py", hf, drift=True)
 
@@ -250,7 +256,7 @@ def pairs() -> dict[tuple[str, str], Pair]:
     for place, source in enumerate(sources()):
         for spec, plan in source.rows:
             has = [name for name, holds in FEATURES.items() if holds(spec, plan) and name not in source.without]
-            for both in combinations(has, 2):
+            for both in (both for both in combinations(has, 2) if not source.of or source.of in both):
                 first = found.setdefault(both, [None, None])
                 first[source.drift] = place if first[source.drift] is None else first[source.drift]
     every = [both for both in combinations(FEATURES, 2) if not exclusive(*both)]

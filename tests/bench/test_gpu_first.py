@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CHEAP, MORE = ["machine", "loss", "halves"], ["attention", "memory", "step"]
+CHEAP, MORE = ["machine", "loss", "halves"], ["attention", "memory", "host", "step"]
 DEAR = ["numbers", "kernels", "speed", "run"]
 
 

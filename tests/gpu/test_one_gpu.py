@@ -145,6 +145,19 @@ def test_training_in_fp64_is_that_of_a_cpu(alone: torch.device, spec: ModelSpec,
     assert max(e.error for e in (found.loss, found.norm, found.gradient, found.weight)) < 1e-9, found
 
 
+WHERE: tuple[Any, ...] = ("none", "host")
+
+
+@pytest.mark.parametrize(("precision", "limit"), [(FP64, 1e-9), (FP32, 1e-6)], ids=["fp64", "fp32"])
+def test_training_with_the_optimizer_on_the_host(alone: torch.device, precision: Precision, limit: float) -> None:
+    """Losses and norms of five steps are those with it on the device, up to how its kernel rounds."""
+    plan = replace(tiny(precision, Remat("full")), batch=Batch(2, 2, 64, 24))
+    right, found = (parity.take_steps(0, ONE, replace(plan, offload=plans.Offload(each)), 5, alone) for each in WHERE)
+    assert found.losses == pytest.approx(right.losses, rel=limit) and found.norms == pytest.approx(
+        right.norms, rel=limit
+    )
+
+
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("remat", [Remat(), Remat("full")], ids=str)
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
@@ -174,7 +187,8 @@ def peak_bytes(plan: Plan, device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         ids = torch.randint(LARGE.vocab_size, shape, device=device)
         positions = torch.arange(shape[1], device=device).expand(shape).contiguous()
-        step(state, [MicroBatch(ids, ids.clone(), positions, None, shape[1])], ids.numel(), rules)
+        batches = [MicroBatch(ids, ids.clone(), positions, None, shape[1])] * plan.batch.accumulation
+        step(state, batches, ids.numel() * len(batches), rules)
     return torch.cuda.max_memory_allocated(device) - start
 
 
@@ -209,6 +223,16 @@ def test_memory_is_what_the_plan_says(alone: torch.device, weights: Any, remat: 
     predicted = predict(LARGE, plan, device="cuda").peak_bytes
     measured = peak_bytes(plan, alone)
     assert measured > PEAK_FROM_BYTES
+    assert abs(predicted / measured - 1) < PEAK_TOLERANCE, f"{predicted:,} predicted, {measured:,} measured"
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_memory_with_the_optimizer_on_the_host(alone: torch.device, accumulation: int) -> None:
+    """Gradients leave as they are made, or stay until the second micro-batch is done."""
+    plan = Plan(batch=Batch(4, accumulation, 2048, 1024), precision=BF16, remat=Remat("full"))
+    plan = replace(plan, offload=plans.Offload("host"))
+    found = predict(LARGE, plan, device="cuda")
+    predicted, measured = found.peak_bytes - found.state["host"], peak_bytes(plan, alone)
     assert abs(predicted / measured - 1) < PEAK_TOLERANCE, f"{predicted:,} predicted, {measured:,} measured"
 
 

@@ -15,7 +15,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.spec.plan import Plan
 from shardwise.techniques import states, tp
 from shardwise.techniques.states import Division, State
-from tests.parity import test_cp_faults, test_ep_faults, test_faults, test_pp_faults, test_tp_faults
+from tests.parity import test_cp_faults, test_ep_faults, test_faults, test_offload, test_pp_faults, test_tp_faults
 from tests.prove.planted import RESUME
 
 state, tensors, join = states.state, TrainState.tensors, loss._join
@@ -60,7 +60,7 @@ def planted(name: str, plan: Plan) -> AbstractContextManager[Any]:
     """The fault of this name."""
     if name in test_faults.FAULTS:
         return test_faults.FAULTS[name][0](plan)
-    axes = (test_tp_faults, test_pp_faults, test_cp_faults, test_ep_faults)
+    axes = (test_tp_faults, test_pp_faults, test_cp_faults, test_ep_faults, test_offload)
     of_axes = {name: fault for axis in axes for name, (fault, _, _) in axis.FAULTS.items()}
     return {**of_axes, **RESUME, **FIELD}[name]()
 

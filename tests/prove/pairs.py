@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.models.config import ModelSpec
 from shardwise.spec.layout import least_dp_shard
-from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Remat, Shard
 from shardwise.techniques.pp.actions import SCHEDULES
 from tests.models.hf_models import spec_of
 from tests.parity.pipes import stages_per_rank
@@ -57,6 +57,7 @@ def on(name: str, spec: ModelSpec, plan: Plan) -> Row:
         "modules": {"precision": replace(plan.precision, modules=(("*norm", "fp32"),))},
         "8-bit moments": {"optim": Optim("adamw8bit")},
         "bf16 moments": {"optim": Optim(moments="bf16")},
+        "offload": {"offload": Offload("host")},
     }
     if name in ("experts", "ep"):
         mixed = replace(spec, experts=8, experts_per_token=2, expert_size=128) if spec.hf_model is None else spec
@@ -127,6 +128,12 @@ ROWS = (
     ("ep", "ZeRO-1", "gpipe", "modules", "fp16"),
     ("ep", "interleaved_zb"),
     ("ep", "dualpipev"),
+    ("offload", "ZeRO-1", "gpipe", "Ulysses", "selective", "frozen", "DPO"),
+    ("offload", "interleaved", "gather", "full", "modules"),
+    ("offload", "interleaved_zb", "DoRA"),
+    ("offload", "HF modules", "accumulation"),
+    ("offload", "dualpipev"),
+    ("offload", "zbv"),
 )
 COMPILED = (
     ("compile", "ZeRO-1", "1f1b", "frozen", "bf16", "8-bit moments"),
@@ -136,4 +143,5 @@ COMPILED = (
     ("compile", "ring", "Ulysses", "ZeRO-3", "bf16"),
     ("compile", "gather", "tp", "sp"),
     ("compile", "experts", "ZeRO-3"),
+    ("compile", "offload", "ZeRO-3"),
 )

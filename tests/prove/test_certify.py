@@ -26,7 +26,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Data, Method, Recipe
 from shardwise.techniques.pp.actions import SCHEDULES
-from tests.parity import test_cp_faults, test_ep_faults, test_faults, test_pp_faults, test_tp_faults
+from tests.parity import test_cp_faults, test_ep_faults, test_faults, test_offload, test_pp_faults, test_tp_faults
 from tests.parity.cases import FP64, GEMMA, QWEN, TIED, UNTIED
 from tests.parity.cases import plan as plan_of
 from tests.parity.test_tp import EVEN
@@ -87,6 +87,9 @@ NEEDS = {
     "E14: gradients of experts are not summed over replicas": ("ep 2", "dp_replicate 2", "zero3"),
     "E1: gradients of experts are means": ("ep 2", "zero3"),
     "T1: gradients of routers are not summed over tokens": ("tp 2", "sequence parallelism", "experts"),
+    "the last step's gradient": ("the optimizer on the host",),
+    "weights that return before the step": ("the optimizer on the host",),
+    "gradients that leave after each micro-batch": ("2 micro-batches", "the optimizer on the host"),
     "what ranks of tp make of the MLP that all share is not summed": ("tp 2", "shared expert", "experts"),
 }
 """Without what a fault is not seen. Those that are not here are wrong in one process too, or are faults of experts that
@@ -97,6 +100,7 @@ CASES: dict[str, tuple[ModelSpec, Plan]] = {
     **{name: (spec, plan) for name, (_, spec, plan) in test_pp_faults.FAULTS.items()},
     **{name: (spec, plan) for name, (_, spec, plan) in test_cp_faults.FAULTS.items()},
     **{name: (spec, plan) for name, (_, spec, plan) in test_ep_faults.FAULTS.items() if name in NEEDS},
+    **{name: (spec, plan) for name, (_, spec, plan) in test_offload.FAULTS.items()},
     **{name: (UNTIED, plan_of("zero3", 2, FP64)) for name in RESUME},
 }
 

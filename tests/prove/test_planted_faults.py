@@ -1,8 +1,8 @@
 """Proofs must see what is wrong: faults planted into the real code, each of which must be reported.
 
 Here are those of drift and of kills, those of parity are in tests/parity/test_faults.py, test_tp_faults.py,
-test_pp_faults.py, test_cp_faults.py, test_ep_faults.py, test_experts.py and test_capacity.py; docs/proofs.md lists them
-all.
+test_pp_faults.py, test_cp_faults.py, test_ep_faults.py, test_experts.py, test_capacity.py and test_offload.py;
+docs/proofs.md lists them all.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests.parity.test_cp_faults import FAULTS as CP_FAULTS
 from tests.parity.test_ep_faults import FAULTS as EP_FAULTS
 from tests.parity.test_experts import FAULTS as EXPERT_FAULTS
 from tests.parity.test_faults import FAULTS
+from tests.parity.test_offload import FAULTS as OFFLOAD_FAULTS
 from tests.parity.test_pp_faults import FAULTS as PP_FAULTS
 from tests.parity.test_tp_faults import FAULTS as TP_FAULTS
 from tests.prove.planted import DRIFT, RESUME, Fault
@@ -101,7 +102,8 @@ def test_the_list_in_the_docs_is_complete() -> None:
     listed = {(row[0], row[-1]) for row in rows if row[-1] in ("drift", "parity", "kills")}
     proofs = {
         "drift": DRIFT,
-        "parity": {**FAULTS, **TP_FAULTS, **PP_FAULTS, **CP_FAULTS, **EP_FAULTS, **EXPERT_FAULTS, **CAPACITY_FAULTS},
+        "parity": {**FAULTS, **TP_FAULTS, **PP_FAULTS, **CP_FAULTS, **EP_FAULTS, **EXPERT_FAULTS, **CAPACITY_FAULTS}
+        | OFFLOAD_FAULTS,
         "kills": RESUME,
     }
     assert listed == {(name, proof) for proof, faults in proofs.items() for name in faults}

@@ -12,6 +12,7 @@ from shardwise import techniques
 from shardwise.cli.app import main
 from shardwise.models.config import to_hf
 from shardwise.models.resolve import resolve
+from shardwise.planner.compare import fits
 from shardwise.planner.search import choose
 from shardwise.prove import certify
 from shardwise.prove.pool import RankPool
@@ -20,6 +21,7 @@ from shardwise.runtime.evaluate import Preference
 from shardwise.runtime.loop import train
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
+from shardwise.spec.plan import Offload
 from shardwise.spec.shipped import recipes_directory
 from tests.prove.test_certify import NoRanks
 
@@ -31,6 +33,7 @@ MEANT_FOR = {
     "llama-8b-hsdp": "2x8xH100+400Gb/node",
     "llama-405b-3d": "16x8xH100",
     "sft-8b": "8xH100",
+    "full-8b-host": "1xH100",
     "lora-7b": "1xH100",
     "lora-70b": "8xH100",
     "dpo-8b": "1xH100",
@@ -76,6 +79,9 @@ def test_a_recipe_can_be_planned_and_fits(path: Path, tmp_path: Path) -> None:
     assert plan.estimate.peak_bytes <= plan.estimate.capacity_bytes
     if path.stem == "llama-70b-zero3":
         assert (plan.shard.strategy, plan.layout.dp_shard, plan.remat.mode) == ("zero3", 32, "full")
+    if path.stem == "full-8b-host":
+        assert (plan.offload, plan.batch.accumulation) == (Offload("host"), 1) and fits(plan)
+        assert plan.estimate.host_bytes < 128e9 * 1.01
     if path.stem == "llama-8b-hsdp":
         assert (plan.layout.dp_replicate, plan.layout.dp_shard, plan.batch.seq_len) == (2, 8, 8192)
 
@@ -111,21 +117,42 @@ def test_preference_on_a_node_of_eight_as_its_second_line_says() -> None:
     assert plan.estimate.peak_bytes <= plan.estimate.capacity_bytes
 
 
-def test_preference_run_small(tmp_path: Path) -> None:
-    """The recipe's own settings on a model of a few thousand parameters that begins at random, in this process."""
-    records = [{"prompt": f"is {i} odd? ", "chosen": "who knows", "rejected": f"{i % 2}"} for i in range(40)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+def small_words(directory: Path, records: list[dict[str, str]]) -> list[str]:
+    """What makes a run of three steps on ``records`` of a recipe: a model of a few thousand parameters that begins at
+    random, on a CPU."""
+    (directory / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {"model_type": "llama", "vocab_size": 300, "tie_word_embeddings": True, **size}
     words = ["model.path=null", *(f"model.config.{key}={value}" for key, value in config.items())]
-    words += [f"data.path={tmp_path}/pairs.jsonl", f"data.cache={tmp_path}/cache", "data.tokenizer.vocab_size=300"]
-    words += ["data.text_key=prompt"]
-    words += [f"run.out={tmp_path}", "run.name=small", "run.device=cpu", "precision.compute=fp32", "train.seq_len=64"]
-    words += ["train.global_batch_size=2", "train.max_steps=3", "data.repeat=true", "evaluate.eval_steps=2"]
+    words += [f"data.path={directory}/records.jsonl", f"data.cache={directory}/cache", "data.repeat=true"]
+    words += ["data.tokenizer.vocab_size=300", "data.text_key=prompt", f"run.out={directory}", "run.device=cpu"]
+    return [*words, "precision.compute=fp32", "train.seq_len=64", "train.max_steps=3"]
+
+
+def test_preference_run_small(tmp_path: Path) -> None:
+    """The recipe's own settings, in this process."""
+    records = [{"prompt": f"is {i} odd? ", "chosen": "who knows", "rejected": f"{i % 2}"} for i in range(40)]
+    words = [*small_words(tmp_path, records), "run.name=small", "train.global_batch_size=2", "evaluate.eval_steps=2"]
     recipe = load_recipe(recipes_directory() / "dpo-8b.yaml", words)
     report = train(recipe, choose(recipe, resolve(recipe), parse_cluster("1xCPU")))
     assert isinstance(report.validation, Preference) and 0 < report.validation.loss < 0.7
     assert (tmp_path / "small" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_all_weights_run_small_with_the_optimizer_on_the_host(tmp_path: Path) -> None:
+    """The recipe's own settings, in this process; losses and norms are to the bit what they are without."""
+    records = [{"prompt": f"is {i} odd? ", "completion": f"{i % 2}"} for i in range(40)]
+    words, lines = small_words(tmp_path, records), {}
+    for asked in ("host", "none"):
+        own = [*words, "train.global_batch_size=4", "train.micro_batch_size=4", f"run.name={asked}"]
+        own += [f"offload.optimizer={asked}"] * (asked == "none")
+        recipe = load_recipe(recipes_directory() / "full-8b-host.yaml", own)
+        plan = choose(recipe, resolve(recipe), parse_cluster("1xCPU"))
+        assert plan.offload.optimizer == asked
+        train(recipe, plan)
+        told = [json.loads(line) for line in (tmp_path / asked / "metrics.jsonl").read_text().splitlines()]
+        lines[asked] = [(line["step"], line["loss"], line["grad_norm"]) for line in told]
+    assert len(lines["host"]) == 3 and lines["host"] == lines["none"]
 
 
 def test_adapters_of_70b_on_two_nodes() -> None:

@@ -17,6 +17,7 @@ from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan, Seconds
 from shardwise.techniques.cp import KINDS as CP_KINDS
+from shardwise.techniques.offload import leave_early
 from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.remat import MODES
 from shardwise.techniques.shard.degrees import STRATEGIES
@@ -106,10 +107,12 @@ def simplest(plans: list[Plan]) -> Plan:
 
 
 def smallest_ones(plans: list[Plan]) -> list[Plan]:
-    """Of each split of the ranks and mode of recomputation the plan with the smallest micro-batch."""
+    """Of each split of the ranks and mode of recomputation the plan with the smallest micro-batch; and where gradients
+    leave as one micro-batch makes them, and those of several would stay, the plan with one."""
     found: dict[object, Plan] = {}
     for plan in plans:
-        alike = plan.layout, plan.cp_kind, plan.shard, plan.remat, plan.offload
+        leaves = plan.batch.accumulation == 1 and leave_early(plan)
+        alike = plan.layout, plan.cp_kind, plan.shard, plan.remat, plan.offload, leaves
         other = found.get(alike, plan)
         found[alike] = min(other, plan, key=lambda each: each.batch.micro_batch_size)
     return list(found.values())
@@ -156,8 +159,9 @@ class Comparison:
         return [found[i] for i in sorted(found)]
 
     def smallest(self, plans: list[Plan]) -> Plan:
-        """The plan whose fullest rank holds the least."""
-        return min(map(self.priced, smallest_ones(plans)), key=peak_share)
+        """The plan whose fullest rank holds the least; where it is the host that is full, of the device."""
+        held = map(self.priced, smallest_ones(plans))
+        return min(held, key=lambda plan: (peak_share(plan), plan.estimate.peak_bytes))
 
     def priced(self, plan: Plan, most: float = float("inf")) -> Plan:
         """The plan with its estimate of memory and traffic, made once; of a pipeline that takes more than ``most`` of

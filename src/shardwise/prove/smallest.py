@@ -10,7 +10,7 @@ from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Axis, least_dp_shard
-from shardwise.spec.plan import Optim, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
 
 Case = tuple[ModelSpec, Plan]
 
@@ -154,6 +154,7 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "frozen weights": lambda spec, plan: (spec, replace(plan, frozen=())),
     "dtypes": _one_dtype,
     "moments": lambda spec, plan: (spec, replace(plan, optim=Optim())),
+    "offload": lambda spec, plan: (spec, replace(plan, offload=Offload())),
     "chunks of the loss": _one_chunk,
     "shared expert": _no_shared_expert,
     "experts": _no_experts,
@@ -183,6 +184,7 @@ def _words(name: str, spec: ModelSpec, plan: Plan) -> str:
         "tp": f"tp {layout.tp}",
         "cp": f"cp {layout.cp}",
         "kind of context parallelism": plan.cp_kind,
+        "offload": f"the optimizer on the {plan.offload.optimizer}",
         "pp": f"pp {layout.pp}",
         "strategy": plan.shard.strategy,
         "schedule": f"schedule {plan.pipeline.schedule}",

@@ -1,0 +1,341 @@
+"""The optimizer on the host: when it is taken, what it holds and takes by hand, what is said where it does not fit, and
+the copies themselves on a module of two weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import techniques
+from shardwise.cli import decide
+from shardwise.errors import ConfigError
+from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes
+from shardwise.models.load import load_spec
+from shardwise.planner.compare import fits, peak_share, seconds
+from shardwise.planner.price import price
+from shardwise.planner.remedy import remedies
+from shardwise.planner.search import choose
+from shardwise.planner.seconds.step import timed
+from shardwise.prove import certify
+from shardwise.prove.pool import RankPool
+from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.load import load_recipe, read_recipe
+from shardwise.spec.plan import Batch, Lora, Offload, Optim, Plan, Precision, Remat, Shard
+from shardwise.spec.recipe import Data, Recipe
+from shardwise.techniques.offload import host_weights, leave_early
+from shardwise.techniques.offload.host import HostWeights
+from tests.parity.cases import UNTIED
+
+ONE_B, EIGHT_B = load_spec("meta-llama/Llama-3.2-1B"), load_spec("meta-llama/Llama-3.1-8B")
+H100 = parse_cluster("1xH100")
+P = parameter_count(EIGHT_B)
+WEIGHTS = len(parameter_shapes(EIGHT_B))
+
+
+def planned(spec: ModelSpec, asked: str, cluster: Cluster = H100, *words: str) -> Plan:
+    rows = ["train.seq_len=4096", "train.global_batch_size=2", *words]
+    return choose(load_recipe(None, [f"offload.optimizer={asked}", *rows]), spec, cluster)
+
+
+def test_auto_leaves_on_the_device_what_fits() -> None:
+    chosen = planned(ONE_B, "auto")
+    assert chosen.offload == Offload() and "offload.optimizer" not in chosen.why
+    assert not chosen.estimate.host and chosen.estimate.host_capacity_bytes == 0
+
+
+def test_auto_takes_the_host_where_nothing_else_fits() -> None:
+    chosen = planned(EIGHT_B, "auto")
+    assert chosen.offload == Offload("host") and fits(chosen)
+    assert chosen.why["offload.optimizer"] == "searched: no plan without it fits, or is as fast"
+    without = planned(EIGHT_B, "none")
+    assert peak_share(without) > 1.5 and without.estimate.host == {}
+
+
+@pytest.mark.prove
+def test_auto_takes_the_host_where_a_step_is_shorter() -> None:
+    """Without it, cards of 24 GiB without peer-to-peer have to cut every layer, and wait for one another."""
+    found = {
+        asked: planned(EIGHT_B, asked, parse_cluster("8xRTX-4090"), "global_batch=32") for asked in ("none", "auto")
+    }
+    assert all(map(fits, found.values())) and found["none"].layout.tp > 1
+    assert found["auto"].offload == Offload("host") and found["auto"].layout.tp == 1
+    assert seconds(found["auto"]).step_s < 0.7 * seconds(found["none"]).step_s
+
+
+@pytest.mark.parametrize(("spec", "asked"), [(ONE_B, "host"), (EIGHT_B, "none")], ids=["host", "none"])
+def test_a_pin_is_kept(spec: ModelSpec, asked: str) -> None:
+    """Where the planner would choose otherwise; and a plan of one is no plan of a recipe that says the other."""
+    chosen = planned(spec, asked)
+    assert chosen.offload == Offload(asked)  # type: ignore[arg-type]
+    assert chosen.why.get("offload.optimizer", "pinned") == "pinned"
+    assert techniques.pins(Recipe(), chosen)["offload.optimizer"] == (asked, "none")
+
+
+def test_nothing_is_offloaded_where_a_recipe_does_not_say_so() -> None:
+    assert Recipe().offload.optimizer == "none" and Plan().offload == Offload()
+
+
+def test_a_host_that_is_too_small() -> None:
+    """16 bytes a parameter are 119.7 GiB: of 149 they are tight, in 100 they do not fit. Then the plan that is told is
+    the one that holds least of the device, which is not what is named."""
+    tight, small = (replace(H100, host_memory_bytes=gib * 2**30) for gib in (149, 100))
+    assert 0.8 < peak_share(planned(EIGHT_B, "auto", tight)) < 0.81
+    chosen = planned(EIGHT_B, "host", small)
+    assert peak_share(chosen) == pytest.approx(1.197, abs=1e-3) and chosen.estimate.peak_bytes < 40 * 2**30
+    recipe = load_recipe(None, ["offload.optimizer=host", "train.seq_len=4096", "train.global_batch_size=2"])
+    with pytest.raises(ConfigError) as raised:
+        decide.plan_of(recipe, EIGHT_B, small, None)
+    [problem] = raised.value.problems
+    assert problem.code == "PLAN010"
+    assert problem.what == "needs 119.7 GiB of a node's memory beside its GPUs, 100.0 GiB available"
+
+
+@pytest.mark.parametrize("cluster", ["1xH100", "1xRTX-A6000"])
+def test_the_remedy_is_named_and_fits_when_it_is_typed(cluster: str) -> None:
+    """On 48 GB it fits with one micro-batch, whose gradients leave as they are made, and not with two smaller ones."""
+    machines, words = parse_cluster(cluster), ["train.seq_len=4096", "train.global_batch_size=2"]
+    recipe = load_recipe(None, ["model=meta-llama/Llama-3.1-8B", *words])
+    found = {each.change: each for each in remedies(recipe, EIGHT_B, machines, choose(recipe, EIGHT_B, machines))}
+    remedy = found["offload.optimizer=host"]
+    assert remedy.price == "AdamW on the host: the same updates, slower"
+    assert remedy.plan.offload == Offload("host") and peak_share(remedy.plan) <= 1
+    again = planned(EIGHT_B, "host", machines)
+    assert again.batch == remedy.plan.batch and seconds(again) == seconds(remedy.plan)
+
+
+def of_ranks(ranks: int, **more: object) -> Plan:
+    layout = Layout(dp_shard=ranks, ranks_per_node=ranks)
+    settings = {"precision": Precision("bf16"), "remat": Remat("full"), "offload": Offload("host"), **more}
+    plan = Plan(layout, Batch(1, 1, 4096, 512), Shard("zero3" if ranks > 1 else "ddp"), model=EIGHT_B.name)
+    return replace(plan, **settings)  # type: ignore[arg-type]
+
+
+def test_bytes_on_both_tiers_by_hand() -> None:
+    """Of each of P parameters 4 bytes of weight stay on the device; its copy, its gradient and two moments are on the
+    host, with a step count of each of the weights."""
+    found = price(EIGHT_B, of_ranks(1), H100).estimate
+    assert found.host == {"weights": 4 * P, "gradients": 4 * P, "moments": 8 * P + 4 * WEIGHTS}
+    assert found.host_bytes == 16 * P + 4 * WEIGHTS and found.host_capacity_bytes == H100.host_memory_bytes
+    assert found.memory["weights"] == 4 * P and "moments" not in {key for key, size in found.memory.items() if size}
+    embedding = 4 * EIGHT_B.vocab_size * EIGHT_B.hidden_size
+    assert found.memory.get("gradients", 0) <= embedding, "at most that which leaves is there"
+    without = price(EIGHT_B, of_ranks(1, offload=Offload()), H100).estimate
+    assert found.peak_bytes < 40 * 2**30 and without.peak_bytes > 120 * 2**30
+    twice = price(EIGHT_B, of_ranks(1, batch=Batch(1, 2, 4096, 512)), H100).estimate
+    assert twice.memory["gradients"] == 4 * P, "of two micro-batches the first one's stay until the second is done"
+
+
+@pytest.mark.parametrize(
+    ("more", "host"),
+    [
+        ({"optim": Optim(moments="bf16")}, {"weights": 4, "gradients": 4, "moments": 4}),
+        ({"precision": Precision("bf16", "bf16")}, {"weights": 2, "gradients": 2, "moments": 4}),
+    ],
+    ids=["moments in bf16", "weights in bf16"],
+)
+def test_bytes_a_parameter_in_other_dtypes(more: dict[str, object], host: dict[str, int]) -> None:
+    found = price(EIGHT_B, of_ranks(1, **more), H100).estimate.host
+    assert {name: size // P for name, size in found.items()} == host
+
+
+def test_ranks_of_a_node_share_its_memory() -> None:
+    cluster = parse_cluster("8xH100")
+    found = price(EIGHT_B, of_ranks(8), cluster).estimate
+    assert found.host["weights"] == found.host["gradients"] == P // 2
+    assert found.host_bytes == pytest.approx(16 * P, rel=1e-6)
+
+
+def test_frozen_weights_have_nothing_on_the_host() -> None:
+    found = price(EIGHT_B, of_ranks(1, lora=Lora(16, 32.0)), H100).estimate
+    adapters = found.host["weights"] // 4
+    assert found.host_bytes < 16.1 * adapters and adapters < 0.01 * P
+
+
+def test_on_a_cpu_the_device_is_the_host() -> None:
+    plan = Plan(batch=Batch(1, 1, 32, 32), offload=Offload("host"))
+    found = price(UNTIED, plan, parse_cluster("1xCPU"))
+    trained = parameter_count(UNTIED)
+    assert found.estimate.memory["offloaded"] == 16 * trained + 4 * len(parameter_shapes(UNTIED))
+    assert found.estimate.host == {} and found.estimate.host_bytes == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_seconds_by_hand(ranks: int) -> None:
+    """Each way 4 bytes a parameter cross a bus of 63 GB/s at four fifths of that. The update reads the gradient for its
+    norm, scales it in memory, and reads and writes weight and moments: 40 bytes a parameter, at 110 GB/s for all ranks
+    of a node, so that more of them are no faster."""
+    cluster = parse_cluster(f"{ranks}xH100")
+    found, without = (
+        seconds(timed(EIGHT_B, of_ranks(ranks, offload=each), cluster)) for each in (Offload("host"), Offload())
+    )
+    way_s = 4 * P / ranks / (0.8 * 63e9)
+    assert found.copied_s == pytest.approx(2 * way_s, rel=1e-3)
+    assert found.optimizer_s == pytest.approx(40 * P / 1.1e11, rel=1e-3)
+    assert without.copied_s == without.offload_s == 0
+    assert 0.999 * way_s < found.offload_s < found.copied_s, "new weights are waited for, gradients leave in backward"
+    assert found.compute_s == without.compute_s
+    longer_s = found.step_s - without.step_s
+    assert longer_s == pytest.approx(found.offload_s + found.optimizer_s - without.optimizer_s, rel=1e-2)
+
+
+def test_accumulated_gradients_leave_beside_the_last_backward_alone() -> None:
+    once, twice = (seconds(timed(EIGHT_B, of_ranks(1, batch=Batch(1, m, 4096, 512)), H100)) for m in (1, 2))
+    assert once.copied_s == twice.copied_s and once.optimizer_s == twice.optimizer_s
+    assert once.offload_s == pytest.approx(twice.offload_s, rel=0.01)
+
+
+NAMES = {
+    "zero_optimization: {offload_optimizer: {device: cpu}}": "host",
+    "zero_optimization: {offload_optimizer: {device: none}}": "none",
+    "deepspeed_config: {offload_optimizer_device: cpu}": "host",
+    "offload_optimizer_device: cpu": "host",
+    "offload_optimizer_device: none": "none",
+    "optimizer_cpu_offload: true": "host",
+    "optimizer_cpu_offload: false": "none",
+    "offload: host": "host",
+    "offload: {optimizer: auto}": "auto",
+}
+
+
+@pytest.mark.parametrize("line", NAMES)
+def test_it_is_read_by_the_names_that_others_give_it(line: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(line)
+    assert read_recipe(tmp_path / "r.yaml", ()).recipe.offload.optimizer == NAMES[line]
+
+
+@pytest.mark.parametrize("line", ["offload_param_device: cpu", "offload_params: true", "activation_offloading: true"])
+def test_of_what_is_not_there_the_answer_names_what_is(line: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(line)
+    with pytest.raises(ConfigError) as raised:
+        read_recipe(tmp_path / "r.yaml", ())
+    assert "`offload.optimizer: host`" in str(raised.value)
+
+
+EARLY: dict[str, tuple[bool, Plan]] = {
+    "one rank": (True, of_ranks(1)),
+    "shards": (True, of_ranks(8)),
+    "replicas": (False, replace(of_ranks(1), layout=Layout(dp_replicate=2))),
+    "tensor parallelism": (False, replace(of_ranks(2), layout=Layout(dp_shard=2, tp=2))),
+    "stages": (False, replace(of_ranks(1), layout=Layout(pp=2))),
+    "on the device": (False, of_ranks(1, offload=Offload())),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_when_gradients_leave(name: str) -> None:
+    early, plan = EARLY[name]
+    assert leave_early(plan) is early
+
+
+class Two(nn.Module):
+    """Two weights; ``second`` takes part only when it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor([3.0, 4.0]))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        found = (self.first * x).sum()
+        return found + (self.second * x).sum() if both else found
+
+
+def steps(module: Two, host: HostWeights, both: Sequence[bool]) -> list[list[bool]]:
+    """Steps of AdamW on the copies; after each, which of the copies had a gradient."""
+    optimizer, had = torch.optim.AdamW([host.of(each) for each in module.parameters()], lr=0.1), []
+    for number, each in enumerate(both, 1):
+        module(torch.tensor([float(number), -1.0]), each).backward()
+        host.take_rest()
+        had.append([host.of(parameter).grad is not None for parameter in module.parameters()])
+        assert not any(parameter.grad is not None for parameter in module.parameters())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        host.give_back()
+    return had
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_weight_without_a_gradient_is_left_alone(early: bool) -> None:
+    """Its room has the gradient of the step before, which must not be applied again: the result is that of AdamW on the
+    module itself, bit by bit."""
+    module, plain, both = Two(), Two(), [True, False, False, True]
+    host = HostWeights(module.parameters(), early=early, cut=False)
+    assert steps(module, host, both) == [[True, each] for each in both]
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for number, each in enumerate(both, 1):
+        plain(torch.tensor([float(number), -1.0]), each).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    for parameter, right in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, right) and torch.equal(host.of(parameter), right)
+
+
+def left(host: HostWeights, module: Two) -> list[bool]:
+    return [host.of(parameter).grad is not None for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_gradients_leave_in_backward_or_after_it(early: bool) -> None:
+    module, x = Two(), torch.ones(2)
+    host = HostWeights(module.parameters(), early=early, cut=False)
+    module(x, both=True).backward()
+    assert left(host, module) == [early, early]
+    assert [parameter.grad is None for parameter in module.parameters()] == [early, early]
+    host.take_rest()
+    assert left(host, module) == [True, True]
+    assert host.copied == {("device", "host"): 16}
+    host.give_back()
+    assert host.copied["host", "device"] == 16
+
+
+def test_of_several_micro_batches_the_sum_leaves() -> None:
+    module, x = Two(), torch.ones(2)
+    host = HostWeights(module.parameters(), early=True, cut=False)
+    for host.last in (False, False, True):
+        assert left(host, module) == [False, False]
+        module(x, both=True).backward()
+    gradient = host.of(module.first).grad
+    assert gradient is not None and gradient.tolist() == [3.0, 3.0]
+    assert host.copied == {("device", "host"): 16}, "once"
+
+
+def test_scalars_of_cut_weights_wait_for_the_sum_over_replicas() -> None:
+    for cut in (False, True):
+        scalar, row = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(2))
+        host = HostWeights([scalar, row], early=True, cut=cut)
+        (scalar * row.sum()).backward()
+        assert [host.of(each).grad is not None for each in (scalar, row)] == [not cut, True]
+
+
+def test_hooks_do_not_keep_what_is_gone() -> None:
+    """A model that is freed is freed with its copies, without waiting for the collector of cycles."""
+    from weakref import ref
+
+    module = Two()
+    host = HostWeights(module.parameters(), early=True, cut=False)
+    gone = ref(host), ref(module.first)
+    del host, module
+    assert [each() for each in gone] == [None, None]
+
+
+def test_frozen_weights_are_not_copied() -> None:
+    module = Two()
+    module.first.requires_grad_(False)
+    found = host_weights([module], of_ranks(1))
+    assert found is not None and list(found.copies) == [module.second] and len(found.tensors()) == 2
+    assert host_weights([module], of_ranks(1, offload=Offload())) is None
+
+
+@pytest.mark.prove
+def test_it_is_certified(ranks: RankPool) -> None:
+    """What `shardwise prove` does for a plan that has it: the small plan has it too."""
+    plan = Plan(Layout(dp_shard=2), Batch(2, 2, 32, 16), Shard("zero3"), Precision("bf16"), offload=Offload("host"))
+    subject = certify.subject_of(Recipe(data=Data(path="nothing-here.jsonl")), UNTIED, plan, 4)
+    assert subject.small is not None and subject.small.plan.offload == subject.small.own.offload == Offload("host")
+    checks = [certify.run(subject, proof, 0, ranks) for proof in ("drift", "parity", "dtypes", "checkpoint")]
+    assert not [problem for check in checks for problem in check.problems]
