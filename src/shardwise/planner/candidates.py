@@ -14,7 +14,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import show_bytes
-from shardwise.techniques import cp, ep, pp, shard, tp
+from shardwise.techniques import cp, ep, offload, pp, shard, tp
 from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.shard.degrees import grouped
 
@@ -180,7 +180,8 @@ def _with_batches(
     since all others wait for it."""
     layout, seq_len, found, problem = plan.layout, train.seq_len, [], None
     most = LARGER_CHUNKS[-1] if layout.pp > 1 and cluster.kind == "cuda" else CHUNK_NUMBERS[cluster.kind]
-    for micro, accumulation in splits(train, whole, layout.dp, layout.tp * layout.cp):
+    undivided = offload.leave_early(plan)  # gradients of several micro-batches would stay on the device
+    for micro, accumulation in splits(train, whole, layout.dp, layout.tp * layout.cp, undivided=undivided):
         chunk, reasons = chunk_of(spec, most, micro * seq_len // layout.cp)
         made = replace(plan, batch=Batch(micro, accumulation, seq_len, chunk), why={**plan.why, **reasons})
         if problems := pp.check(spec, made, cluster):
@@ -190,9 +191,10 @@ def _with_batches(
     return found, None if found else problem
 
 
-def splits(train: Train, whole: int, dp: int, devices: int) -> list[tuple[int, int]]:
+def splits(train: Train, whole: int, dp: int, devices: int, *, undivided: bool = False) -> list[tuple[int, int]]:
     """Micro-batch and accumulation, in sequences, of a rank's share of a step, where so many ``devices`` read the same;
-    the largest micro-batches first. None where ``dp`` ranks cannot share the step as the recipe pins it."""
+    the largest micro-batches first, and ``undivided`` the whole share, however large. None where ``dp`` ranks cannot
+    share the step as the recipe pins it."""
     share, rest = divmod(whole, dp)
     if rest or share == 0:
         return []
@@ -203,6 +205,7 @@ def splits(train: Train, whole: int, dp: int, devices: int) -> list[tuple[int, i
         return [(micro, accumulation)] if micro * accumulation == share else []
     most = max(1, devices * TOKENS_PER_MICRO_BATCH // train.seq_len)
     sizes = [size for size in range(min(most, share), 0, -1) if share % size == 0]
+    sizes = [share, *sizes] if undivided and share not in sizes else sizes
     return [(size, share // size) for size in sizes]
 
 

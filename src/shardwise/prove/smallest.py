@@ -184,7 +184,7 @@ def _words(name: str, spec: ModelSpec, plan: Plan) -> str:
         "tp": f"tp {layout.tp}",
         "cp": f"cp {layout.cp}",
         "kind of context parallelism": plan.cp_kind,
-        "offload": f"the optimizer on the {plan.offload.optimizer}",
+        "offload": "the optimizer on " + {"nvme": "NVMe"}.get(plan.offload.optimizer, "the host"),
         "pp": f"pp {layout.pp}",
         "strategy": plan.shard.strategy,
         "schedule": f"schedule {plan.pipeline.schedule}",

@@ -1,9 +1,11 @@
 """What is kept outside the device's memory.
 
-    offload.optimizer   on the host                                      what is copied a step, of each trained weight
-    none                nothing                                          nothing
+    offload.optimizer   where                                            what is copied a step, of each trained weight
+    none                all on the device                                nothing
     host                moments, the weights that are updated, and       its gradient to the host, as it becomes whole
-                        gradients                                        in backward; its new value back, after the step
+                        gradients in memory of the host                  in backward; its new value back, after the step
+    nvme                the same, but moments and weights in a file      the same, piece by piece; and the file is read
+                        (scratch.py, streamed.py)                        and written
 
 The optimizer is the same, torch's fused AdamW or one of ours, on tensors of the host (host.py): the numbers do not
 change. The host waits for the gradient norm before it updates, so that clipping and the skip of a bad step stay exact.
