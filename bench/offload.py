@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.techniques.offload import BLOCK_BYTES
 from shardwise.techniques.offload.host import PLACES, HostWeights
 from shardwise.techniques.offload.scratch import aligned
+from shardwise.techniques.offload.sizes import BLOCK_BYTES
 
 SHAPE = (1024, 1024)
 """Of a weight: as large as a block."""

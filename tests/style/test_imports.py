@@ -52,6 +52,8 @@ WITH_TORCH = {
     "shardwise.techniques.cp.ulysses",
     "shardwise.techniques.ep.dispatch",
     "shardwise.techniques.offload.host",
+    "shardwise.techniques.offload.scratch",
+    "shardwise.techniques.offload.streamed",
     "shardwise.techniques.lora.adapter",
     "shardwise.techniques.constants",
     "shardwise.techniques.tp.cut_norm",

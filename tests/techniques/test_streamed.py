@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from shardwise.errors import OutputError
-from shardwise.techniques.offload import BLOCK_BYTES
 from shardwise.techniques.offload import scratch as scratch_files
 from shardwise.techniques.offload.host import HostWeights
-from shardwise.techniques.offload.scratch import PAGE_BYTES, Scratch, aligned
+from shardwise.techniques.offload.scratch import Scratch, aligned
+from shardwise.techniques.offload.sizes import BLOCK_BYTES, PAGE_BYTES
 from shardwise.techniques.offload.streamed import StreamedAdamW
 
 BLOCK = BLOCK_BYTES // 4

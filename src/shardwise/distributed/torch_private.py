@@ -201,6 +201,22 @@ def placed_as(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return DTensor(values, like._spec, requires_grad=False)
 
 
+def fused_adamw(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    step: torch.Tensor,
+    settings: dict[str, Any],
+) -> None:
+    """One update of one piece of a parameter, in place: the kernel of ``torch.optim.AdamW(fused=True)``, whose class
+    wants all of a parameter in memory. ``step`` counts this update; ``settings`` are those of a group."""
+    import torch
+
+    known = {"lr": settings["lr"], "weight_decay": settings["weight_decay"], "eps": settings["eps"]}
+    known |= {"beta1": settings["betas"][0], "beta2": settings["betas"][1], "amsgrad": False, "maximize": False}
+    torch._fused_adamw_([weight], [gradient], [moments[0]], [moments[1]], [], [step], **known)
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread, so that a forward is one that recomputation runs again. What
     counts in forward would else count twice."""

@@ -51,7 +51,7 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
     if job.rank == 0:
         Screen(0).say(header(job))
     with fit.explain_memory(plan, job.device, lambda: "building the model"):
-        state = together(lambda: build(job.recipe, job.spec, plan, job.meshes, job.device, scratch=job.scratch))
+        state = together(lambda: build(job.with_scratch, job.spec, plan, job.meshes, job.device))
     where, staged = job.directory / "checkpoints", plan.offload.optimizer == "nvme"
     checkpoints = RunCheckpoints(where, job.recipe.checkpoint, job.run_id, staged_on_disk=staged)
     with fit.explain_memory(plan, job.device, lambda: "trying the longest batch"):

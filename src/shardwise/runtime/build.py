@@ -28,21 +28,14 @@ from shardwise.techniques.offload.host import HostWeights
 
 
 def build(
-    recipe: Recipe,
-    spec: ModelSpec,
-    plan: Plan,
-    meshes: Meshes,
-    device: torch.device,
-    draw: Draw | None = None,
-    *,
-    scratch: Path | None = None,
+    recipe: Recipe, spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device, draw: Draw | None = None
 ) -> TrainState:
-    """The state of a run before its first step: weights drawn (or read, see :func:`fill`), moments zero; what is kept
-    on NVMe in the directory ``scratch``."""
+    """The state of a run before its first step: weights drawn (or read, see :func:`fill`), moments zero."""
     parts = build_parts(spec, plan, meshes, device)
     fill(parts, spec, recipe, plan, draw)
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
-    host = offload.host_weights(parts, plan, scratch)
+    directory = recipe.offload.directory
+    host = offload.host_weights(parts, plan, Path(directory).expanduser() if directory else None)
     state = TrainState(parts, optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), scale=scale, host=host)
     state.weights_filled()
     return state

@@ -65,10 +65,11 @@ class Job:
         return run_directory(self.recipe)
 
     @property
-    def scratch(self) -> Path:
-        """Where what is kept on NVMe is."""
-        asked = self.recipe.offload.directory
-        return Path(asked).expanduser() if asked else self.directory
+    def with_scratch(self) -> Recipe:
+        """The recipe with the directory of what is kept on NVMe, which is the run's own unless it says another."""
+        asked = self.recipe.offload
+        placed = asked.model_copy(update={"directory": asked.directory or str(self.directory)})
+        return self.recipe.model_copy(update={"offload": placed})
 
     @property
     def rank(self) -> int:

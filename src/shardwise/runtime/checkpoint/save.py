@@ -68,8 +68,7 @@ class SaveResult:
 
 class RunCheckpoints:
     """The checkpoints of one run in ``directory``. Made by every rank at once; ``process_group`` must be gloo and
-    used by nothing else, and is made if None. At most one save is in flight. ``staged_on_disk``: what is saved does not
-    fit into memory, and its copy goes through a file."""
+    used by nothing else, and is made if None. At most one save is in flight, whose copy may be ``staged_on_disk``."""
 
     def __init__(
         self,
@@ -78,7 +77,6 @@ class RunCheckpoints:
         run_id: str,
         process_group: dist.ProcessGroup | None = None,
         disk: commit.Disk = commit.DISK,
-        *,
         staged_on_disk: bool = False,
     ) -> None:
         self.directory = Path(directory)
@@ -87,8 +85,7 @@ class RunCheckpoints:
         self.rejected: list[Problem] = []
         self._disk = disk
         self.crew = Crew.of(process_group)
-        self._writer = ShardWriter(self.directory, run_id, disk)
-        self._writer.staged_on_disk = staged_on_disk
+        self._writer = ShardWriter(self.directory, run_id, disk, staged_on_disk)
         self._planner = ShardPlanner()
         self._planned: object = None
         self._plan = SavePlan([])

@@ -118,7 +118,9 @@ class ShardWriter(_Store, StorageWriter):
     commits.
     """
 
-    def __init__(self, directory: str | Path, run_id: str, disk: commit.Disk = commit.DISK) -> None:
+    def __init__(
+        self, directory: str | Path, run_id: str, disk: commit.Disk = commit.DISK, staged_on_disk: bool = False
+    ) -> None:
         self.directory = Path(directory)
         self.run_id = run_id
         self.disk = disk
@@ -126,7 +128,7 @@ class ShardWriter(_Store, StorageWriter):
         self._step = 0
         self._facts = b"{}"
         self._attempt: commit.Attempt | None = None
-        self.staged_on_disk = False
+        self.staged_on_disk = staged_on_disk
         self._buffers: dict[str, Tensor] = {}
         self._staged: list[ShardFile] | None = None
         self._last_staged: list[ShardFile] | None = None

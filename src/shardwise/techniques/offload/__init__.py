@@ -32,6 +32,7 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Offload, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tier, Unit
+from shardwise.techniques.offload.sizes import BUFFER_BYTES
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -40,12 +41,6 @@ if TYPE_CHECKING:
     from shardwise.distributed.meshes import Meshes
     from shardwise.techniques.offload.host import HostWeights
 
-THREADS, BLOCK_BYTES = 3, 4 * 2**20
-"""How many blocks are on their way to a disk or back, and how much of a weight, and of each of its moments, one has:
-from 3 to 12 MiB of all three with 2 to 4 threads a disk is as fast (docs/log.md)."""
-PAGE_BYTES = 4096
-"""To which places and lengths of what goes past the page cache are aligned."""
-BUFFER_BYTES = THREADS * (3 * BLOCK_BYTES + PAGE_BYTES)
 _HOST_WEIGHTS: WeakKeyDictionary[nn.Module, HostWeights] = WeakKeyDictionary()
 
 

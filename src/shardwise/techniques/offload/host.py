@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from shardwise.distributed.slices import local
 from shardwise.distributed.torch_private import placed_as
-from shardwise.techniques.offload import BLOCK_BYTES, THREADS
 from shardwise.techniques.offload.scratch import Scratch, aligned
+from shardwise.techniques.offload.sizes import BLOCK_BYTES, THREADS
 from shardwise.techniques.offload.streamed import STATES, StreamedAdamW
 
 PLACES = 1 + len(STATES)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.errors import OutputError, Problem
 from shardwise.spec.units import show_bytes
-from shardwise.techniques.offload import PAGE_BYTES
+from shardwise.techniques.offload.sizes import PAGE_BYTES
 
 
 def whole_pages(size: int) -> int:

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from shardwise.distributed.slices import local
-from shardwise.distributed.torch_private import placed_as
-from shardwise.techniques.offload import BLOCK_BYTES
+from shardwise.distributed.torch_private import fused_adamw, placed_as
 from shardwise.techniques.offload.scratch import Scratch, whole_pages
+from shardwise.techniques.offload.sizes import BLOCK_BYTES
 
 Room = tuple[memoryview, Tensor]
 """Whole pages for a block of a weight and of its moments, as bytes and as a flat tensor of these."""
 STATES = ("exp_avg", "exp_avg_sq")
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """A piece of a parameter, whose numbers begin at ``first``; ``place``: where its weight is in the scratch file,
     before its two moments. ``settings`` are those of its group."""
 
@@ -87,7 +87,7 @@ class StreamedAdamW(Optimizer):
         if failed:
             raise failed[0]
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> Iterator[FileBlock]:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -98,9 +98,9 @@ class StreamedAdamW(Optimizer):
                 most = BLOCK_BYTES // shard.element_size()
                 for first in range(0, shard.numel(), most):
                     numbers = min(most, shard.numel() - first)
-                    yield Block(parameter, self.places[parameter], first, numbers, step, group)
+                    yield FileBlock(parameter, self.places[parameter], first, numbers, step, group)
 
-    def _update(self, block: Block, view: memoryview, room: Tensor) -> None:
+    def _update(self, block: FileBlock, view: memoryview, room: Tensor) -> None:
         parameter, settings = block.parameter, block.settings
         gradient = local(parameter.grad).flatten()[block.first : block.first + block.numbers]  # type: ignore[arg-type]
         begin, size = block.first * gradient.element_size(), whole_pages(block.numbers * gradient.element_size())
@@ -108,21 +108,7 @@ class StreamedAdamW(Optimizer):
         for i, part in enumerate(parts):
             self.scratch.read(block.place + i, begin, view[part])
         weight, *moments = (room[part].view(gradient.dtype)[: block.numbers] for part in parts)
-        torch._fused_adamw_(
-            [weight],
-            [gradient],
-            [moments[0]],
-            [moments[1]],
-            [],
-            [block.step],
-            lr=settings["lr"],
-            beta1=settings["betas"][0],
-            beta2=settings["betas"][1],
-            weight_decay=settings["weight_decay"],
-            eps=settings["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
+        fused_adamw(weight, gradient, (moments[0], moments[1]), block.step, settings)
         self.give(parameter, block.first, weight)
         for i, part in enumerate(parts):
             self.scratch.write(block.place + i, begin, view[part])
