@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from shardwise.distributed.pinned import host_buffer
 from shardwise.models.tensorfile import NAMES
 from shardwise.runtime.checkpoint import storage
 from shardwise.runtime.checkpoint.manifest import Slice
 from shardwise.runtime.checkpoint.save import RunCheckpoints, read
-from shardwise.runtime.checkpoint.storage import ShardPlanner, ShardWriter, host_buffer, lay_out
+from shardwise.runtime.checkpoint.storage import ShardPlanner, ShardWriter, lay_out
 from shardwise.spec.recipe import Checkpoint
 
 

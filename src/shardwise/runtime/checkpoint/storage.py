@@ -12,7 +12,6 @@ import dataclasses
 import mmap
 import os
 import tempfile
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from shardwise.distributed.pinned import host_buffer
 from shardwise.models.tensorfile import DTYPES, NAMES, encode_header
 from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint.manifest import (
@@ -278,17 +278,6 @@ class ShardReader(_Store, StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-
-def host_buffer(size_bytes: int, pinned: bool) -> Tensor:
-    """Memory of the host; ``pinned``: locked, so that a GPU copies into it beside its work. It is locked where it lies:
-    torch's allocator of pinned memory rounds up to powers of two, and torch 2.11 has no setting against that."""
-    buffer = torch.empty(size_bytes, dtype=torch.uint8)
-    if pinned and size_bytes:
-        cuda: Any = torch.cuda.cudart()
-        torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), size_bytes, 0)))
-        weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
-    return buffer
 
 
 def disk_buffer(size_bytes: int, directory: Path) -> Tensor:

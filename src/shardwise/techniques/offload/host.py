@@ -12,6 +12,7 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
+from shardwise.distributed.pinned import host_buffer
 from shardwise.distributed.slices import local
 from shardwise.distributed.torch_private import placed_as
 from shardwise.techniques.offload.scratch import Scratch, aligned
@@ -38,6 +39,7 @@ class HostWeights:
         self.scratch: Scratch | None = None
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._rooms: list[Tensor] = []
+        self._pinned: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None
         self._leaving: tuple[Tensor, torch.cuda.Event | None] | None = None
         weakly = proxy(self)  # or parameter, hook and parameter would hold one another
@@ -45,9 +47,9 @@ class HostWeights:
         if directory is not None:
             self.scratch = Scratch(directory, [values.nbytes for values in held.values() for _ in range(PLACES)])
         for number, (parameter, values) in enumerate(held.items()):
-            room = self.scratch.mapped(PLACES * number, values) if self.scratch else _host_room(values)
+            room = self.scratch.mapped(PLACES * number, values) if self.scratch else self._room(values)
             self.copies[parameter] = nn.Parameter(placed_as(parameter, room.copy_(values)))
-            self._gradients[parameter] = placed_as(parameter, _host_room(values))
+            self._gradients[parameter] = placed_as(parameter, self._room(values))
             if values.is_cuda and self._stream is None:
                 self._stream = torch.cuda.Stream(values.device)
             if early and (parameter.ndim or not cut):
@@ -69,6 +71,11 @@ class HostWeights:
         rooms = [aligned(3 * BLOCK_BYTES) for _ in range(THREADS)]
         self._rooms = [room for _, room in rooms]
         return StreamedAdamW(groups, defaults, self.scratch, places, rooms, give)
+
+    def _room(self, values: Tensor) -> Tensor:
+        """Memory of the host for as many numbers; of a GPU's, pinned, so that copies run beside kernels."""
+        self._pinned.append(host_buffer(values.nbytes, pinned=values.is_cuda))  # pinned as long as it is held
+        return self._pinned[-1].view(values.dtype).view(values.shape)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer updates in place of a parameter."""
@@ -127,8 +134,3 @@ class HostWeights:
                 values = local(copy)
                 local(parameter).copy_(values, non_blocking=True)
                 self.copied["host", "device"] += values.nbytes
-
-
-def _host_room(values: Tensor) -> Tensor:
-    """Memory of the host for as many numbers; of a GPU's, pinned, so that copies run beside kernels."""
-    return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)

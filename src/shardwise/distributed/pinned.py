@@ -1,0 +1,20 @@
+"""Memory of the host that a GPU reads and writes beside its work."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def host_buffer(size_bytes: int, pinned: bool) -> Tensor:
+    """Memory of the host; ``pinned``: locked, so that a GPU copies into it beside its work. It is locked where it lies:
+    torch's allocator of pinned memory rounds up to powers of two, and torch 2.11 has no setting against that."""
+    buffer = torch.empty(size_bytes, dtype=torch.uint8)
+    if pinned and size_bytes:
+        cuda: Any = torch.cuda.cudart()
+        torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), size_bytes, 0)))
+        weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return buffer
