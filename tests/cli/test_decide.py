@@ -9,13 +9,23 @@ import pytest
 
 from shardwise.cli import decide
 from shardwise.cli.app import main
-from shardwise.cli.decide import as_first, beyond, cluster_of, cluster_of_ranks, far, plan_of, slower
+from shardwise.cli.decide import (
+    as_first,
+    beyond,
+    cluster_of,
+    cluster_of_ranks,
+    far,
+    plan_of,
+    slower,
+    with_measured_experts,
+)
 from shardwise.cli.options import sort_words
 from shardwise.cli.render import title
 from shardwise.errors import ConfigError, UsageError
 from shardwise.models.load import load_spec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
+from shardwise.planner.seconds.history import remember
 from shardwise.spec import cluster as machines
 from shardwise.spec.cluster import Cluster, Device, parse_cluster
 from shardwise.spec.cluster_file import dump_cluster
@@ -212,3 +222,23 @@ def test_the_machines_of_a_file_and_this_one_by_its_word(tmp_path: Path, monkeyp
     assert "run.nodes=3" in caught.value.problems[0].fix
     with pytest.raises(UsageError):
         sort_words(["cluster=local"])
+
+
+def test_the_imbalance_of_experts_that_a_run_measured_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next plan of the same model on the same machine, unless the recipe says what to reserve."""
+    monkeypatch.setattr(decide, "state_directory", lambda: tmp_path)
+    machine, mixture = parse_cluster("8xH100"), load_spec("Qwen3-30B-A3B")
+    open_ = load_recipe(None, ["model.path=Qwen3-30B-A3B", "parallel.ep=8", "lora.rank=16"])
+    assert with_measured_experts(open_, mixture, machine) == (open_, None)
+    remember(Plan(model=mixture.name), machine, 1.0, 1.0, tmp_path, 2.25)
+    found, said = with_measured_experts(open_, mixture, machine)
+    assert found.parallel.expert_imbalance == 2.25 and said is not None and "2.25 times its share" in said
+    plan = choose(found, mixture, machine)
+    assert plan.layout.ep == 8 and plan.expert_imbalance == 2.25
+    assert choose(open_, mixture, machine).expert_imbalance == 1.5
+    pinned_ = load_recipe(None, ["model.path=Qwen3-30B-A3B", "parallel.expert_imbalance=1.2"])
+    assert with_measured_experts(pinned_, mixture, machine) == (pinned_, None)
+    assert with_measured_experts(open_, mixture, parse_cluster("4xH100")) == (open_, None)
+    assert with_measured_experts(RECIPE, EIGHT_B, machine) == (RECIPE, None)

@@ -21,6 +21,7 @@ from shardwise.planner.seconds.history import (
     PastRuns,
     calibrated,
     calibration,
+    imbalance,
     machine_of,
     past_runs,
     remember,
@@ -193,4 +194,18 @@ def test_a_line_is_what_it_was_written_as(tmp_path: Path) -> None:
         "tp": 1,
         "predicted_s": 0.5,
         "measured_s": 0.6,
+        "expert_imbalance": 0.0,
     }
+
+
+def test_the_imbalance_of_experts_is_that_of_runs_of_the_model(tmp_path: Path) -> None:
+    """The highest; runs without ep know none, and lines of earlier versions have no such field."""
+    for model, found in (("llama", 1.25), ("llama", 0.0), ("llama", 1.75), ("other", 3.0)):
+        remember(replace(DDP, model=model), H100, 2.0, 3.0, tmp_path, found)
+    line = json.loads((tmp_path / FILE).read_text().splitlines()[0])
+    del line["expert_imbalance"]
+    with (tmp_path / FILE).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    past = past_runs(H100, tmp_path)
+    assert past.unread == 0 and len(past.runs) == 5
+    assert (imbalance(past, "llama"), imbalance(past, "other"), imbalance(past, "none")) == (1.75, 3.0, None)

@@ -15,7 +15,7 @@ from shardwise.launch.worker import by_our_launcher, state_directory
 from shardwise.models.config import ModelSpec
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
-from shardwise.planner.seconds.history import calibrated, calibration, past_runs
+from shardwise.planner.seconds.history import calibrated, calibration, imbalance, past_runs
 from shardwise.spec import finetune
 from shardwise.spec.batch import batch
 from shardwise.spec.cluster import Cluster, local_cluster
@@ -83,6 +83,22 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         fix = "leave out --plan to plan again" if file else remedy_words(remedies(recipe, spec, cluster, plan))
         raise ConfigError(Problem("PLAN010", what, "the plan", fix))
     return plan
+
+
+def with_measured_experts(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> tuple[Recipe, str | None]:
+    """The recipe with the imbalance of experts that earlier runs of its model on this machine measured, where it leaves
+    that open, and a line about it. Of a machine whose runs cannot be read nothing is known."""
+    if not spec.experts or recipe.parallel.expert_imbalance is not None:
+        return recipe, None
+    try:
+        found = imbalance(past_runs(cluster, state_directory()), spec.name)
+    except OSError:
+        found = None
+    if found is None:
+        return recipe, None
+    said = f"experts: in an earlier run of {spec.name} the fullest rank got {found:g} times its share of rows; so much"
+    parallel = recipe.parallel.model_copy(update={"expert_imbalance": found})
+    return recipe.model_copy(update={"parallel": parallel}), f"{said} is reserved with ep (parallel.expert_imbalance)"
 
 
 def with_history(plan: Plan, cluster: Cluster, like: Plan | None = None) -> Plan:

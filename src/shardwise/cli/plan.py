@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Option
 
-from shardwise.cli.decide import beyond, cluster_of, far
+from shardwise.cli.decide import beyond, cluster_of, far, with_measured_experts
 from shardwise.cli.length import read_asked
 from shardwise.cli.options import Common, RecipeWords, machine_words, recipe_or_quickstart, sort_words
 from shardwise.cli.planned import as_json, change_lines, head_lines, page_lines, plan_lines, planned, schedule_of
@@ -75,6 +75,9 @@ def run(options: Options) -> None:
     asked = read_asked(options.tokens, options.price, cluster)
     if options.cluster in (None, LOCAL) and (warning := crowding(cluster)):
         note(warning, as_json=options.json)
+    if options.cluster in (None, LOCAL):
+        recipe, told = with_measured_experts(recipe, spec, cluster)
+        note(told, as_json=options.json) if told else None
     answer = planned(recipe, spec, cluster, asked, here=options.cluster in (None, LOCAL))
     for warning in filter(None, (far(answer.chosen), beyond(recipe, spec))):
         note(warning, as_json=options.json)

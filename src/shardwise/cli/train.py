@@ -14,7 +14,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from shardwise.cli import render
-from shardwise.cli.decide import beyond, cluster_of, far, plan_of, slower
+from shardwise.cli.decide import beyond, cluster_of, far, plan_of, slower, with_measured_experts
 from shardwise.cli.lengths import epoch, few_steps, many_epochs
 from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
 from shardwise.cli.preview import report
@@ -123,6 +123,9 @@ def _launch(options: Options, recipe: Recipe) -> int:
     check_installed(recipe)
     check_wandb(recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe)
+    if not options.plan:
+        recipe, told = with_measured_experts(recipe, spec, cluster)
+        note(told, as_json=options.json) if told else None
     plan = plan_of(recipe, spec, cluster, options.plan, None if standing is None else directory)
     for warning in filter(None, (crowding(cluster), slower(plan, cluster), far(plan), beyond(recipe, spec))):
         note(warning, as_json=options.json)

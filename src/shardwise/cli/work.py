@@ -100,7 +100,8 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool, claim: Claim | N
     report = train(recipe, plan, start=Start(allow_fresh_start=fresh, claim=claim, spec=spec))
     if rank() == 0 and (seconds := plan.estimate.seconds) is not None:
         with only_reports("keeping the step's time for later plans"):
-            remember(plan, cluster, seconds.step_s / seconds.scale, report.step_s, state_directory())
+            predicted_s = seconds.step_s / seconds.scale
+            remember(plan, cluster, predicted_s, report.step_s, state_directory(), report.expert_imbalance)
 
 
 def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:

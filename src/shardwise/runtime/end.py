@@ -126,6 +126,7 @@ def report_run(
         unsaved=unsaved,
         chat=job.recipe.sample_tokens is not None,
         adapter=job.plan.lora is not None,
+        expert_imbalance=log.expert_imbalance,
     )
     if job.rank == 0:
         kept = job.directory / "report.md"

@@ -215,7 +215,7 @@ class Parallel(Section):
     cp: int | None = Field(default=None, ge=1)
     cp_kind: Literal["auto", "ring", "ulysses", "nested", "gather"] = "auto"
     ep: int | None = Field(default=None, ge=1)
-    expert_imbalance: float = Field(default=1.5, ge=1)
+    expert_imbalance: float | None = Field(default=None, ge=1)
     pp: int | None = Field(default=None, ge=1)
     schedule: Literal["auto"] | ScheduleName = "auto"
     stages_per_rank: int | None = Field(default=None, ge=1)

@@ -31,7 +31,8 @@ _QUANTILE = 1.4826 * 1.2816
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run: on which machine, of which model, split how, and the seconds of a step."""
+    """A run: on which machine, of which model, split how, and the seconds of a step. ``expert_imbalance``: how many
+    times its share of the rows the fullest of ranks with different experts got; 0 where that is not known."""
 
     predictor: int
     machine: str
@@ -40,6 +41,7 @@ class PastRun:
     tp: int
     predicted_s: float
     measured_s: float
+    expert_imbalance: float = 0.0
 
     @property
     def log_ratio(self) -> float:
@@ -83,12 +85,19 @@ def machine_of(cluster: Cluster) -> str:
     return f"{cluster.nodes}x{cluster.devices_per_node}x{device.name} ({cluster.kind}, {size}{measured})"
 
 
-def remember(plan: Plan, cluster: Cluster, predicted_s: float, measured_s: float, directory: Path) -> None:
+def remember(
+    plan: Plan,
+    cluster: Cluster,
+    predicted_s: float,
+    measured_s: float,
+    directory: Path,
+    expert_imbalance: float = 0.0,
+) -> None:
     """Add a run to the file in ``directory``. Several processes may do so at a time. Raises OSError."""
     if not all(value > 0 and math.isfinite(value) for value in (predicted_s, measured_s)):
         return
     split = plan.shard.strategy, plan.layout.tp
-    run = PastRun(PREDICTOR, machine_of(cluster), plan.model, *split, predicted_s, measured_s)
+    run = PastRun(PREDICTOR, machine_of(cluster), plan.model, *split, predicted_s, measured_s, expert_imbalance)
     path = directory / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
@@ -122,6 +131,13 @@ def _run_of(line: bytes) -> PastRun | None:
         return run if math.isfinite(run.log_ratio) else None
     except (ValueError, ArithmeticError):
         return None
+
+
+def imbalance(past: PastRuns, model: str) -> float | None:
+    """The highest that was measured in the latest runs of a model whose ranks had different experts; None without
+    any."""
+    known = [run.expert_imbalance for run in past.runs if run.model == model and run.expert_imbalance >= 1]
+    return max(known[-_LATEST:], default=None)
 
 
 def calibration(past: PastRuns, plan: Plan) -> Calibration | None:

@@ -143,7 +143,8 @@ class Log:
     """Metrics and events of one rank; only rank 0's writes anything. ``first_step`` is the step a run resumes from.
     ``tracks`` get the same numbers, and are closed with the log. With ``log_steps`` (set after it is made) the screen
     and they get only every so many steps; metrics.jsonl has them all. ``expert_ranks`` (set likewise): how many ranks
-    have different experts. ``unsaved``: why the last save failed."""
+    have different experts, of which the fullest got at most ``expert_imbalance`` times its share; 0: not known.
+    ``unsaved``: why the last save failed."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class Log:
         self.skipped = 0
         self.unsaved = ""
         self.log_steps: int | None = None
-        self.expert_ranks = 1
+        self.expert_ranks, self.expert_imbalance = 1, 0.0
         self._tracks = tracks or Tracks()
         self._start_s = self._begin_s = self._trimmed_s = time.perf_counter()
         if rank == 0:
@@ -209,6 +210,7 @@ class Log:
             "skipped": stats.skipped,
         }
         record |= told(stats.loads, self.expert_ranks, stats.dropped)
+        self.expert_imbalance = max(self.expert_imbalance, record.get("expert_imbalance", 0.0))
         if stats.loss_scale is not None:
             record["loss_scale"] = stats.loss_scale
         if stats.skipped:

@@ -21,7 +21,8 @@ STATE = ("weights", "moments")
 class Report:
     """What a run did, in ``seconds`` since step ``since``. ``traffic`` is (axis, kind) -> (bytes, count) of one
     step on rank 0; parts that were not measured, because the run was too short, are None or empty. ``unsaved``: why the
-    last step has no checkpoint; None if it has one."""
+    last step has no checkpoint; None if it has one. ``expert_imbalance``: how many times its share of rows the fullest
+    of ranks with different experts got at most; 0 where there are none."""
 
     directory: Path
     steps: int
@@ -39,6 +40,7 @@ class Report:
     chat: bool = False
     adapter: bool = False
     since: int = 0
+    expert_imbalance: float = 0.0
 
     @property
     def took(self) -> str:

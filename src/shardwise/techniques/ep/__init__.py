@@ -48,7 +48,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
     """The pinned degree; else 1, and every number of ranks that divides the experts and the devices of a stage."""
     asked, ranks = recipe.parallel.ep, cluster.world // plan.layout.pp
     degrees = [n for n in range(1, spec.experts + 1) if spec.experts % n == 0 and ranks % n == 0] or [1]
-    imbalance = recipe.parallel.expert_imbalance
+    imbalance = recipe.parallel.expert_imbalance or plan.expert_imbalance
     for degree in [asked] if asked and pinned else degrees:
         why = {"layout.ep": "pinned" if asked else "searched: the fastest that fits"} if degree > 1 and pinned else {}
         layout = replace(plan.layout, ep=degree)
@@ -60,7 +60,7 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
     asked = recipe.parallel
     return {
         "parallel.ep": (plan.layout.ep, asked.ep or "auto"),
-        "parallel.expert_imbalance": (plan.expert_imbalance, asked.expert_imbalance),
+        "parallel.expert_imbalance": (plan.expert_imbalance, asked.expert_imbalance or "auto"),
     }
 
 
