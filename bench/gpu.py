@@ -39,7 +39,7 @@ from shardwise.models.blocks import named
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
-from shardwise.runtime.build import build_parts
+from shardwise.runtime.build import build_parts, optimizer_of
 from shardwise.runtime.metrics.log import flops_per_token
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.state import TrainState
@@ -48,7 +48,7 @@ from shardwise.runtime.world import device_of, process, world
 from shardwise.spec.cluster import Cluster, local_cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.techniques import offload, optim
+from shardwise.techniques import offload
 
 WARM_UP = 3
 SEQ_LEN = 4096
@@ -207,9 +207,7 @@ def random_state(recipe: Recipe, spec: ModelSpec, plan: Plan, mesh: Any, device:
         for weight in named(parts).values():
             local(weight).normal_(0.0, spec.initializer_range) if weight.ndim > 1 else local(weight).fill_(1.0)
     host = offload.host_weights(parts, plan)
-    return TrainState(
-        parts, optim.build(parts, recipe.optim, plan, recipe.run.seed, *([host.of] if host else [])), host=host
-    )
+    return TrainState(parts, optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), host=host)
 
 
 def random_batch(spec: ModelSpec, plan: Plan, length: int | None, number: int) -> MicroBatch:

@@ -70,6 +70,16 @@ def test_a_disk_without_room_ends_the_run_before_a_step(make: Make) -> None:
     assert job.fired("full-offload") and set(codes) == {73}
     said = job.log.read_text()
     assert "OUT003" in said and "the optimizer of this rank needs" in said and "offload.directory=" in said
+    assert f"in {job.directory}" in said, "by default it is in the run's own directory"
+
+
+@pytest.mark.prove
+def test_a_disk_without_room_for_the_copy_of_a_save_ends_the_run_before_a_step(make: Make) -> None:
+    job = make("nvme-no-copy", strategy="nvme-zero3")
+    codes = job.train(job.write(**NVME), sabotage=("no_room", 1, "save"))
+    assert job.fired("full-save")
+    assert set(codes) == {73} and job.saved() == []
+    assert "OUT003" in (said := job.log.read_text()) and "the copy of what this rank saves needs" in said
 
 
 WIDE = {"model_type": "llama", "hidden_size": 768, "num_hidden_layers": 3, "num_attention_heads": 8}

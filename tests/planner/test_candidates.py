@@ -39,6 +39,15 @@ def test_a_ranks_share_in_micro_batches(train: Train, dp: int, tp: int, expected
     assert splits(train, 64, dp, tp) == expected
 
 
+def test_where_gradients_leave_early_the_whole_share_is_tried() -> None:
+    """However large it is: those of several micro-batches would stay on the device."""
+    assert splits(Train(seq_len=4096), 64, 8, 1, undivided=True) == [(8, 1), (2, 4), (1, 8)]
+    assert splits(Train(seq_len=4096), 16, 8, 1, undivided=True) == [(2, 1), (1, 2)]
+    plans = [plan for plan in found("2xH100", offload={"optimizer": "host"}) if plan.layout.dp == 2]
+    sizes = {name: {p.batch.micro_batch_size for p in plans if p.shard.strategy == name} for name in ("ddp", "zero3")}
+    assert max(sizes["ddp"]) == 2 and 32 in sizes["zero3"]
+
+
 def test_a_step_is_the_same_sequences_under_every_plan() -> None:
     plans = found("2x8xH100+400Gb/node")
     assert {plan.batch.global_batch_size(plan.layout.dp) for plan in plans} == {64}

@@ -168,13 +168,20 @@ def test_only_the_latest_runs_count() -> None:
 
 def test_seconds_are_scaled_whole_and_in_parts_and_only_once() -> None:
     parts = {"compute_s": 1.0, "products_s": 0.6, "attention_s": 0.3, "pointwise_s": 0.1, "optimizer_s": 0.2}
-    sides = {"exposed_s": {"dp_shard": 0.5}, "sent_s": {"dp_shard": 0.9}, "host_s": 0.3}
+    sides = {
+        "exposed_s": {"dp_shard": 0.4},
+        "sent_s": {"dp_shard": 0.9},
+        "host_s": 0.3,
+        "offload_s": 0.1,
+        "copied_s": 0.8,
+    }
     seconds = Seconds(step_s=2.0, **parts, **sides, low_s=1.0, high_s=4.0, basis="the table")  # type: ignore[arg-type]
     found = calibrated(seconds, Calibration(1.5, math.log(1.25), 3))
     assert found.step_s == 3.0 and found.compute_s == 1.5 and found.scale == 1.5
     assert (found.products_s, found.attention_s, found.pointwise_s) == pytest.approx((0.9, 0.45, 0.15))
-    assert found.exposed_s == {"dp_shard": 0.75} and found.sent_s == {"dp_shard": pytest.approx(1.35)}
-    total = found.compute_s + sum(found.exposed_s.values()) + found.optimizer_s + found.host_s
+    assert (found.offload_s, found.copied_s) == pytest.approx((0.15, 1.2))
+    assert found.exposed_s == {"dp_shard": pytest.approx(0.6)} and found.sent_s == {"dp_shard": pytest.approx(1.35)}
+    total = found.compute_s + sum(found.exposed_s.values()) + found.optimizer_s + found.offload_s + found.host_s
     assert total == pytest.approx(found.step_s)
     assert (found.low_s, found.high_s) == pytest.approx((2.4, 3.75))  # 3 / 1.25 and 3 x 1.25
     assert found.basis == "3 earlier runs on this machine: 1.5 x what the model says"

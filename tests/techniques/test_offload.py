@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwise import techniques
 from shardwise.cli import decide
+from shardwise.cli.render import memory_lines, verdict
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes
 from shardwise.models.load import load_spec
@@ -28,6 +29,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.plan import Batch, Lora, Offload, Optim, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Data, Recipe
+from shardwise.spec.units import show_bytes
 from shardwise.techniques.offload import host_weights, leave_early
 from shardwise.techniques.offload.host import HostWeights
 from tests.parity.cases import UNTIED
@@ -103,7 +105,7 @@ def test_the_remedy_is_named_and_fits_when_it_is_typed(cluster: str) -> None:
     recipe = load_recipe(None, ["model=meta-llama/Llama-3.1-8B", *words])
     found = {each.change: each for each in remedies(recipe, EIGHT_B, machines, choose(recipe, EIGHT_B, machines))}
     remedy = found["offload.optimizer=host"]
-    assert remedy.price == "AdamW on the host: the same updates, slower"
+    assert remedy.price == "AdamW on the host: the same updates, at the rate of its memory"
     assert remedy.plan.offload == Offload("host") and peak_share(remedy.plan) <= 1
     again = planned(EIGHT_B, "host", machines)
     assert again.batch == remedy.plan.batch and seconds(again) == seconds(remedy.plan)
@@ -339,3 +341,36 @@ def test_it_is_certified(ranks: RankPool) -> None:
     assert subject.small is not None and subject.small.plan.offload == subject.small.own.offload == Offload("host")
     checks = [certify.run(subject, proof, 0, ranks) for proof in ("drift", "parity", "dtypes", "checkpoint")]
     assert not [problem for check in checks for problem in check.problems]
+
+
+def test_on_nvme_gradients_stay_in_memory_and_the_disk_is_told() -> None:
+    """12 bytes a parameter in the file; in memory 4, a count of 4 for each weight and 36 MiB of blocks, each from a
+    page on. All of the file is read at 5 GB/s and written at 2.5, which takes longer than the update."""
+    plan = of_ranks(1, offload=Offload("nvme"))
+    found = timed(EIGHT_B, price(EIGHT_B, plan, H100), H100).estimate
+    blocks = 36 * 2**20 + 3 * 4096
+    assert found.host == {"gradients": 4 * P, "moments": 4 * WEIGHTS, "buffers": blocks}
+    assert found.host_bytes == sum(found.host.values()) and found.disk_bytes == 12 * P
+    assert found.seconds is not None
+    assert found.seconds.optimizer_s == pytest.approx(12 * P / 5e9 + 12 * P / 2.5e9)
+    assert found.seconds.offload_s < found.seconds.copied_s / 2, "new weights come while others are read"
+    [line] = [line for line in memory_lines(found) if "TB" in line]
+    assert f"{int(600e12 / (12 * P)):,} steps are 600 TB" in line
+    assert f"{show_bytes(12 * P)} on its disks" in verdict(found)
+
+
+@pytest.mark.parametrize(
+    "more", [Optim("adamw8bit"), Optim(moments="bf16")], ids=["moments in 8 bits", "moments in bf16"]
+)
+def test_what_does_not_go_through_a_file_is_refused(more: Optim) -> None:
+    plan = of_ranks(1, optim=more)
+    assert techniques.check(EIGHT_B, plan, H100) == []
+    [problem] = techniques.check(EIGHT_B, replace(plan, offload=Offload("nvme")), H100)
+    assert problem.code == "PLAN028" and "`offload.optimizer=host`" in (problem.fix or "")
+
+
+def test_a_directory_is_for_nvme_alone() -> None:
+    assert load_recipe(None, ["offload=nvme", "offload.directory=/d"]).offload.directory == "/d"
+    with pytest.raises(ConfigError) as raised:
+        load_recipe(None, ["offload=host", "offload.directory=/d"])
+    assert [problem.code for problem in raised.value.problems] == ["CFG008"]

@@ -77,7 +77,8 @@ def run(options: Options) -> None:
         note(warning, as_json=options.json)
     if options.cluster in (None, LOCAL):
         recipe, told = with_measured_experts(recipe, spec, cluster)
-        note(told, as_json=options.json) if told else None
+        if told:
+            note(told, as_json=options.json)
     answer = planned(recipe, spec, cluster, asked, here=options.cluster in (None, LOCAL))
     for warning in filter(None, (far(answer.chosen), beyond(recipe, spec))):
         note(warning, as_json=options.json)

@@ -125,7 +125,8 @@ def _launch(options: Options, recipe: Recipe) -> int:
     spec, cluster = resolve(recipe), cluster_of(recipe)
     if not options.plan:
         recipe, told = with_measured_experts(recipe, spec, cluster)
-        note(told, as_json=options.json) if told else None
+        if told:
+            note(told, as_json=options.json)
     plan = plan_of(recipe, spec, cluster, options.plan, None if standing is None else directory)
     for warning in filter(None, (crowding(cluster), slower(plan, cluster), far(plan), beyond(recipe, spec))):
         note(warning, as_json=options.json)

@@ -49,7 +49,6 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
             host_bytes=sum(host.values()) * cluster.devices_per_node,
             host_capacity_bytes=cluster.host_memory_bytes if host else 0,
             disk_bytes=span.on("disk").top_bytes * cluster.devices_per_node,
-            disk_written_bytes=span.on("disk").top_bytes * cluster.devices_per_node,  # all of it in every step
         )
         found.append(estimate)
         if estimate.share > most:

@@ -75,7 +75,7 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
     if optim.name == "adamw" and optim.moments != "bf16":
         yield {"optim.moments": "bf16"}, cluster, "AdamW's moments in bf16: nearly the same updates"
     if recipe.offload.optimizer == "none" and not adapted:
-        yield {"offload.optimizer": "host"}, cluster, "AdamW on the host: the same updates, slower"
+        yield {"offload.optimizer": "host"}, cluster, "AdamW on the host: the same updates, at the rate of its memory"
     if not adapted and recipe.model.config is None and recipe.model.init != "random":
         yield {"lora.rank": 16}, cluster, "only adapters are trained"
         small = "only adapters are trained, over weights in 4 bits: less exact, and slower"

@@ -169,8 +169,8 @@ class Seconds:
 class Estimate:
     """What the planner predicts: of memory, for the fullest rank, bytes at the moment of the peak, by category; of
     ``host``, what a rank holds in host memory, and of ``host_bytes`` all ranks of a node, of which that is the
-    capacity; ``disk_bytes`` are what they keep on the node's disks, and ``disk_written_bytes`` what they write there in
-    a step; of ``seconds``, for the slowest."""
+    capacity; ``disk_bytes`` are what they keep on the node's disks, and write there in every step; of ``seconds``, for
+    the slowest."""
 
     memory: dict[str, int] = field(default_factory=dict, hash=False)
     peak_bytes: int = 0
@@ -182,7 +182,6 @@ class Estimate:
     host_bytes: int = 0
     host_capacity_bytes: int = 0
     disk_bytes: int = 0
-    disk_written_bytes: int = 0
 
     @property
     def share(self) -> float:

@@ -143,3 +143,18 @@ def test_constants_can_be_replaced_for_a_while() -> None:
     with replaced({"memory": 0.123}):
         assert shipped()["memory"] == 0.123
     assert shipped() == before
+
+
+def test_what_is_beside_a_device_is_shared_by_those_of_a_node_or_was_measured_so() -> None:
+    """doctor's figures are of one rank while the others measure too."""
+    eight, one = (rates_of(BF16, parse_cluster(text), own_traits()) for text in ("8xH100", "1xH100"))
+    assert one.host_bytes_per_s == 8 * eight.host_bytes_per_s == shipped()["host update"]
+    assert one.disk_bytes_per_s == (5e9, 2.5e9) == tuple(8 * rate for rate in eight.disk_bytes_per_s)
+    assert one.host_link_bytes_per_s == eight.host_link_bytes_per_s == (0.8 * 63e9, 0.8 * 63e9)
+    found = Measured(8, to_device_bytes_per_s=2e10, from_device_bytes_per_s=1e10, disk_bytes_per_s=1e9)
+    measured = rates_of(BF16, replace(parse_cluster("8xH100"), measured=found), own_traits())
+    assert measured.host_link_bytes_per_s == (1e10, 2e10) and measured.disk_bytes_per_s == (2e9, 1e9)
+    cpu = replace(parse_cluster("2xCPU"), measured=Measured(2, memory_bytes_per_s=3e9, disk_bytes_per_s=1e8))
+    assert rates_of(Plan(), cpu, own_traits()).host_bytes_per_s == 3e9
+    assert rates_of(Plan(), cpu, own_traits()).disk_bytes_per_s == (2e8, 1e8)
+    assert rates_of(Plan(), parse_cluster("2xCPU"), own_traits()).host_bytes_per_s == CPU_UPDATED_BYTES_PER_S

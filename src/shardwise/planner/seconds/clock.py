@@ -79,7 +79,7 @@ class StepClock(Folding):
             self._send(event, 1)
         elif isinstance(event, Copy) and event.source != event.target:
             begins_s = max(self.now.at_s[event.stream], self.now.at_s["compute"])
-            self.now.at_s[event.stream] = begins_s + event.bytes / self.rates.host_link_bytes_per_s
+            self.now.at_s[event.stream] = begins_s + event.bytes / self.rates.host_link_bytes_per_s[0]
         elif isinstance(event, Copy):
             seconds = self.rates.copy_s(event.bytes)
             if event.stream == "compute":

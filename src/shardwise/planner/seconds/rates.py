@@ -32,8 +32,8 @@ DEQUANTISED_BYTES = 20.0
 written, read and written as it is scaled, and read once more."""
 HOST_LINK_BYTES_PER_S = 31e9
 """Of a device whose bus is unknown: PCIe 4.0 x16."""
-DISK_BYTES_PER_S = (5e9, 2.5e9)
-"""Read and written, of a node: what one drive of PCIe 4.0 reads and, for long, writes."""
+DISK_BYTES_PER_S, READ_TIMES = 2.5e9, 2.0
+"""Written, of a node: what one drive of PCIe 4.0 takes for long; and how many times as fast it is read."""
 CPU_FLOPS, CPU_BYTES_PER_S, CPU_UPDATED_BYTES_PER_S, CPU_LAUNCH_S = 4e10, 8e9, 2.5e10, 8e-6
 """Of a CPU process on which nothing was measured. Updates, which make no tensors, are faster than other operations."""
 
@@ -75,8 +75,8 @@ class Rates:
     operations of attention, by pairs computed; ``score_bytes``: what attention moves a pair and head, forward and
     backward, where it is not one kernel. ``launch_s`` is the host's, ``gap_s`` the device's. ``host_bytes_per_s``: what
     its share of the host's cores reads and writes while they update weights, and ``host_link_bytes_per_s`` what is
-    copied between the two; ``disk_bytes_per_s`` is its share of the disks, read and written. ``measured`` goes before
-    everything."""
+    copied to the host and from there; ``disk_bytes_per_s`` is its share of the disks, read and written. ``measured``
+    goes before everything."""
 
     cuda: bool
     dtype: str
@@ -98,8 +98,8 @@ class Rates:
     grouped: float = 1.0
     experts_s: float = 0.0
     host_bytes_per_s: float = CPU_UPDATED_BYTES_PER_S
-    host_link_bytes_per_s: float = CPU_BYTES_PER_S
-    disk_bytes_per_s: tuple[float, float] = DISK_BYTES_PER_S
+    host_link_bytes_per_s: tuple[float, float] = (CPU_BYTES_PER_S, CPU_BYTES_PER_S)
+    disk_bytes_per_s: tuple[float, float] = (READ_TIMES * DISK_BYTES_PER_S, DISK_BYTES_PER_S)
 
     @property
     def best_flops_per_s(self) -> float:
@@ -169,15 +169,28 @@ def _filled(groups: int, m: int, n: int, multiprocessors: int) -> float:
     return best
 
 
+def _beside(cluster: Cluster) -> dict[str, object]:
+    """How fast the host of a process is, the way there and the disk: its share of a node's, or as it was measured
+    beside the others."""
+    known, ranks, measured = shipped(), cluster.devices_per_node, cluster.measured or Measured()
+    written = measured.disk_bytes_per_s or DISK_BYTES_PER_S / ranks
+    found: dict[str, object] = {"disk_bytes_per_s": (READ_TIMES * written, written)}
+    if cluster.kind == "cpu":  # whose device is the host
+        return found | {"host_bytes_per_s": measured.memory_bytes_per_s or CPU_UPDATED_BYTES_PER_S}
+    bus = known["host link"] * (cluster.device.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S)
+    ways = measured.from_device_bytes_per_s or bus, measured.to_device_bytes_per_s or bus
+    return found | {"host_bytes_per_s": known["host update"] / ranks, "host_link_bytes_per_s": ways}
+
+
 def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
     """Those of one process of the cluster for what the plan computes. The caller says which ``traits``."""
     known, device, dtype = shipped(), cluster.device, plan.precision.compute
     blocks: Blocks = traits.blocks or ("compiled" if plan.compile else "eager")
-    fixed = {"fill_k": known["fill k"], "misaligned": known["misaligned product"], "blocks": blocks}
+    fixed: dict[str, object] = {"fill_k": known["fill k"], "misaligned": known["misaligned product"], "blocks": blocks}
     fixed |= {"grouped": known["grouped product"], "experts_s": traits.experts_s or known["experts_s"]}
     fixed["dequantised"] = traits.dequantised
     share = known[f"bytes {blocks}"]
-    disk = DISK_BYTES_PER_S[0] / cluster.devices_per_node, DISK_BYTES_PER_S[1] / cluster.devices_per_node
+    fixed |= _beside(cluster)
     if cluster.kind == "cpu":
         return Rates(
             cuda=False,
@@ -189,7 +202,6 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
             copy_bytes_per_s=CPU_BYTES_PER_S,
             launch_s=cluster.measured.launch_s if cluster.measured else CPU_LAUNCH_S,
             gap_s=0.0,
-            disk_bytes_per_s=disk,
             bytes_share=share,
             multiprocessors=0,
             measured=cluster.measured,
@@ -219,9 +231,6 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
         multiprocessors=device.multiprocessors,
         measured=cluster.measured,
         logits=traits.logits,
-        host_bytes_per_s=known["host update"] / cluster.devices_per_node,
-        disk_bytes_per_s=disk,
-        host_link_bytes_per_s=known["host link"] * (device.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S),
         **fixed,  # type: ignore[arg-type]
     )
 

@@ -6,7 +6,6 @@ Four micro-batches are played at most; the third stands for those left out, sinc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import exp, hypot, log, log2
 
 from shardwise.models.config import ModelSpec
@@ -21,9 +20,8 @@ from shardwise.planner.seconds.wires import Wires, wires_of
 from shardwise.planner.spans import Span
 from shardwise.planner.tape import folded_pass
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Seconds
-from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
+from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques import offload
 
 UNFUSED = 23
@@ -53,22 +51,22 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     now = _played(costed, plan, cluster, rates, traits)
     optimizer_s = optimizer(costed, plan, rates, unfused=traits.unfused)
     late_s = max(0.0, now.at_s["out"] - now.at_s["compute"])
-    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, late_s, copied_s(costed, plan, rates))
+    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, late_s, copies_s(costed, plan, rates))
 
 
-def copied_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
-    """What it takes to copy as many bytes as the gradients of a place to the host, or as the weights from there."""
-    if plan.offload.optimizer == "none":
-        return 0.0
-    return offload.trained_bytes(costed, plan) / rates.host_link_bytes_per_s
+def copies_s(costed: Sheet, plan: Plan, rates: Rates) -> tuple[float, float]:
+    """What it takes to copy the gradients of a place to the host, and the weights from there."""
+    size = offload.trained_bytes(costed, plan) if plan.offload.optimizer != "none" else 0
+    out, home = rates.host_link_bytes_per_s
+    return size / out, size / home
 
 
-def _offloaded(found: Seconds, plan: Plan, late_s: float, each_way_s: float) -> Seconds:
+def _offloaded(found: Seconds, plan: Plan, late_s: float, copied_s: tuple[float, float]) -> Seconds:
     """The same with what the device waits for the host: so long, after backward, until the last gradient has left, and
     for the new weights, which from NVMe come while others are read."""
-    waits_s = late_s + (each_way_s if plan.offload.optimizer == "host" else 0.0)
+    waits_s = late_s + (copied_s[1] if plan.offload.optimizer == "host" else 0.0)
     longer = {key: vars(found)[key] * (1 + waits_s / found.step_s) for key in ("step_s", "low_s", "high_s")}
-    return replace(found, **longer, offload_s=waits_s, copied_s=2 * each_way_s)
+    return replace(found, **longer, offload_s=waits_s, copied_s=sum(copied_s))
 
 
 def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seconds:
@@ -81,8 +79,8 @@ def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seco
     last = max(times.sheets, key=lambda sheet: sum(sent.bytes for sent in sheet.step))
     _send_last(now, last, wires_of(plan.layout, cluster))
     optimizer_s = max(optimizer(sheet, plan, rates, unfused=traits.unfused) for sheet in times.sheets)
-    each_way_s = max(copied_s(sheet, plan, rates) for sheet in times.sheets)
-    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, each_way_s, each_way_s)
+    copied_s = max(copies_s(sheet, plan, rates) for sheet in times.sheets)
+    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, copied_s[0], copied_s)
 
 
 def _summed(plan: Plan, cluster: Cluster, traits: Traits, now: Elapsed, optimizer_s: float) -> Seconds:
@@ -180,7 +178,7 @@ def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False)
     """Seconds of clipping and of AdamW, which read and write what the rank holds of weights, gradients and moments. Not
     fused, AdamW reads or writes a number of the weights' dtype ``UNFUSED`` times, and gradients are scaled in memory,
     as they are on the host. From NVMe each number is read and written."""
-    numbers = sum(times * _trained(unit, costed.place) for unit, times in costed.repeated())
+    numbers = offload.trained_numbers(costed)
     tensors = sum(times * sum(weight.trained for weight in unit.weights) for unit, times in costed.repeated())
     weight = BYTES[plan.precision.weights]
     moment = 1 if plan.optim.name == "adamw8bit" else BYTES[plan.optim.moments or plan.precision.weights]
@@ -193,11 +191,6 @@ def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False)
         return max(on_host_s, sum(streamed / rate for rate in rates.disk_bytes_per_s))
     kernels = -(-tensors // 64) * 4 if rates.cuda else 2 * tensors
     return rates.updated_s(moved, kernels)
-
-
-@lru_cache(maxsize=8 * KEPT_UNITS)
-def _trained(unit: Unit, place: Place) -> int:
-    return sum(weight.local_numel(place, padded=False) for weight in unit.weights if weight.trained)
 
 
 def band(plan: Plan, cluster: Cluster, step_s: float, exposed_s: float) -> tuple[float, float, str]:

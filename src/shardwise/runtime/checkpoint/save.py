@@ -163,17 +163,17 @@ class RunCheckpoints:
         return self.poll()
 
     def prepare(self, tensors: Tensors) -> int:
-        """Plan the files and allocate the host memory now, not at the first save; its size in bytes on this rank.
-
-        Also takes the run's directory: raises OutputError (OUT002) if it cannot be written.
-        """
+        """Plan the files, allocate the room for copies and take the run's directory now, not at the first save. Returns
+        the bytes of that room, on the first rank those of all, elsewhere 0. Raises OutputError (OUT002, OUT003) where
+        the directory cannot be written."""
         try:
             self.crew.first(self._claim)
             self._make_plan(tensors, _layout(tensors))
+            self._planner.set_up_planner(dict(tensors))
+            given = self._plan, self._planner, self.crew.rank, self.crew.size
+            return sum(self.crew.each(lambda: self._writer.stage(*given)))
         except RankError as error:
             raise error.first from error
-        self._planner.set_up_planner(dict(tensors))
-        return self._writer.stage(self._plan, self._planner, self.crew.rank, self.crew.size)
 
     def resume(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from shardwise.distributed.pinned import host_buffer
+from shardwise.errors import OutputError, Problem
 from shardwise.models.tensorfile import DTYPES, NAMES, encode_header
 from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint.manifest import (
@@ -47,6 +49,7 @@ from shardwise.runtime.checkpoint.manifest import (
 )
 from shardwise.runtime.exchange import may_travel
 from shardwise.spec.files import open_regular
+from shardwise.spec.units import show_bytes
 
 READ_BYTES = 64 << 20
 """Largest block read at once, so that loading needs little memory beside the tensors."""
@@ -282,9 +285,14 @@ class ShardReader(_Store, StorageReader):
 
 def disk_buffer(size_bytes: int, directory: Path) -> Tensor:
     """A buffer that need not stay in memory: a file in ``directory`` that has no name, and is gone with the process.
-    Raises OSError where the disk has no room."""
+    Raises OutputError (OUT003) where the disk has no room."""
     with tempfile.TemporaryFile(dir=directory) as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, size_bytes))
+        try:
+            os.posix_fallocate(file.fileno(), 0, max(1, size_bytes))
+        except OSError as error:
+            free = show_bytes(shutil.disk_usage(directory).free)
+            what = f"the copy of what this rank saves needs {show_bytes(size_bytes)} in {directory}, {free} are free"
+            raise OutputError(Problem("OUT003", what, str(directory), "free space, or another run.out")) from error
         return torch.frombuffer(mmap.mmap(file.fileno(), max(1, size_bytes)), dtype=torch.uint8)[:size_bytes]
 
 

@@ -105,8 +105,12 @@ def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
 
 def trained_bytes(sheet: Sheet, plan: Plan) -> int:
     """Bytes of the trained weights at the sheet's place, which are copied to the host and back, without padding."""
-    number = BYTES[plan.precision.weights]
-    return sum(times * _trained(unit, sheet.place) for unit, times in sheet.repeated()) * number
+    return trained_numbers(sheet) * BYTES[plan.precision.weights]
+
+
+def trained_numbers(sheet: Sheet) -> int:
+    """How many numbers the trained weights at the sheet's place have, without padding."""
+    return sum(times * _trained(unit, sheet.place) for unit, times in sheet.repeated())
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
