@@ -195,6 +195,20 @@ def test_the_keys_that_plan_prints_can_be_typed(shardwise: Run) -> None:
     assert (written.recompute.mode, written.recompute.every, written.parallel.strategy) == ("selective", 2, "zero2")
 
 
+def test_a_disk_that_cannot_hold_the_optimizer_is_told_before_anything_starts(
+    shardwise: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path, int]] = []
+    monkeypatch.setattr(rundir, "check_offload", lambda directory, needed: asked.append((directory, needed)))
+    words = ("train", "--dry-run", "--nproc", "1", "--run", "a")
+    assert shardwise(*words, "offload=host")[0] == 0 and not asked
+    assert (
+        shardwise(*words, "offload=nvme")[0] == 0 and shardwise(*words, "offload=nvme", "offload.directory=/d")[0] == 0
+    )
+    assert [directory for directory, _ in asked] == [Path("runs/a"), Path("/d")]
+    assert all(needed > 2**20 for _, needed in asked)
+
+
 def test_dry_run_checks_everything_and_writes_nothing(shardwise: Run) -> None:
     code, out, _ = shardwise("train", "--dry-run", "--nproc", "1")
     assert code == 0

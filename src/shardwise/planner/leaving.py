@@ -18,15 +18,15 @@ class Leaving:
         self.sizes: dict[Hashable, int] = {}  # what of each is copied, where that is not all of it
         self.before: list[Hashable] = []
 
-    def whole(self, key: Hashable, size: int, *, last: bool) -> None:
-        """A gradient of a backward is whole, and in the ``last`` leaves if it may already, by when the one before it
-        has left; ``size`` bytes of it are copied."""
+    def whole(self, key: Hashable, size: int, *, last: bool, summed: Hashable = None) -> None:
+        """A gradient of a backward is whole, where others add to it at the mark ``summed``, and in the ``last`` leaves
+        if it may already, by when the one before it has left; ``size`` bytes of it are copied."""
         self.sizes[key] = size
         if self.early and last:
             for gone in self.before:
                 self.tape.free(gone)
             self.before = [key]
-            self.tape.add(Copy("device", "host", size, "out"))
+            self._copy(size, summed)
 
     def rest(self) -> None:
         """After the last backward of a step: what has not left, leaves."""
@@ -34,5 +34,13 @@ class Leaving:
             if category == "gradients" and tier == "device":
                 self.tape.free(key)
                 if key not in self.before:
-                    self.tape.add(Copy("device", "host", self.sizes.get(key, size), "out"))
+                    self._copy(self.sizes.get(key, size))
         self.before = []
+
+    def _copy(self, size: int, after: Hashable = None) -> None:
+        """Behind this mark, or what has been computed so far."""
+        if after is None:
+            after = "leaves"
+            self.tape.record("compute", after)
+        self.tape.wait("out", after)
+        self.tape.add(Copy("device", "host", size, "out"))

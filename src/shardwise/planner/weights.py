@@ -303,7 +303,7 @@ class Sharded(Weights):
                 self.reduced = "summed"
             self.tape.drop(("partial", group))
             self.tape.hold(("grad", group), "gradients", size.gradient_bytes)
-            self.leaving.whole(("grad", group), size.unpadded_bytes, last=self.last)
+            self.leaving.whole(("grad", group), size.unpadded_bytes, last=self.last, summed=self.reduced)
         self.tape.free(("scattered", group))
 
 

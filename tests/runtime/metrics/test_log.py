@@ -84,6 +84,17 @@ def test_a_line_tells_how_experts_are_loaded(tmp_path: Path, capsys: pytest.Capt
     assert "  experts 3.0x, 2 dead  " in capsys.readouterr().out
 
 
+def test_the_highest_imbalance_of_ranks_is_kept(tmp_path: Path) -> None:
+    """For the report, and for plans to come; that of a run without ep is not known."""
+    for ranks, highest in ((1, 0.0), (2, 1.5)):
+        log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
+        log.expert_ranks = ranks
+        for number, loads in enumerate(([4.0, 4.0], [6.0, 2.0], [5.0, 3.0]), 1):
+            log.step(state_at(number), replace(stats(number), loads={0: loads}), torch.device("cpu"))
+        log.close()
+        assert log.expert_imbalance == highest
+
+
 def test_a_line_tells_what_experts_drop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By layer, and of all layers together; of none where none is dropped."""
     log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))

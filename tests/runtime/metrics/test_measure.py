@@ -90,6 +90,15 @@ def report(**changes: object) -> Report:
     return Report(**(facts | changes))  # type: ignore[arg-type]
 
 
+def test_what_is_offloaded_on_a_cpu_stands_by_itself() -> None:
+    estimate = Estimate(memory={"weights": 100, "moments": 0, "offloaded": 400, "activations": 50})
+    memory = Memory({"weights": 100, "moments": 0, "offloaded": 440}, 600, 10**6)
+    rows = {row[0]: row[1:] for row in report(estimate=estimate, memory=memory).rows()}
+    assert rows["memory: offloaded"] == ("400 B", "440 B", "+10.0 %")
+    assert rows["memory: all else at the peak"] == ("50 B", "60 B", "+20.0 %")
+    assert "memory: offloaded" not in {row[0] for row in report().rows()}
+
+
 def test_predicted_and_measured_stand_side_by_side() -> None:
     rows = {row[0]: row[1:] for row in report().rows()}
     assert rows["memory: weights"] == ("100 B", "100 B", "0")

@@ -78,8 +78,7 @@ class StepClock(Folding):
         if isinstance(event, Send):
             self._send(event, 1)
         elif isinstance(event, Copy) and event.source != event.target:
-            begins_s = max(self.now.at_s[event.stream], self.now.at_s["compute"])
-            self.now.at_s[event.stream] = begins_s + event.bytes / self.rates.host_link_bytes_per_s[0]
+            self.now.at_s[event.stream] += event.bytes / self.rates.host_link_bytes_per_s[0]
         elif isinstance(event, Copy):
             seconds = self.rates.copy_s(event.bytes)
             if event.stream == "compute":
@@ -140,5 +139,5 @@ class StepClock(Folding):
                 self.now.exposed_s[axis] += until_s - max(self.now.at_s[stream], min(self.now.host_s, until_s))
             self.now.at_s[stream] = until_s
         if stream == "compute":  # what was sent while the device waited has slowed nothing
-            going_s = [max(0.0, at_s - self.now.at_s["compute"]) for at_s in self.now.at_s.values()]
+            going_s = [max(0.0, self.now.at_s[other] - self.now.at_s["compute"]) for other in self.axis]
             self.beside_s = min(self.beside_s, self.contention * sum(going_s))
