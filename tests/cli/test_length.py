@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from shardwise.cli import work
 from shardwise.cli.app import main
-from shardwise.cli.decide import with_history
+from shardwise.cli.decide import cluster_of_ranks, with_history
 from shardwise.cli.length import Asked, length_lines, run_length, show_duration
 from shardwise.data.prepare import already_prepared, prepare
 from shardwise.launch.worker import state_directory
@@ -23,6 +23,7 @@ from shardwise.models.resolve import data_of
 from shardwise.planner import compare
 from shardwise.planner.length import Length
 from shardwise.planner.seconds.history import FILE, past_runs, remember
+from shardwise.runtime import loop
 from shardwise.runtime.report.report import Report
 from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
 from shardwise.spec.layout import Layout
@@ -298,3 +299,12 @@ def test_only_the_first_rank_keeps_it_and_a_run_survives_a_disk_that_does_not(
     work._train(load_recipe(None, ["model.path=Llama-3.1-8B", "run.device=cpu"]), Path("plan.yaml"), False, None)
     warned = "warning[REP001]: keeping the step's time for later plans failed: "
     assert (warned in capfd.readouterr().out) == (rank == 0)
+
+
+def test_a_run_is_remembered_with_what_it_measured_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "train", lambda *given, **named: replace(REPORT, expert_imbalance=1.75))
+    sizes = ", ".join(f"{key}: {size}" for key, size in TINY.items())
+    recipe = load_recipe(None, [f"model.config={{model_type: llama, {sizes}}}", "run.device=cpu", "run.nproc=1"])
+    work._train(recipe, None, False, None)
+    [run] = past_runs(cluster_of_ranks(recipe), state_directory()).runs
+    assert (run.measured_s, run.expert_imbalance) == (REPORT.step_s, 1.75)
