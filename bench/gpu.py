@@ -1,7 +1,7 @@
 """Tokens a second, MFU and memory of a 1 B and an 8 B Llama at 4,096 tokens, under the plan that the planner chooses.
 
     python bench/gpu.py [--model llama-3.2-1b ...] [--micro-batch 1 4] [--steps 10] [--weights bf16]
-                        [--recompute selective] [--documents 512] [--eager] [--loop] [--json FILE]
+                        [--recompute selective] [--documents 512] [--eager] [--loop] [--cluster FILE] [--json FILE]
     torchrun --nproc-per-node 8 bench/gpu.py            # all GPUs of a machine
     python bench/gpu.py --rehearse                      # a tiny model on the CPU: does all of this run?
 
@@ -46,6 +46,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepRules, step
 from shardwise.runtime.world import device_of, process, world
 from shardwise.spec.cluster import Cluster, local_cluster
+from shardwise.spec.cluster_file import load_cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import offload
@@ -65,11 +66,13 @@ VOCABULARY = 512
 
 @dataclass(frozen=True)
 class Result:
-    """One row: what was run, and what it took on this rank. ``loop_s``: a step of ``shardwise train``."""
+    """One row: what was run, and what it took on this rank, and should have. ``loop_s``: a step of ``shardwise
+    train``."""
 
     model: str
     plan: str
     step_s: float
+    predicted_s: float | None
     tokens_per_s: float
     mfu: float | None
     predicted_bytes: int
@@ -81,6 +84,9 @@ class Result:
         lines = [f"{self.model}, {self.plan}:"]
         mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
         lines.append(f"    {self.tokens_per_s:,.0f} tokens/s{mfu}, {self.step_s * 1e3:,.0f} ms a step")
+        if self.predicted_s is not None:
+            off = self.step_s / self.predicted_s - 1
+            lines[-1] += f", {self.predicted_s * 1e3:,.0f} predicted ({off:+.1%})"
         if self.loop_s is not None:
             lines.append(
                 f"    shardwise train: {self.loop_s * 1e3:,.0f} ms a step, {self.loop_s / self.step_s:.3f} times"
@@ -101,7 +107,7 @@ def main() -> None:
         print("no CUDA device: nothing measured")
         return
     device = "cpu" if asked.rehearse else "cuda"
-    cluster = local_cluster(nproc=process().world_size, device=device)
+    cluster = load_cluster(asked.cluster) if asked.cluster else local_cluster(process().world_size, device)
     found = []
     for name in ["rehearsal"] if asked.rehearse else asked.model:
         for rows in asked.micro_batch:
@@ -132,6 +138,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--eager", action="store_true", help="compile no block")
     parser.add_argument("--loop", action="store_true", help="beside it `shardwise train`")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="what `shardwise doctor -o FILE` measured")
     parser.add_argument("--json", type=Path)
     return parser
 
@@ -170,7 +177,9 @@ def measure(
     predicted = plan.estimate.allocated_bytes
     loop_s = whole_steps(recipe) if asked.loop and plan.layout.world == 1 else None
     mfu = rate * flops_per_token(spec, plan) / peak if kind == "cuda" and peak else None
-    return Result(name, described(plan), seconds, rate, mfu, predicted, allocated, reserved, loop_s)
+    expected = plan.estimate.seconds
+    sizes = (predicted, allocated, reserved)
+    return Result(name, described(plan), seconds, expected and expected.step_s, rate, mfu, *sizes, loop_s)
 
 
 def bare_steps(

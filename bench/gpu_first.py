@@ -410,7 +410,8 @@ def one_step(on: Device) -> Lines:
     time_us = (lambda event: event.self_cpu_time_total) if on.rehearse else (lambda event: event.self_device_time_total)
     rows = [(event.key, event.count, time_us(event)) for event in events if event.device_type == ran_on]
     busy_ms = sum(us for _, _, us in rows) / 1e3
-    yield f"{gpu.described(plan)}: {step_ms:,.1f} ms, of which a kernel runs in {busy_ms:,.1f}"
+    predicted_ms = 1e3 * (plan.estimate.seconds.step_s if plan.estimate.seconds else 0.0)
+    yield f"{gpu.described(plan)}: {step_ms:,.1f} ms ({predicted_ms:,.1f} predicted), a kernel runs in {busy_ms:,.1f}"
     calls = sum(event.count for event in events if "LaunchKernel" in event.key)
     waited = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in waits if "synchroniz" in str(w.message))
     yield f"{calls} launches; the CPU waits for the device at: {dict(waited) or 'nothing'}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._dynamo.backends.debugging import aot_eager
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -148,3 +149,42 @@ def test_a_compiled_norm_is_left_to_the_compiler() -> None:
     expected, found = passed(norm, x), passed(torch.compile(norm, fullgraph=True, backend=kept), x)
     assert len(graphs) == 1 and "_fused_rms_norm" not in graphs[0].print_readable(print_output=False)
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
+
+
+class Made(TorchFunctionMode):
+    """Refuses what more than one call returned, or was given to one."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = list(given)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.last_is_new = not any(out is one for one in self.seen)
+        self.seen += [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, weight: layers._RMSNormFunction.forward(x, weight, 1e-5, False)[0],
+        lambda x, weight: layers._RMSNormFunction.forward(x, weight, 1e-5, True)[0],
+        lambda x, _: layers._SwiGLU.forward(x, x.clone()),
+        lambda x, _: layers._GeGLU.forward(x, x.clone()),
+        lambda x, _: layers._ClampedSwiGLU.forward(x, x.clone()),
+        lambda x, _: layers._Rotate.forward(x, torch.ones(7, 1, 24), torch.ones(7, 1, 24)),
+    ],
+    ids=["norm", "norm plus one", "swiglu", "geglu", "clamped", "rotate"],
+)
+def test_the_compiler_is_given_an_object_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    """Torch 2.11 computes wrong gradients of a function whose forward returns an object that two of its
+    operations returned: what one in place wrote to, or a cast did not need to cast."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x, weight = torch.randn(2, 7, 3, 48).to(dtype), torch.randn(48).to(dtype)
+    with Made(x, weight) as made:
+        function(x, weight)
+    assert made.last_is_new

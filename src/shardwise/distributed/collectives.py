@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from shardwise.models.layers import returned
+
 Group = dist.ProcessGroup
 all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -61,7 +63,7 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(partial: Tensor, group: Group, cut: bool) -> Tensor:
-        return scattered(partial, group) if cut else summed(partial, group)
+        return returned(scattered(partial, group) if cut else summed(partial, group))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Group, bool], output: Tensor) -> None:

@@ -35,6 +35,13 @@ def soft_cap(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
+def returned(x: Tensor) -> Tensor:
+    """x, as the forward of an autograd function is to return it where torch.compile traces: an object of its own, which
+    an operation in place or a cast to the same dtype does not make. From any other torch 2.11 computes wrong gradients,
+    and says nothing."""
+    return x.view_as(x) if torch.compiler.is_compiling() else x
+
+
 def _fused(x: Tensor) -> bool:
     """Whether torch's own operator computes the norm, which reads and writes each element once. What is compiled is
     left in its parts, which the compiler joins with what stands around them."""
@@ -55,8 +62,8 @@ class _RMSNormFunction(torch.autograd.Function):
         given = x.to(wide)
         rstd = torch.linalg.vector_norm(given, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         if plus_one:
-            return torch.mul(given, rstd).mul_(weight.to(wide) + 1).to(x.dtype), rstd
-        return torch.mul(given, rstd).to(x.dtype).mul_(weight), rstd
+            return returned(torch.mul(given, rstd).mul_(weight.to(wide) + 1).to(x.dtype)), rstd
+        return returned(torch.mul(given, rstd).to(x.dtype).mul_(weight)), rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float, bool], output: tuple[Tensor, Tensor]) -> None:
@@ -78,10 +85,9 @@ class _RMSNormFunction(torch.autograd.Function):
             found = aten._fused_rms_norm_backward(*given, weight.shape, rstd, scale, wanted)
             grad_x, grad_weight = (g.to(x.dtype) if w else None for g, w in zip(found, wanted, strict=True))
             return grad_x, grad_weight, None, None
-        normed = x.to(wide) * rstd
-        grad, grad_weight = grad.to(wide), None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        normed, grad = x.to(wide) * rstd, grad.to(wide)
+        wanted = ctx.needs_input_grad[1]
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype) if wanted else None
         grad = grad * scale  # of the weight's type: the product is as wide as the gradient
         mean = torch.linalg.vecdot(grad, normed).unsqueeze(-1).div_(x.shape[-1])
         return grad.addcmul_(normed, mean, value=-1.0).mul_(rstd).to(x.dtype), grad_weight, None, None
@@ -110,7 +116,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
-        return nn.functional.silu(gate).mul_(up)
+        return returned(nn.functional.silu(gate).mul_(up))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -133,7 +139,7 @@ class _GeGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
-        return nn.functional.gelu(gate, approximate="tanh").mul_(up)
+        return returned(nn.functional.gelu(gate, approximate="tanh").mul_(up))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -161,7 +167,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         gate = gate.clamp(max=CLAMP)
-        return torch.sigmoid(gate * SLOPE).mul_(gate).mul_(up.clamp(-CLAMP, CLAMP).add_(1))
+        return returned(torch.sigmoid(gate * SLOPE).mul_(gate).mul_(up.clamp(-CLAMP, CLAMP).add_(1)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -204,7 +210,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return _rotate(x, cos, sin, 1.0)
+        return returned(_rotate(x, cos, sin, 1.0))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -212,8 +218,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1.0), None, None
+        return _rotate(grad, *ctx.saved_tensors, -1.0), None, None
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.distributed.collectives import Group
-from shardwise.models.layers import accumulation_dtype
+from shardwise.models.layers import accumulation_dtype, returned
 
 
 def cut_norm(x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
@@ -28,7 +28,7 @@ class _CutNorm(torch.autograd.Function):
         rstd = torch.linalg.vector_norm(given, dim=-1, keepdim=True).square_()
         dist.all_reduce(rstd, group=group)
         rstd.div_(x.shape[-1] * dist.get_world_size(group)).add_(eps).rsqrt_()
-        return torch.mul(given, rstd).to(x.dtype).mul_(weight), rstd
+        return returned(torch.mul(given, rstd).to(x.dtype).mul_(weight)), rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float, Group], output: tuple[Tensor, Tensor]) -> None:
