@@ -242,3 +242,18 @@ def test_more_processes_than_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     assert not found.device.computes_bf16, "what the driver says, of a card that is in no table too"
     with pytest.raises(UsageError):
         local_cluster(3)
+
+
+def test_the_host_of_gpus_that_are_here_has_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its control group allows, which does not change from one moment to the next, as what is free does."""
+    monkeypatch.setattr(module, "gpus", lambda: [("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0))])
+    monkeypatch.setattr(module, "total_memory_bytes", lambda: 125 * 2**30)
+    monkeypatch.setattr(module, "available_memory_bytes", lambda: 3 * 2**30)
+    here, three = local_cluster(), local_cluster(nodes=3)
+    assert here.host_memory_bytes == three.host_memory_bytes == 125 * 2**30
+    assert not any("host memory" in text for text in here.assumptions)
+    [text] = [text for text in three.assumptions if "host memory" in text]
+    assert text == "each node has as much host memory as this machine, 125.0 GiB"
+    assert local_cluster(memory_bytes=2**33).host_memory_bytes == 2**33
+    assumed = parse_cluster("1xH100")
+    assert (assumed.host_memory_bytes, assumed.assumptions) == (1000 * 2**30, ("1,000.0 GiB of host memory per node",))

@@ -29,7 +29,7 @@ from shardwise.spec.units import show_bytes
 
 def cluster_of(recipe: Recipe, text: str | None = None, memory_bytes: int | None = None) -> Cluster:
     """The machines that ``text`` describes, or the file that it names; without it, or where it is "local", this one (or
-    as many like it as ``run.nodes``), whose CPU processes share ``memory_bytes``, or what is free."""
+    as many like it as ``run.nodes``), with ``memory_bytes`` of memory (:func:`local_cluster`)."""
     if text is not None and text != LOCAL:
         return machines(text)
     found = local_cluster(recipe.run.nproc, recipe.run.device, recipe.run.nodes, memory_bytes)

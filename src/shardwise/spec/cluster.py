@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Literal
 
 from shardwise.errors import ConfigError, Problem, UsageError
-from shardwise.spec.host import available_memory_bytes, cores, gpus
+from shardwise.spec.host import available_memory_bytes, cores, gpus, total_memory_bytes
 from shardwise.spec.measured import Measured
 from shardwise.spec.units import show_bytes
 
@@ -232,7 +232,10 @@ def _link_bytes_per_s(device: Device) -> float:
     return device.peer_bytes_per_s or device.ring_bytes_per_s or device.host_link_bytes_per_s
 
 
-def _gpu_cluster(device: Device, nodes: int, count: int, network: tuple[float, str] | None = None) -> Cluster:
+def _gpu_cluster(
+    device: Device, nodes: int, count: int, network: tuple[float, str] | None = None, memory: int | None = None
+) -> Cluster:
+    """``memory``: what the host of this machine has; without it a host's is assumed."""
     peer, link = device.peer_bytes_per_s, _link_bytes_per_s(device)
     rate, said = network or (network_of(device, count), "")
     assumed = []
@@ -246,7 +249,10 @@ def _gpu_cluster(device: Device, nodes: int, count: int, network: tuple[float, s
         known = "measured" if device.ring_bytes_per_s else "at most"
         through = "NVLink or xGMI" if peer else "PCIe through the host"
         assumed.append(f"GPUs in a node communicate over {through}, {link / 1e9:g} GB/s {'per GPU' if peer else known}")
-    assumed.append(f"{show_bytes(DEFAULT_HOST_MEMORY_BYTES)} of host memory per node")
+    if memory is None:
+        assumed.append(f"{show_bytes(DEFAULT_HOST_MEMORY_BYTES)} of host memory per node")
+    elif nodes > 1:
+        assumed.append(f"each node has as much host memory as this machine, {show_bytes(memory)}")
     if device.verified != "yes":
         how = "partly" if device.verified == "partial" else "not"
         assumed.append(f"figures of the {device.name} are {how} verified")
@@ -256,7 +262,7 @@ def _gpu_cluster(device: Device, nodes: int, count: int, network: tuple[float, s
         devices_per_node=count,
         link_bytes_per_s=link,
         network_bytes_per_s=rate,
-        host_memory_bytes=DEFAULT_HOST_MEMORY_BYTES,
+        host_memory_bytes=DEFAULT_HOST_MEMORY_BYTES if memory is None else memory,
         assumptions=tuple(assumed),
     )
 
@@ -287,7 +293,8 @@ def local_cluster(
     memory_bytes: int | None = None,
 ) -> Cluster:
     """This machine: every GPU it sees, else two CPU processes; ``nproc`` of them when given. CPU processes share
-    ``memory_bytes``, or what is free. Raises UsageError (DEV001)."""
+    ``memory_bytes``, or what is free; the host of GPUs has ``memory_bytes``, or all that this process may use. Raises
+    UsageError (DEV001)."""
     found = [] if device == "cpu" else _local_gpus()
     if found:
         if (nproc or 1) > len(found):
@@ -295,7 +302,8 @@ def local_cluster(
                 f"{_processes(nproc or 1)} asked for, and {len(found)} GPU{'s' * (len(found) != 1)} found",
                 f"`--nproc {len(found)}`",
             )
-        return _gpu_cluster(min(found, key=lambda gpu: gpu.memory_bytes), nodes, nproc or len(found), None)
+        memory = total_memory_bytes() if memory_bytes is None else memory_bytes
+        return _gpu_cluster(min(found, key=lambda gpu: gpu.memory_bytes), nodes, nproc or len(found), None, memory)
     if device == "cuda":
         here = f"`--device cpu --nproc {min(2, cores())}`"
         elsewhere = f"`shardwise plan --cluster {nproc or 1}xH100` plans for machines elsewhere"
