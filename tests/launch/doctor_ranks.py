@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.distributed.meshes import meshes
 from shardwise.launch.doctor import compute, links
-from shardwise.launch.doctor.clock import Clock
+from shardwise.launch.doctor.clock import Clock, Work
 from shardwise.spec.layout import Layout
 from shardwise.spec.measured import Sent
 
@@ -74,6 +74,19 @@ def operated(rank: int, world: int) -> tuple[list[tuple[int, int]], list[int]]:
     return seen, products
 
 
-def written(rank: int, world: int, directory: Path) -> float:
-    with patch.object(compute, "WRITTEN_BYTES", {"cpu": 2**16}):
-        return compute.disk_bytes_per_s(Clock(CPU, 0.01), directory, rank)
+def on_disk(rank: int, world: int, directory: Path) -> tuple[float, float]:
+    """The rates of files that are written and read."""
+    small, clock = {"cpu": 2**16}, Clock(CPU, 0.01)
+    with patch.object(compute, "WRITTEN_BYTES", small), patch.object(compute, "READ_BYTES", small):
+        return compute.disk_bytes_per_s(clock, directory, rank), compute.disk_read_bytes_per_s(clock, directory)
+
+
+class Alone(Clock):
+    """The clock of one rank, which asks no others; what is measured happens once and takes half a second."""
+
+    def seconds(self, work: Work, share: float = 1.0) -> float:
+        work()
+        return 0.5
+
+    def slowest(self, value: float) -> float:
+        return value

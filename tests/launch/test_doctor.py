@@ -14,8 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.launch.doctor import links
+from shardwise import techniques
+from shardwise.launch.doctor import compute, links
 from shardwise.launch.doctor.compute import ATTENTION, POINTWISE, PRODUCTS
 from shardwise.launch.doctor.machine import describe, machine_lines, obstacles
 from shardwise.launch.doctor.ranks import Found
@@ -28,10 +31,19 @@ from shardwise.launch.doctor.verdict import (
     shortfalls,
     table,
 )
+from shardwise.models.load import load_spec
+from shardwise.planner.seconds.rates import own_traits, rates_of
+from shardwise.planner.seconds.step import optimizer
+from shardwise.planner.sheets import sheet_of
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.cluster_file import load_cluster
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
+from shardwise.spec.plan import Offload, Plan
+from shardwise.techniques import offload
+from shardwise.techniques.offload import scratch
+from shardwise.techniques.offload.scratch import Scratch
+from shardwise.techniques.offload.sizes import BLOCK_BYTES
 from tests.launch import doctor_ranks
 from tests.launch.test_local import alive, until
 
@@ -53,7 +65,10 @@ GOOD = Measured(
     to_device_bytes_per_s=5.4e10,
     from_device_bytes_per_s=5.3e10,
     disk_bytes_per_s=2e9,
+    host_bytes_per_s=1.2e10,
+    disk_read_bytes_per_s=6e9,
 )
+GPU = torch.device("cuda")
 
 
 def said(measured: Measured, products_s: tuple[float, ...] = (1.0,), on_core: tuple[float, ...] = ()) -> list[str]:
@@ -97,10 +112,66 @@ def test_links_are_measured_over_all_ranks_and_within_a_node(ranks: RankPool) ->
 
 
 def test_a_disk_that_takes_no_file_has_no_rate(ranks: RankPool, tmp_path: Path) -> None:
-    assert all(rate > 1e4 for rate in ranks.run(doctor_ranks.written, tmp_path, world=2))
+    assert all(rate > 1e4 for rates in ranks.run(doctor_ranks.on_disk, tmp_path, world=2) for rate in rates)
     assert list(tmp_path.iterdir()) == []
-    assert ranks.run(doctor_ranks.written, tmp_path / "not there", world=2) == [0.0, 0.0]
+    (tmp_path / "a file").touch()
+    assert ranks.run(doctor_ranks.on_disk, tmp_path / "a file", world=2) == [(0.0, 0.0)] * 2
     assert any("no file can be written" in text for text in said(replace(GOOD, disk_bytes_per_s=0.0)))
+
+
+def test_the_disk_is_read_as_offload_reads_it_and_no_page_cache_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system knows no reads past the page cache, pages are dropped before each. All of the file is read,
+    block by block, what is shorter too; five pieces of 0.05 s on three threads take 0.1 s."""
+    data, told = os.urandom(4 * BLOCK_BYTES + 4096), list[tuple[str, int]]()
+
+    class Watched(Scratch):
+        def settle(self) -> None:
+            super().settle()
+            told.append(("settled", 0))
+
+        def read(self, place: int, begin: int, into: memoryview) -> None:
+            super().read(place, begin, into)
+            assert place == 0 and bytes(into) == data[begin : begin + len(into)]
+            told.append(("read", begin))
+            time.sleep(0.05)
+
+    monkeypatch.setattr(compute, "Scratch", Watched)
+    monkeypatch.setattr(compute, "READ_BYTES", {"cuda": len(data)})
+    monkeypatch.setattr(compute.os, "urandom", lambda size: data)
+    monkeypatch.setattr(scratch, "_opened_direct", lambda name: None)
+    rate = compute.disk_read_bytes_per_s(doctor_ranks.Alone(GPU, 0.1), tmp_path)
+    assert len(data) / 0.25 < rate < len(data) / 0.1
+    assert [what for what, _ in told] == ["settled", *["settled", *["read"] * 5] * 3]
+    for first in (2, 8, 14):
+        assert sorted(begin for _, begin in told[first : first + 5]) == [i * BLOCK_BYTES for i in range(5)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_host_s_update_is_measured_as_it_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm, the product and the update of a step (whose number grows by one), each of all numbers once: their bytes
+    are those that the planner divides by this rate, here of a 1B's optimizer on the host of one GPU."""
+    assert 4 * 4 * compute.HOST_NUMBERS == 2**28, "256 MiB a rank"
+    monkeypatch.setattr(compute, "HOST_NUMBERS", 1000)
+    seen: list[tuple[str, int]] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if "foreach" in str(func) or "fused" in str(func):
+                seen.append((func.overloadpacket.__name__, sum(one.numel() for one in args[0])))
+            return func(*args, **kwargs or {})
+
+    with Watching():
+        rate = compute.host_bytes_per_s(doctor_ranks.Alone(GPU, 0.1))
+    one = ("_foreach_add_", 1)
+    assert seen == [("_foreach_norm", 1000), ("_foreach_mul_", 1000), one, ("_fused_adamw_", 1000)]
+    assert rate == compute.HOST_BYTES * 1000 / 0.5
+    plan, spec = Plan(offload=Offload("host")), load_spec("Llama-3.2-1B")
+    rates = replace(rates_of(plan, parse_cluster("1xH100"), own_traits()), host_bytes_per_s=rate)
+    costed = techniques.cost(sheet_of(spec, plan), plan)
+    numbers = offload.trained_numbers(costed)
+    assert optimizer(costed, plan, rates) * rate == pytest.approx(compute.HOST_BYTES * numbers)
 
 
 def test_rates_by_hand() -> None:
@@ -146,11 +217,14 @@ def test_the_table_has_a_line_for_everything() -> None:
         "copied to",
         "over the network",
         "in a node",
-        "disk",
     ):
         assert name in text
-    on_cpus = [line.what for line in compare(parse_cluster("2xCPU"), GOOD)]
-    assert not any("copied" in what for what in on_cpus)
+    assert re.search(r"weights updated in the host's memory, by each rank +12.0 GB/s +-\n", text)
+    assert re.search(r"written to the disk, by each rank +2.0 GB/s +-\n", text)
+    assert re.search(r"read from the disk, by each rank +6.0 GB/s +-$", text)
+    bare = replace(GOOD, host_bytes_per_s=0.0, disk_bytes_per_s=0.0, disk_read_bytes_per_s=0.0)
+    on_cpus = [line.what for line in compare(parse_cluster("2xCPU"), bare)]
+    assert not any(word in what for what in on_cpus for word in ("copied", "host", "disk"))
 
 
 def test_the_cluster_that_was_measured() -> None:
@@ -158,6 +232,7 @@ def test_the_cluster_that_was_measured() -> None:
     assert found.link_bytes_per_s == 2**28 * 7 / 8 / 7e-4
     assert found.network_bytes_per_s == 2**28 * 15 / 16 / 8e-4
     assert (found.measured, found.assumptions, found.nodes) == (GOOD, ("measured today",), 2)
+    assert as_measured(replace(H100S, host_memory_bytes=2**37), GOOD, "").host_memory_bytes == 2**37
     bare = as_measured(H100S, replace(GOOD, sent=()), "")
     assert (bare.link_bytes_per_s, bare.network_bytes_per_s) == (H100S.link_bytes_per_s, H100S.network_bytes_per_s)
 
@@ -225,6 +300,7 @@ def test_two_ranks_measure_this_machine(tmp_path: Path) -> None:
     }
     rates = [product_rate(found) for found in measured.products]
     assert 1e9 < max(rates) < 1e13 and max(rates) > 2 * rates[0], "a large product is faster than a small one"
+    assert measured.disk_read_bytes_per_s > 1e6 and measured.memory_bytes_per_s > 1e8
     assert {path.name for path in tmp_path.iterdir()} == {"cluster.yaml"}
     again = start(tmp_path, "run.device=cpu", "run.nproc=2", "-o", "cluster.yaml")
     assert "error[OUT001]" in again.communicate(timeout=60)[1] and again.returncode == 73

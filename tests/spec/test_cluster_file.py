@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, MissingInputError, PolicyError
 from shardwise.spec.cluster import Cluster, devices, parse_cluster
-from shardwise.spec.cluster_file import dump_cluster, load_cluster, machines
+from shardwise.spec.cluster_file import LATER, dump_cluster, load_cluster, machines
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
 
 MEASURED = Measured(
@@ -24,6 +24,8 @@ MEASURED = Measured(
     to_device_bytes_per_s=5e10,
     from_device_bytes_per_s=4.5e10,
     disk_bytes_per_s=1.5e9,
+    host_bytes_per_s=1.1e10,
+    disk_read_bytes_per_s=2.5e9,
 )
 CLUSTER = replace(parse_cluster("2x8xH100+400Gb/node"), measured=MEASURED)
 
@@ -58,6 +60,8 @@ KINDS = st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"])
         pointwise=st.lists(st.builds(Pointwise, COUNTS, POSITIVE), max_size=3).map(tuple),
         sent=st.lists(st.builds(Sent, KINDS, COUNTS, st.booleans(), COUNTS, POSITIVE), max_size=3).map(tuple),
         disk_bytes_per_s=st.just(0.0) | POSITIVE,
+        host_bytes_per_s=st.just(0.0) | POSITIVE,
+        disk_read_bytes_per_s=st.just(0.0) | POSITIVE,
     ),
     st.sampled_from(sorted(devices())),
     st.text(max_size=20),
@@ -87,7 +91,8 @@ def test_a_file_that_ends_at_any_line_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_without_any_one_line_is_refused_or_means_the_same(tmp_path: Path) -> None:
-    """A line of comments is no loss, nor is one more assumption; all else is."""
+    """A line of comments is no loss, nor is one more assumption; of what earlier versions did not measure, its absence
+    says that. All else is a loss."""
     file = written(tmp_path / "cluster.yaml")
     lines = file.read_text().splitlines(keepends=True)
     for index in range(len(lines)):
@@ -96,8 +101,21 @@ def test_a_file_without_any_one_line_is_refused_or_means_the_same(tmp_path: Path
             found = load_cluster(file)
         except ConfigError as error:
             assert {problem.code for problem in error.problems} == {"CLU003"}
+            continue
+        key = lines[index].strip().partition(":")[0]
+        if f"measured.{key}" in LATER:
+            assert found == replace(CLUSTER, measured=replace(MEASURED, **{key: 0.0}))
         else:
-            assert found == CLUSTER and lines[index].lstrip().startswith(("#", "-"))
+            assert found == CLUSTER and key.startswith(("#", "-"))
+
+
+def test_a_file_of_before_hosts_and_reads_were_measured_is_read(tmp_path: Path) -> None:
+    file = written(tmp_path / "cluster.yaml")
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if "host_bytes_per_s" not in line and "_read_bytes" not in line))
+    found = load_cluster(file)
+    assert found == replace(CLUSTER, measured=replace(MEASURED, host_bytes_per_s=0.0, disk_read_bytes_per_s=0.0))
+    assert load_cluster(written(file, found)) == found
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,11 @@ class Sent:
 class Measured:
     """``ranks``: how many processes of the machine measured at the same time, since they share memory, cores and disk;
     every figure is that of one of them, the slowest. ``launch_s``: what an operation of next to no work takes.
-    ``transcendental``: pointwise operations that compute an exponential for each element. ``memory_bytes_per_s``: the
-    rate at which memory that is in no cache is read and written in place.
-    ``disk_bytes_per_s``: the rate at which a file reaches the disk."""
+    ``transcendental``: pointwise operations that compute an exponential for each element. ``memory_bytes_per_s``: of
+    CPUs, the rate at which memory that is in no cache is read and written in place; ``host_bytes_per_s``: of the host
+    of GPUs, while AdamW clips and updates fp32 weights there. ``disk_bytes_per_s``: the rate at which a file reaches
+    the disk; ``disk_read_bytes_per_s``: at which it is read from there, past the page cache. A rate of 0 was not
+    measured."""
 
     ranks: int = 1
     launch_s: float = 0.0
@@ -69,3 +71,5 @@ class Measured:
     to_device_bytes_per_s: float = 0.0
     from_device_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
+    host_bytes_per_s: float = 0.0
+    disk_read_bytes_per_s: float = 0.0

@@ -154,6 +154,10 @@ def test_what_is_beside_a_device_is_shared_by_those_of_a_node_or_was_measured_so
     found = Measured(8, to_device_bytes_per_s=2e10, from_device_bytes_per_s=1e10, disk_bytes_per_s=1e9)
     measured = rates_of(BF16, replace(parse_cluster("8xH100"), measured=found), own_traits())
     assert measured.host_link_bytes_per_s == (1e10, 2e10) and measured.disk_bytes_per_s == (2e9, 1e9)
+    assert measured.host_bytes_per_s == eight.host_bytes_per_s, "an earlier cluster.yaml"
+    found = replace(found, host_bytes_per_s=7e9, disk_read_bytes_per_s=3e8)
+    measured = rates_of(BF16, replace(parse_cluster("8xH100"), measured=found), own_traits())
+    assert measured.host_bytes_per_s == 7e9 and measured.disk_bytes_per_s == (3e8, 1e9)
     cpu = replace(parse_cluster("2xCPU"), measured=Measured(2, memory_bytes_per_s=3e9, disk_bytes_per_s=1e8))
     assert rates_of(Plan(), cpu, own_traits()).host_bytes_per_s == 3e9
     assert rates_of(Plan(), cpu, own_traits()).disk_bytes_per_s == (2e8, 1e8)

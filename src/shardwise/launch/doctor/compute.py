@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
@@ -15,8 +16,12 @@ from statistics import median
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from shardwise.errors import OutputError
 from shardwise.launch.doctor.clock import Clock, Work
+from shardwise.runtime.reduce import local_squares, scale_gradients
 from shardwise.spec.measured import AttentionTime, Pointwise, Product
+from shardwise.techniques.offload.scratch import Scratch, aligned
+from shardwise.techniques.offload.sizes import BLOCK_BYTES, THREADS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCTS = {
@@ -52,7 +57,12 @@ step, where what is saved for backward is kept. What was written last is read ne
 COPIED_BYTES = 2**28
 MEMORY_BYTES = 2**23
 WRITTEN_BYTES = {"cpu": 2**25, "cuda": 2**28}
-WRITES = 3
+WRITES = READS = 3
+READ_BYTES = {"cpu": 2**25, "cuda": 2**27}
+HOST_NUMBERS, HOST_BYTES = 2**24, 40
+"""Trained numbers on the host, of which weights, gradients and moments are 256 MiB; and the bytes of each that a step
+reads and writes, as the planner counts them: of the gradient for its norm (4), as it is scaled (8) and for the update
+(4), of weight and moments (24)."""
 
 
 def launch_s(clock: Clock) -> float:
@@ -137,6 +147,23 @@ def copies_bytes_per_s(clock: Clock) -> tuple[float, float]:
     return COPIED_BYTES / to_s, COPIED_BYTES / clock.seconds(lambda: host.copy_(there, non_blocking=True))
 
 
+def host_bytes_per_s(clock: Clock) -> float:
+    """The rate at which a rank's threads clip and update weights that are kept on the host; of CPUs, whose weights are
+    there anyway, :func:`memory_bytes_per_s` says it."""
+    if clock.device.type == "cpu":
+        return 0.0
+    weight, factor = torch.nn.Parameter(torch.zeros(HOST_NUMBERS)), torch.ones((), dtype=torch.float64)
+    weight.grad = torch.ones(HOST_NUMBERS)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+
+    def update() -> None:
+        local_squares([weight], 1)
+        scale_gradients([weight], factor)
+        optimizer.step()
+
+    return HOST_NUMBERS * HOST_BYTES / clock.seconds(update)
+
+
 def disk_bytes_per_s(clock: Clock, directory: Path, rank: int) -> float:
     """The rate at which a rank's file reaches the disk of ``directory``, while the other ranks write theirs; 0 where
     nothing can be written."""
@@ -146,6 +173,30 @@ def disk_bytes_per_s(clock: Clock, directory: Path, rank: int) -> float:
         clock.slowest(0.0)
         taken_s.append(_write_s(path, data))
     return len(data) / clock.slowest(median(taken_s))
+
+
+def disk_read_bytes_per_s(clock: Clock, directory: Path) -> float:
+    """The rate at which a rank reads a file in ``directory`` as an optimizer on NVMe does, past the page cache, while
+    the other ranks read theirs; 0 where it cannot."""
+    view, _ = aligned(READ_BYTES[clock.device.type])
+    view[:] = os.urandom(len(view))
+    scratch, taken_s = None, []
+    with suppress(OSError, OutputError):
+        scratch = Scratch(directory, [len(view)])
+        scratch.write(0, 0, view)
+        scratch.settle()
+    for _ in range(READS):
+        clock.slowest(0.0)
+        taken_s.append(_read_s(scratch, view) if scratch else math.inf)
+    return len(view) / clock.slowest(median(taken_s))
+
+
+def _read_s(scratch: Scratch, view: memoryview) -> float:
+    scratch.settle()  # where the file system goes through the page cache after all, that is emptied
+    began_s, begins = time.perf_counter(), range(0, len(view), BLOCK_BYTES)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda begin: scratch.read(0, begin, view[begin : begin + BLOCK_BYTES]), begins))
+    return time.perf_counter() - began_s
 
 
 def _write_s(path: Path, data: bytes) -> float:

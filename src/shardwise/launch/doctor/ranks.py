@@ -50,6 +50,8 @@ def measure(cluster: Cluster, directory: Path) -> Found:
             to_device_bytes_per_s=to_device,
             from_device_bytes_per_s=from_device,
             disk_bytes_per_s=compute.disk_bytes_per_s(clock, directory, process().rank),
+            host_bytes_per_s=compute.host_bytes_per_s(clock),
+            disk_read_bytes_per_s=compute.disk_read_bytes_per_s(clock, directory),
         )
         return Found(measured, *by_rank)
 

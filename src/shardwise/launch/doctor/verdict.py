@@ -87,9 +87,13 @@ def compare(cluster: Cluster, measured: Measured) -> Iterator[Compared]:
     copied = {"to the device": measured.to_device_bytes_per_s, "from the device": measured.from_device_bytes_per_s}
     for name, rate in copied.items() if cluster.kind == "cuda" else ():
         yield Compared(f"copied {name}", rate, "bytes", device.host_link_bytes_per_s, SLOT)
+    if measured.host_bytes_per_s:
+        yield Compared("weights updated in the host's memory, by each rank", measured.host_bytes_per_s, "bytes")
     yield from _links(cluster, measured)
-    if measured.disk_bytes_per_s:
-        yield Compared("written to the disk, by each rank", measured.disk_bytes_per_s, "bytes")
+    disk = {"written to": measured.disk_bytes_per_s, "read from": measured.disk_read_bytes_per_s}
+    for name, rate in disk.items():
+        if rate:
+            yield Compared(f"{name} the disk, by each rank", rate, "bytes")
 
 
 def _links(cluster: Cluster, measured: Measured) -> Iterator[Compared]:

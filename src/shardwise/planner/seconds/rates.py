@@ -33,7 +33,8 @@ written, read and written as it is scaled, and read once more."""
 HOST_LINK_BYTES_PER_S = 31e9
 """Of a device whose bus is unknown: PCIe 4.0 x16."""
 DISK_BYTES_PER_S, READ_TIMES = 2.5e9, 2.0
-"""Written, of a node: what one drive of PCIe 4.0 takes for long; and how many times as fast it is read."""
+"""Written, of a node: what one drive of PCIe 4.0 takes for long; and how many times as fast it is read, unless that
+was measured."""
 CPU_FLOPS, CPU_BYTES_PER_S, CPU_UPDATED_BYTES_PER_S, CPU_LAUNCH_S = 4e10, 8e9, 2.5e10, 8e-6
 """Of a CPU process on which nothing was measured. Updates, which make no tensors, are faster than other operations."""
 
@@ -174,12 +175,13 @@ def _beside(cluster: Cluster) -> dict[str, object]:
     beside the others."""
     known, ranks, measured = shipped(), cluster.devices_per_node, cluster.measured or Measured()
     written = measured.disk_bytes_per_s or DISK_BYTES_PER_S / ranks
-    found: dict[str, object] = {"disk_bytes_per_s": (READ_TIMES * written, written)}
+    found: dict[str, object] = {"disk_bytes_per_s": (measured.disk_read_bytes_per_s or READ_TIMES * written, written)}
     if cluster.kind == "cpu":  # whose device is the host
         return found | {"host_bytes_per_s": measured.memory_bytes_per_s or CPU_UPDATED_BYTES_PER_S}
     bus = known["host link"] * (cluster.device.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S)
     ways = measured.from_device_bytes_per_s or bus, measured.to_device_bytes_per_s or bus
-    return found | {"host_bytes_per_s": known["host update"] / ranks, "host_link_bytes_per_s": ways}
+    updated = measured.host_bytes_per_s or known["host update"] / ranks
+    return found | {"host_bytes_per_s": updated, "host_link_bytes_per_s": ways}
 
 
 def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
