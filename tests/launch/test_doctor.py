@@ -174,6 +174,13 @@ def test_the_host_s_update_is_measured_as_it_is_counted(monkeypatch: pytest.Monk
     assert optimizer(costed, plan, rates) * rate == pytest.approx(compute.HOST_BYTES * numbers)
 
 
+def test_a_rate_of_memory_is_that_of_the_host_or_of_a_cpu() -> None:
+    """Nothing asks how fast a GPU updates in place; how fast its host does, GPUs alone are asked."""
+    assert compute.memory_bytes_per_s(doctor_ranks.Alone(GPU, 0.1)) == 0.0
+    assert compute.host_bytes_per_s(doctor_ranks.Alone(doctor_ranks.CPU, 0.1)) == 0.0
+    assert compute.memory_bytes_per_s(doctor_ranks.Alone(doctor_ranks.CPU, 0.1)) == compute.MEMORY_BYTES / 0.5
+
+
 def test_rates_by_hand() -> None:
     assert product_rate(Product("bf16", 10, 20, 30, 2.0)) == 6000
     attention = AttentionTime("bf16", 4, 2, 8, 0.5, 1.0)

@@ -121,7 +121,10 @@ def doubled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_bytes_per_s(clock: Clock) -> float:
-    """The rate at which tensors that are in no cache are read, changed and written in place, as by an optimizer."""
+    """The rate at which tensors that are in no cache are read, changed and written in place, as by an optimizer. A GPU
+    is so much faster that launches are all that such pieces take: there :func:`pointwise` says what memory gives."""
+    if clock.device.type != "cpu":
+        return 0.0
     tensors = cycle(_held(torch.zeros(MEMORY_BYTES // 8, device=clock.device)))
     return MEMORY_BYTES / clock.seconds(lambda: next(tensors).mul_(2.0))
 
