@@ -1,7 +1,8 @@
 """Tokens a second, MFU and memory of a 1 B and an 8 B Llama at 4,096 tokens, under the plan that the planner chooses.
 
     python bench/gpu.py [--model llama-3.2-1b ...] [--micro-batch 1 4] [--steps 10] [--weights bf16]
-                        [--recompute selective] [--documents 512] [--eager] [--loop] [--cluster FILE] [--json FILE]
+                        [--recompute selective] [--documents 512] [--optimizer host] [--activations host]
+                        [--seq-len 65536] [--eager] [--loop] [--cluster FILE] [--json FILE]
     torchrun --nproc-per-node 8 bench/gpu.py            # all GPUs of a machine
     python bench/gpu.py --rehearse                      # a tiny model on the CPU: does all of this run?
 
@@ -129,12 +130,15 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["llama-3.2-1b", "llama-3.1-8b"])
     parser.add_argument("--micro-batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--seq-len", type=int, default=SEQ_LEN)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--weights", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--recompute", choices=["auto", "none", "selective", "full"], default="auto")
     parser.add_argument(
         "--documents", type=int, metavar="TOKENS", help="cut rows into documents of about so many tokens"
     )
+    parser.add_argument("--optimizer", choices=["none", "host", "nvme"], default="none", help="where AdamW is")
+    parser.add_argument("--activations", choices=["none", "host"], default="none", help="where blocks' inputs wait")
     parser.add_argument("--eager", action="store_true", help="compile no block")
     parser.add_argument("--loop", action="store_true", help="beside it `shardwise train`")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
@@ -145,13 +149,14 @@ def arguments() -> argparse.ArgumentParser:
 
 def recipe_of(name: str, rows: int, asked: argparse.Namespace) -> Recipe:
     """What a user would write for this row."""
-    seq_len = REHEARSAL["max_position_embeddings"] if asked.rehearse else SEQ_LEN
+    seq_len = REHEARSAL["max_position_embeddings"] if asked.rehearse else asked.seq_len
     settings: dict[str, Any] = {
         "model": {"config": REHEARSAL} if asked.rehearse else {"path": name, "init": "random"},
         "data": {"path": "stdlib", "tokenizer": {"vocab_size": VOCABULARY}, "mask_documents": bool(asked.documents)},
         "train": {"seq_len": seq_len, "micro_batch_size": rows, "gradient_accumulation_steps": 1},
         "precision": {"weights": asked.weights},
         "recompute": {"mode": asked.recompute},
+        "offload": {"optimizer": asked.optimizer, "activations": asked.activations},
         "run": {"device": "cpu" if asked.rehearse else "cuda"},
     }
     settings["train"]["max_steps"] = WARM_UP + asked.steps
@@ -161,6 +166,8 @@ def recipe_of(name: str, rows: int, asked: argparse.Namespace) -> Recipe:
 def described(plan: Plan) -> str:
     """The settings that decide how fast it is."""
     words = [plan.shard.strategy, f"micro-batch {plan.batch.micro_batch_size} x {plan.batch.seq_len}"]
+    on_host = {"optimizer": plan.offload.optimizer, "activations": plan.offload.activations}
+    words += [f"{what} on {where}" for what, where in on_host.items() if where != "none"]
     words += [f"recompute {plan.remat.mode}", f"weights {plan.precision.weights}", f"compute {plan.precision.compute}"]
     return ", ".join([*words, "compiled" if plan.compile else "eager"])
 

@@ -30,6 +30,11 @@ LARGE = {
     "zero3 over 4": Plan(Layout(dp_shard=4), Batch(1, 1, 4096), Shard("zero3")),
     "zero2 over 4, accumulated": Plan(Layout(dp_shard=4), Batch(1, 2, 4096), Shard("zero2")),
 }
+LATE = {
+    "zero3 over 4, tp": Plan(Layout(dp_shard=4, tp=2), Batch(1, 1, 4096), Shard("zero3")),
+    "ddp over 4": Plan(Layout(dp_replicate=4), Batch(1, 1, 4096), Shard()),
+}
+"""Gradients leave when backward is over, those of many blocks that are alike."""
 
 
 def on_host(plan: Plan) -> Drift:
@@ -44,6 +49,12 @@ def test_peaks_of_eight_billion_parameters(name: str) -> None:
     found = on_host(LARGE[name])
     assert found.differences() == []
     assert abs(found.peak_error) < 1e-3
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("name", LATE)
+def test_gradients_that_leave_last(name: str) -> None:
+    assert on_host(LATE[name]).differences() == []
 
 
 def test_a_planned_copy_that_is_not_made_is_found() -> None:

@@ -51,6 +51,7 @@ WITH_TORCH = {
     "shardwise.techniques.cp.exchange",
     "shardwise.techniques.cp.ulysses",
     "shardwise.techniques.ep.dispatch",
+    "shardwise.techniques.offload.activations",
     "shardwise.techniques.offload.host",
     "shardwise.techniques.offload.scratch",
     "shardwise.techniques.offload.streamed",
@@ -289,7 +290,7 @@ NAMED_BY_THE_RUNTIME = {
     "reference": {"lora": "the reference is the model without its adapters"},
     "state": {"offload": "copies are updated", "optim": "the names of what it trains, and how often it has"},
     "step": {"optim": "the learning rate and the update"},
-    "metrics.measure": {"compile": "compiled blocks cannot be watched"},
+    "metrics.measure": {"compile": "compiled blocks cannot be watched", "offload": "what is on the host is held too"},
     "metrics.log": {"lora": "FLOPs follow from what is added"},
 }
 """By module of the runtime, the techniques that it names, and what for."""

@@ -198,10 +198,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     if rotated < x.shape[-1]:
         return torch.cat([_rotate(x[..., :rotated], cos, sin, sign), x[..., rotated:]], -1)
     pairs = x.unflatten(-1, (2, -1))
-    first, second = pairs.unbind(-2)
     out = pairs * cos.unsqueeze(-2)
-    out[..., 0, :].addcmul_(second, sin, value=-sign)
-    out[..., 1, :].addcmul_(first, sin, value=sign)
+    out[..., 0, :].addcmul_(pairs[..., 1, :], sin, value=-sign)
+    out[..., 1, :].addcmul_(pairs[..., 0, :], sin, value=sign)
     return out.flatten(-2).to(x.dtype)  # under autocast the tables are wider than what a projection made
 
 
@@ -218,7 +217,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(grad, *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1.0), None, None
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 from shardwise.spec.sheet import Tensor, Tier
 
 Key = Hashable
-Direction = Literal["forward", "backward"]
+Direction = Literal["forward", "backward", "leaving"]
+"""Of a pass of a unit; what leaves after all passes comes last, unit by unit."""
 UnitName = int | Literal["stem", "tail"]
 """A block's number, or an end of the model."""
 
@@ -90,7 +91,8 @@ class Wait(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """From here on the rank computes the forward or backward of one unit, of this micro-batch and pipeline stage."""
+    """From here on the rank computes the forward or backward of one unit, of this micro-batch and pipeline stage, or
+    its gradients leave."""
 
     direction: Direction
     unit: UnitName

@@ -1,13 +1,17 @@
-"""When gradients leave the device, where the optimizer is on the host."""
+"""When gradients leave the device, where the optimizer is on the host, and inputs of blocks, which come back."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
 
-from shardwise.planner.events import Copy
+from shardwise.planner.events import Begin, Copy, TensorKey, UnitName
+from shardwise.planner.passes import OUTPUT
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import Plan
-from shardwise.techniques.offload import leave_early
+from shardwise.spec.sheet import Unit
+from shardwise.techniques.offload import blocks_again, leave_early
+from shardwise.techniques.shard.unit_bytes import ExpertsOf
 
 
 class Leaving:
@@ -29,12 +33,17 @@ class Leaving:
             self._copy(size, summed)
 
     def rest(self) -> None:
-        """After the last backward of a step: what has not left, leaves."""
-        for key, (category, size, tier) in [*self.tape.alive.items()] if self.on_host else ():
+        """After the last backward of a step: what has not left, leaves, that of a unit after that of another."""
+        of_unit: dict[UnitName, dict[Hashable, int]] = {}
+        for key, (category, size, tier) in self.tape.alive.items() if self.on_host else ():
             if category == "gradients" and tier == "device":
+                of_unit.setdefault(_unit_of(key), {})[key] = self.sizes.get(key, size)
+        for unit, sizes in of_unit.items():
+            self.tape.add(Begin("leaving", unit))
+            for key, size in sizes.items():
                 self.tape.free(key)
                 if key not in self.before:
-                    self._copy(self.sizes.get(key, size))
+                    self._copy(size)
         self.before = []
 
     def _copy(self, size: int, after: Hashable = None) -> None:
@@ -44,3 +53,50 @@ class Leaving:
             self.tape.record("compute", after)
         self.tape.wait("out", after)
         self.tape.add(Copy("device", "host", size, "out"))
+
+
+def _unit_of(key: Hashable) -> UnitName:
+    """Of the key of a gradient, ("grad", what): the block that it is in, or an end of the model, all as one."""
+    assert isinstance(key, tuple)
+    group = key[1].block if isinstance(key[1], ExpertsOf) else key[1]
+    if isinstance(group, str) and group.startswith("layers."):
+        return int(group.split(".")[1])
+    return group if isinstance(group, int) else "stem"
+
+
+class Inputs:
+    """Of the blocks among a stage's ``units``, the inputs that leave, as techniques/offload/activations.py does it."""
+
+    def __init__(self, tape: Tape, units: Sequence[Unit], plan: Plan) -> None:
+        self.tape = tape
+        again = [1 + place for place in blocks_again(units[1:-1])] if plan.offload.activations != "none" else []
+        self.before = {later: earlier for earlier, later in pairwise(again)}
+        b, s = plan.batch.micro_batch_size, plan.row_tokens
+        self.sizes = {unit: units[unit].tensors[units[unit].input].bytes(b, s) for unit in again[:-1]}
+
+    def begins(self, unit: TensorKey) -> None:
+        """The forward of a unit, whose input leaves beside it."""
+        if size := self.sizes.get(unit.unit):
+            self._copy(Copy("device", "host", size, "out"), ("left", unit.unit))
+
+    def ends(self, unit: TensorKey) -> None:
+        """It has left, and the forward is over."""
+        if size := self.sizes.get(unit.unit):
+            self.tape.wait("compute", ("left", unit.unit))
+            self.tape.leaves(unit._replace(unit=unit.unit - 1, tensor=OUTPUT), size)
+
+    def again(self, unit: TensorKey) -> None:
+        """The backward of a unit begins with its input, and that of the block before it comes beside it."""
+        if unit.unit in self.sizes:
+            self.tape.wait("compute", ("come", unit.unit))
+        before = self.before.get(unit.unit)
+        if before is not None:
+            self.tape.comes(unit._replace(unit=before - 1, tensor=OUTPUT), self.sizes[before])
+            self._copy(Copy("host", "device", self.sizes[before], "home"), ("come", before))
+
+    def _copy(self, copy: Copy, mark: tuple[str, int]) -> None:
+        """Behind what has been computed so far."""
+        self.tape.record("compute", ("given", *mark))
+        self.tape.wait(copy.stream, ("given", *mark))
+        self.tape.add(copy)
+        self.tape.record(copy.stream, mark)

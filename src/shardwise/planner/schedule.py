@@ -24,6 +24,7 @@ from shardwise.planner.events import (
     TensorKey,
     UnitName,
 )
+from shardwise.planner.leaving import Inputs
 from shardwise.planner.passes import GRADIENT, OUTPUT, Pass, Passes, put_off
 from shardwise.planner.replicated import Replicated
 from shardwise.planner.seconds.rates import Rates
@@ -194,6 +195,7 @@ class Step:
         own = tape if plan.layout.pp == 1 else Apart(tape, number)
         self.weights: Weights = (Sharded if plan.sharded else Replicated)(own, sheet, plan)
         self.passes = passes
+        self.inputs = Inputs(tape, self.units, plan)
 
     def run(self, kind: str, micro_batch: int, *, last: bool = False) -> None:
         """A pass by the kind of its action."""
@@ -211,8 +213,10 @@ class Step:
         for unit, name in enumerate(self.names):
             self.tape.add(Begin("forward", name, micro_batch, self.number))
             self.weights.before_forward(name)
+            self.inputs.begins(self.at(micro_batch, unit))
             if name != "tail" or self.head:
                 self.play(Passes.forward, self.at(micro_batch, unit))
+            self.inputs.ends(self.at(micro_batch, unit))
             self.weights.after_forward(name)
         self.play(Passes.tables, self.at(micro_batch, 0))
         self.tape.add(Mark("end of forward"))
@@ -248,6 +252,7 @@ class Step:
                 self.tape.add(Begin("backward", name, micro_batch, self.number))
                 if name != "stem":
                     self.weights.before_backward(name)
+                self.inputs.again(self.at(micro_batch, number))
                 if name != "tail" or self.head:
                     self.play(which, self.at(micro_batch, number))
             if unit.gradient_out >= 0 and name != "stem":
@@ -354,7 +359,9 @@ def _simulated(sheet: Sheet, plan: Plan, passes: Passes, blocks: tuple[int, int,
         step.backward(index, last=index == min(m, 3) - 1)
         found = tape.taken()
         if keep < count and any(
-            found.get((way, i)) != found.get((way, i + period)) for way in ("forward", "backward") for i in second
+            found.get((way, i)) != found.get((way, i + period))
+            for way in ("forward", "backward", "leaving")
+            for i in second
         ):
             return None
         spans.append(_repeated(found, second, count - keep))
@@ -368,10 +375,10 @@ def _repeated(found: dict[Hashable, Span], second: range, times: int) -> Span:
     span = Span()
     for key, each in found.items():
         span.goes_on(each)
-        if times and key == ("forward", second[-1]):
-            span.goes_on(joined(found["forward", i] for i in second).times(times))
-        elif times and key == ("backward", second[0]):
-            span.goes_on(joined(found["backward", i] for i in reversed(second)).times(times))
+        way = key[0] if isinstance(key, tuple) else ""
+        own = [i for i in (second if way == "forward" else reversed(second)) if (way, i) in found]
+        if times and own and key == (way, own[-1]):
+            span.goes_on(joined(found[way, i] for i in own).times(times))
     return span
 
 

@@ -62,11 +62,11 @@ class Tape:
             self.free(key)
 
     def comes(self, key: TensorKey, size: int) -> None:
-        """A tensor of a pass has come from another rank."""
+        """A tensor of a pass has come from another rank, or from the host."""
         self.make(key, "activations", size)
 
     def leaves(self, key: TensorKey, size: int) -> None:
-        """One has left for another rank."""
+        """One has left for another rank, or for the host."""
         self.free(key)
 
     def ended(self) -> None:

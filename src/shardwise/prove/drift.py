@@ -14,7 +14,7 @@ from shardwise.planner.trace import traced_here
 from shardwise.prove.world import StepBytes, measure
 from shardwise.spec.cluster import Kind
 from shardwise.spec.place import place_of
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import Offload, Plan
 from shardwise.spec.sheet import CONTROL_BYTES
 from shardwise.techniques import optim
 
@@ -73,7 +73,7 @@ def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", un
     if plan.layout.pp > 1:  # between two passes messages are posted and sent: the peak tells
         start = end
     state = optim.state_bytes(costed, plan)
-    if plan.offload.optimizer != "none":
+    if plan.offload != Offload():
         state["host"] = span.on("host").top_bytes
     copied: dict[tuple[str, str], int] = {}
     for copy, times in span.copied.items():

@@ -182,8 +182,10 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
             gradients = [p.grad for p in state.trained() if p.grad is not None]
             result.state["gradients"] = _storage_bytes(gradients)
 
-    if state.host:
-        state.host.copied.clear()
+    copied = [inputs.copied for inputs in offload.inputs_on_host(state.parts)]
+    copied += [state.host.copied] if state.host else []
+    for counted in copied:
+        counted.clear()
     _step(state, replace(rules, enter=enter), rules.plan.batch.accumulation)
     for (axis, kind, size), calls in tracker.sent.items():
         result.sent[rules.plan.layout.called(axis), kind, size] += calls
@@ -191,11 +193,13 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
     result.state["weights"] = _storage_bytes([parameter for _, parameter in each_named(state.parts)])
     moments = [value for states in state.optimizer.state.values() for value in states.values()]
     result.state["moments"] = _storage_bytes(moments)
+    on_host = [room for inputs in offload.inputs_on_host(state.parts) for room in inputs.rooms]
     if state.host:
         counts = [states["step"] for states in state.optimizer.state.values()]
-        on_host = [*state.host.tensors(), *(counts if state.host.scratch else moments)]
+        on_host += [*state.host.tensors(), *(counts if state.host.scratch else moments)]
+    if copied:
         result.state["host"] = _storage_bytes(on_host)
-        result.copied = dict(state.host.copied)
+    result.copied = dict(sum(copied, Counter()))
     return result
 
 

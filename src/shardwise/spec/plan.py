@@ -78,6 +78,10 @@ class Remat:
     mode: Literal["none", "selective", "full"] = "none"
     every: int = 1
 
+    def treats(self, block: int) -> bool:
+        """Whether the block of this number in the whole model recomputes."""
+        return self.mode != "none" and block % self.every == 0
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -105,9 +109,11 @@ class Optim:
 @dataclass(frozen=True)
 class Offload:
     """``optimizer``: where moments are, and copies of the weights that are updated there: ``none`` on the device,
-    ``host`` in the host's memory, ``nvme`` in files."""
+    ``host`` in the host's memory, ``nvme`` in files. ``activations``: where the inputs of blocks that are computed
+    again wait for backward."""
 
     optimizer: Literal["none", "host", "nvme"] = "none"
+    activations: Literal["none", "host"] = "none"
 
 
 @dataclass(frozen=True)

@@ -164,9 +164,11 @@ class OptimSection(Section):
 class OffloadSection(Section):
     """What is kept outside the GPU's memory. ``optimizer``: in host memory, or on NVMe in files in ``directory`` (by
     default in the run's own), are AdamW's moments and the weights that it updates, for which gradients come and new
-    weights go back in every step; ``auto`` takes the host where no plan fits without."""
+    weights go back in every step; ``auto`` takes the host where no plan fits without. ``activations``: in host memory
+    are, until backward needs them, the inputs of blocks, which are all that full recomputation keeps."""
 
     optimizer: Literal["auto", "none", "host", "nvme"] = "none"
+    activations: Literal["none", "host"] = "none"
     directory: str | None = None
 
     def contradictions(self) -> list[Problem]:

@@ -46,11 +46,6 @@ def saves(ops: tuple[Op, ...]) -> frozenset[int]:
     return frozenset([*products[:-1], *attention])
 
 
-def treated(plan: Plan, block: int) -> bool:
-    """Whether the block of this number in the whole model recomputes."""
-    return plan.remat.mode != "none" and block % plan.remat.every == 0
-
-
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
     """The pinned mode, else from the least recomputation to the most."""
     asked = recipe.recompute
@@ -89,7 +84,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
         return sheet
     treated_kinds = tuple(_recomputing(block, selective=plan.remat.mode == "selective") for block in sheet.blocks)
     each = zip(sheet.order, sheet.place.blocks, strict=True)
-    order = tuple(kind + len(sheet.blocks) if treated(plan, number) else kind for kind, number in each)
+    order = tuple(kind + len(sheet.blocks) if plan.remat.treats(number) else kind for kind, number in each)
     return dataclasses.replace(sheet, blocks=sheet.blocks + treated_kinds, order=order)
 
 
@@ -109,7 +104,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
         random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in part.modules())
         random |= plan.lora is not None and plan.lora.dropout > 0
         for number, block in numbered(part):
-            if treated(plan, number):
+            if plan.remat.treats(number):
                 options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
                 if plan.remat.mode == "selective":
                     options["context_fn"] = partial(_counted, _products(block), compiled=plan.compile)

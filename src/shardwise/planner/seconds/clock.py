@@ -78,7 +78,7 @@ class StepClock(Folding):
         if isinstance(event, Send):
             self._send(event, 1)
         elif isinstance(event, Copy) and event.source != event.target:
-            self.now.at_s[event.stream] += event.bytes / self.rates.host_link_bytes_per_s[0]
+            self.now.at_s[event.stream] += event.bytes / self.rates.host_link_bytes_per_s[event.target == "device"]
         elif isinstance(event, Copy):
             seconds = self.rates.copy_s(event.bytes)
             if event.stream == "compute":

@@ -51,7 +51,12 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     now = _played(costed, plan, cluster, rates, traits)
     optimizer_s = optimizer(costed, plan, rates, unfused=traits.unfused)
     late_s = max(0.0, now.at_s["out"] - now.at_s["compute"])
-    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, late_s, copies_s(costed, plan, rates))
+    waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)  # in passes, for copies: no axis is waited for
+    found = _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, late_s, copies_s(costed, plan, rates))
+    inputs = offload.tiers(costed, plan, 0).get("host", {}).get("activations", 0) * plan.batch.accumulation
+    moved_s = sum(inputs / rate for rate in rates.host_link_bytes_per_s)
+    times = {"compute_s": -waited_s, "offload_s": waited_s, "copied_s": moved_s}
+    return replace(found, **{name: vars(found)[name] + seconds for name, seconds in times.items()})
 
 
 def copies_s(costed: Sheet, plan: Plan, rates: Rates) -> tuple[float, float]:

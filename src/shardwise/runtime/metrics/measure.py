@@ -24,6 +24,7 @@ from shardwise.distributed.slices import local
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
 from shardwise.spec.sheet import is_control
+from shardwise.techniques import offload
 from shardwise.techniques.compile import suspended
 
 
@@ -90,12 +91,15 @@ def state_bytes(state: TrainState) -> dict[str, int]:
     the host counts where the device is the host."""
     weights, kept = state.parameters().values(), state.optimizer.state
     moments = [value for weight in weights for value in kept.get(state.updated(weight), {}).values()]
-    if not state.host:
-        return {"weights": _storage_bytes(weights), "moments": _storage_bytes(moments)}
-    if state.host.scratch:
-        moments = [states["step"] for states in kept.values()]
-    on_host = [] if any(local(weight).is_cuda for weight in weights) else [*state.host.tensors(), *moments]
-    return {"weights": _storage_bytes(weights), "moments": 0, "offloaded": _storage_bytes(on_host)}
+    moved = [room for inputs in offload.inputs_on_host(state.parts) for room in inputs.rooms]
+    found = {"weights": _storage_bytes(weights), "moments": _storage_bytes(moments)}
+    if state.host:
+        if state.host.scratch:
+            moments = [states["step"] for states in kept.values()]
+        found["moments"], moved = 0, [*moved, *state.host.tensors(), *moments]
+    if moved:
+        found["offloaded"] = 0 if any(local(weight).is_cuda for weight in weights) else _storage_bytes(moved)
+    return found
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -7,16 +7,21 @@
     nvme                the same, but moments and weights in a file      the same, piece by piece; and the file is read
                         (scratch.py, streamed.py)                        and written
 
+    offload.activations
+    host                what full recomputation keeps, the inputs    each to the host, while its block computes; back,
+                        of blocks, in memory of the host             while backward computes the block after it
+
 The optimizer is the same, torch's fused AdamW or one of ours, on tensors of the host (host.py): the numbers do not
 change. The host waits for the gradient norm before it updates, so that clipping and the skip of a bad step stay exact.
 A gradient leaves while backward still runs where no sum over ranks comes after it: under a sharded strategy, or on one
 rank, without tp and pp; others leave when backward is over. It pays where moments do not fit: all that is trained
-crosses the bus twice a step, and is updated at the rate of the host's memory.
+crosses the bus twice a step, and is updated at the rate of the host's memory. What blocks are given (activations.py)
+crosses it while they compute, and pays where rows are long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +30,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from shardwise.errors import Problem
-from shardwise.models.blocks import each_named
+from shardwise.models.blocks import each_named, numbered
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
@@ -39,26 +44,51 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.distributed.meshes import Meshes
+    from shardwise.techniques.offload.activations import MovedInputs
     from shardwise.techniques.offload.host import HostWeights
 
 _HOST_WEIGHTS: WeakKeyDictionary[nn.Module, HostWeights] = WeakKeyDictionary()
+_MOVED_INPUTS: WeakKeyDictionary[nn.Module, MovedInputs] = WeakKeyDictionary()
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
     """What the recipe says; ``auto`` tries the device and the host."""
-    asked = recipe.offload.optimizer
+    asked, activations = recipe.offload.optimizer, recipe.offload.activations
+    if activations != "none":
+        plan = replace(plan, why={**plan.why, "offload.activations": "pinned"})
     if asked in ("auto", "none"):
-        yield plan
+        yield replace(plan, offload=Offload("none", activations))
     if asked != "none":
         why = {"offload.optimizer": "searched: no plan without it fits, or is as fast" if asked == "auto" else "pinned"}
-        yield replace(plan, offload=Offload("host" if asked == "auto" else asked), why={**plan.why, **why})
+        on_host = Offload("host" if asked == "auto" else asked, activations)
+        yield replace(plan, offload=on_host, why={**plan.why, **why})
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
-    return {"offload.optimizer": (plan.offload.optimizer, recipe.offload.optimizer)}
+    planned, asked = plan.offload, recipe.offload
+    return {
+        "offload.optimizer": (planned.optimizer, asked.optimizer),
+        "offload.activations": (planned.activations, asked.activations),
+    }
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    return [*_check_optimizer(plan), *_check_activations(plan)]
+
+
+def _check_activations(plan: Plan) -> list[Problem]:
+    if plan.offload.activations == "none":
+        return []
+    if plan.layout.pp > 1:
+        what = "activations wait on the host for one backward at a time, and stages have several forwards in flight"
+        return [Problem("PLAN028", what, "offload.activations", "none, or `parallel.pp=1`")]
+    if plan.remat.mode != "full":
+        what = f"only the inputs of blocks wait on the host, and `recompute: {plan.remat.mode}` keeps more than these"
+        return [Problem("PLAN028", what, "offload.activations", "none, or `recompute=full`")]
+    return []
+
+
+def _check_optimizer(plan: Plan) -> list[Problem]:
     if plan.offload.optimizer == "nvme" and (plan.optim.name != "adamw" or plan.optim.moments is not None):
         kept = "optim.name: adamw8bit" if plan.optim.name != "adamw" else f"optim.moments: {plan.optim.moments}"
         what = f"AdamW goes through files in the dtype of the weights, and not with `{kept}`"
@@ -78,8 +108,25 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Nothing: copies are made of weights that have been filled (:func:`host_weights`)."""
+    """Inputs of blocks leave; of weights copies are made when they have been filled (:func:`host_weights`)."""
+    if plan.offload.activations != "none":
+        from shardwise.techniques.offload.activations import MovedInputs
+
+        for part in parts:
+            again = [block for number, block in numbered(part) if plan.remat.treats(number)]
+            _MOVED_INPUTS[part] = MovedInputs(again)
     return parts
+
+
+def inputs_on_host(parts: Iterable[nn.Module]) -> list[MovedInputs]:
+    """Of parts whose blocks' inputs wait on the host, what moves them."""
+    return [_MOVED_INPUTS[part] for part in parts if part in _MOVED_INPUTS]
+
+
+def blocks_again(order: Sequence[Unit]) -> list[int]:
+    """Of blocks in their order, the places of those that are computed again in backward. The inputs of all but the last
+    leave, where activations do."""
+    return [place for place, block in enumerate(order) if block.recompute and block.backward]
 
 
 def leave_early(plan: Plan) -> bool:
@@ -94,13 +141,19 @@ def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
     gradient, and the ``moments``, whose bytes the optimizer knows, with a count of 4 bytes a weight. On NVMe gradients
     and counts stay in memory, and the blocks that are on their way."""
     trained = trained_bytes(sheet, plan)
+    found: dict[Tier, dict[str, int]] = {}
     if plan.offload.optimizer == "host":
-        return {"host": {"weights": trained, "gradients": trained, "moments": moments}}
+        found["host"] = {"weights": trained, "gradients": trained, "moments": moments}
     if plan.offload.optimizer == "nvme":
         counts = 4 * sum(times * sum(weight.trained for weight in unit.weights) for unit, times in sheet.repeated())
-        memory = {"gradients": trained, "moments": counts, "buffers": BUFFER_BYTES}
-        return {"host": memory, "disk": {"weights": trained, "moments": moments - counts}}
-    return {}
+        found["host"] = {"gradients": trained, "moments": counts, "buffers": BUFFER_BYTES}
+        found["disk"] = {"weights": trained, "moments": moments - counts}
+    if plan.offload.activations != "none":
+        order = [sheet.blocks[kind] for kind in sheet.order]
+        b, s = plan.batch.micro_batch_size, plan.row_tokens
+        inputs = sum(order[place].tensors[order[place].input].bytes(b, s) for place in blocks_again(order)[:-1])
+        found.setdefault("host", {})["activations"] = inputs
+    return found
 
 
 def trained_bytes(sheet: Sheet, plan: Plan) -> int:

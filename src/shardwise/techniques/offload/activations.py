@@ -1,0 +1,132 @@
+"""The inputs of blocks that are computed again in backward, which wait for it in memory of the host.
+
+A block's input leaves while the block computes, and the memory is free when it has. It comes back while backward
+computes the block after it. That of the last block stays: backward begins with it. Memory of the host is kept for the
+inputs of the next step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardwise.distributed.pinned import host_buffer
+
+
+class _Input:
+    """One block's, of one forward pass. It is ``room`` on the host, or ``here`` on the device, or both; where a copy is
+    on its way, it is done at the event. ``before``: that of the block before it."""
+
+    def __init__(self, x: Tensor, before: _Input | None) -> None:
+        self.like, self.shape, self.before = x.new_empty(0), x.shape, before
+        self.here: Tensor | None = x
+        self.room: Tensor | None = None
+        self.done: torch.cuda.Event | None = None
+
+
+class _View(NamedTuple):
+    """What stands in the graph in place of a tensor in the memory of an input."""
+
+    input: _Input
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class MovedInputs:
+    """Of one part's ``blocks``, in their order, all of which are computed again. ``copied`` counts bytes by (from, to);
+    ``rooms`` is all memory of the host."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.rooms: list[Tensor] = []
+        self.copied: Counter[tuple[str, str]] = Counter()
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._last: Callable[[], _Input | None] = lambda: None
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        for number, block in enumerate(blocks):
+            trained = any(parameter.requires_grad for parameter in block.parameters())
+            place = number == 0, number == len(blocks) - 1, trained
+            block.forward = partial(self._run, block.forward, place)
+
+    def _run(
+        self, forward: Callable[..., Any], place: tuple[bool, bool, bool], x: Tensor, *rest: Any, **named: Any
+    ) -> Any:
+        """A block's forward. ``place``: whether it is the first, or the last, and has something to train."""
+        first, last, trained = place
+        if first:
+            self._last = lambda: None
+        if not torch.is_grad_enabled() or not (trained or x.requires_grad):
+            return forward(x, *rest, **named)
+        kept = _Input(x, self._last())
+        self._last = weakref.ref(kept)
+        version, storage = x._version, x.untyped_storage()._cdata
+        moves = not last and x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
+        if moves:
+            self._leave(kept, x)
+
+        def pack(saved: Tensor) -> Tensor | _View:
+            if saved.untyped_storage()._cdata != storage:
+                return saved
+            return _View(kept, saved.shape, saved.stride(), int(saved.storage_offset()))
+
+        with saved_tensors_hooks(pack, self._unpack):
+            out = forward(x, *rest, **named)
+        if moves:
+            if x._version != version:
+                raise RuntimeError("a block changed its input in place, of which backward needs what it was")
+            if kept.done is not None:  # then its memory may be used again
+                torch.cuda.current_stream(x.device).wait_event(kept.done)
+            kept.here = None
+        return out
+
+    def _leave(self, kept: _Input, x: Tensor) -> None:
+        free = self._free[x.nbytes]
+        if not free:
+            free.append(host_buffer(x.nbytes, pinned=x.is_cuda))
+            self.rooms.append(free[-1])
+        kept.room = free.pop()
+        weakref.finalize(kept, free.append, kept.room)
+        kept.done = self._copy("out", kept.room.view(x.dtype).view(x.shape), x)
+
+    def _unpack(self, saved: Tensor | _View) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        kept = saved.input
+        here = self._fetched(kept)
+        if kept.room is not None:
+            if kept.done is not None:
+                torch.cuda.current_stream(here.device).wait_event(kept.done)
+            kept.here = None
+        if kept.before is not None:
+            self._fetched(kept.before)
+        return here.as_strided(saved.shape, saved.stride, saved.offset)
+
+    def _fetched(self, kept: _Input) -> Tensor:
+        """An input that is on the device, or has begun to come."""
+        if kept.here is None:
+            assert kept.room is not None
+            kept.here = kept.like.new_empty(kept.shape)
+            kept.done = self._copy("home", kept.here, kept.room.view(kept.like.dtype).view(kept.shape))
+        return kept.here
+
+    def _copy(self, way: str, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        """Beside what is computed, once what was given to the device before is done. On a CPU at once."""
+        self.copied[("device", "host") if way == "out" else ("host", "device")] += source.nbytes
+        device = source.device if way == "out" else target.device
+        with torch.no_grad():
+            if device.type != "cuda":
+                target.copy_(source)
+                return None
+            if way not in self._streams:
+                self._streams[way] = torch.cuda.Stream(device)
+            self._streams[way].wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._streams[way]):
+                target.copy_(source, non_blocking=True)
+                return self._streams[way].record_event()

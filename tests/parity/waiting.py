@@ -1,0 +1,59 @@
+"""Plans in which the inputs of blocks wait on the host, in layouts that meet every pair of settings at least once:
+``python -m tests.parity.waiting`` prints them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.models.config import ModelSpec
+from shardwise.spec.plan import Batch, Offload, Plan, Remat, Shard
+from tests.covering import pairwise
+from tests.parity.cases import SEQ_LEN
+from tests.parity.offloading import LAYOUTS, LORA, PRECISIONS, ROWS
+from tests.parity.offloading import MODELS as TWO_BLOCKS
+
+PLACES = {name: each for name, each in LAYOUTS.items() if name != "pp"}
+MODELS: dict[str, ModelSpec] = {name: replace(spec, num_hidden_layers=4) for name, spec in TWO_BLOCKS.items()}
+EVERY = (1, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    model: str
+    precision: str
+    every: int
+    accumulation: int
+    optimizer: str
+
+    @property
+    def spec(self) -> ModelSpec:
+        return MODELS[self.model]
+
+    @property
+    def possible(self) -> bool:
+        return (self.layout == "ep") == (self.model == "experts")
+
+    @property
+    def plan(self) -> Plan:
+        layout, strategy = LAYOUTS[self.layout]
+        batch = Batch(ROWS // self.accumulation // layout.dp, self.accumulation, SEQ_LEN, loss_chunk_tokens=7)
+        return Plan(
+            layout,
+            batch,
+            Shard(strategy, bucket_bytes=4096),  # type: ignore[arg-type]
+            PRECISIONS[self.precision],
+            sequence_parallel=layout.tp > 1,
+            remat=Remat("full", self.every),
+            offload=Offload(self.optimizer, "host"),  # type: ignore[arg-type]
+            lora=LORA.get(self.model),
+        )
+
+
+AXES = PLACES, MODELS, PRECISIONS, EVERY, (1, 2), ("none", "host")
+"""Of the fields of a case, in their order."""
+CASES = [Case(*values) for values in pairwise(*AXES, legal=lambda *values: Case(*values).possible)]
+
+
+if __name__ == "__main__":
+    print(*CASES, len(CASES), sep="\n")
