@@ -145,14 +145,17 @@ def test_training_in_fp64_is_that_of_a_cpu(alone: torch.device, spec: ModelSpec,
     assert max(e.error for e in (found.loss, found.norm, found.gradient, found.weight)) < 1e-9, found
 
 
-WHERE: tuple[Any, ...] = ("none", "host")
+ON_HOST = [plans.Offload("host"), plans.Offload("none", "host"), plans.Offload("host", "host")]
 
 
+@pytest.mark.parametrize("offload", ON_HOST, ids=["optimizer", "inputs", "both"])
 @pytest.mark.parametrize(("precision", "limit"), [(FP64, 1e-9), (FP32, 1e-6)], ids=["fp64", "fp32"])
-def test_training_with_the_optimizer_on_the_host(alone: torch.device, precision: Precision, limit: float) -> None:
-    """Losses and norms of five steps are those with it on the device, up to how its kernel rounds."""
+def test_training_with_what_is_on_the_host(
+    alone: torch.device, precision: Precision, limit: float, offload: plans.Offload
+) -> None:
+    """Losses and norms of five steps are those with all on the device, up to how the optimizer's kernel rounds."""
     plan = replace(tiny(precision, Remat("full")), batch=Batch(2, 2, 64, 24))
-    right, found = (parity.take_steps(0, ONE, replace(plan, offload=plans.Offload(each)), 5, alone) for each in WHERE)
+    right, found = (parity.take_steps(0, ONE, each, 5, alone) for each in (plan, replace(plan, offload=offload)))
     assert found.losses == pytest.approx(right.losses, rel=limit) and found.norms == pytest.approx(
         right.norms, rel=limit
     )
@@ -226,11 +229,11 @@ def test_memory_is_what_the_plan_says(alone: torch.device, weights: Any, remat: 
     assert abs(predicted / measured - 1) < PEAK_TOLERANCE, f"{predicted:,} predicted, {measured:,} measured"
 
 
+@pytest.mark.parametrize("offload", ON_HOST, ids=["optimizer", "inputs", "both"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_memory_with_the_optimizer_on_the_host(alone: torch.device, accumulation: int) -> None:
-    """Gradients leave as they are made, or stay until the second micro-batch is done."""
-    plan = Plan(batch=Batch(4, accumulation, 2048, 1024), precision=BF16, remat=Remat("full"))
-    plan = replace(plan, offload=plans.Offload("host"))
+def test_memory_with_what_is_on_the_host(alone: torch.device, accumulation: int, offload: plans.Offload) -> None:
+    """Gradients leave as they are made, or stay until the second micro-batch is done; inputs while blocks compute."""
+    plan = Plan(batch=Batch(4, accumulation, 2048, 1024), precision=BF16, remat=Remat("full"), offload=offload)
     found = predict(LARGE, plan, device="cuda")
     predicted, measured = found.peak_bytes - found.state["host"], peak_bytes(plan, alone)
     assert abs(predicted / measured - 1) < PEAK_TOLERANCE, f"{predicted:,} predicted, {measured:,} measured"

@@ -108,6 +108,8 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
                 options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
                 if plan.remat.mode == "selective":
                     options["context_fn"] = partial(_counted, _products(block), compiled=plan.compile)
+                elif plan.compile:
+                    options["context_fn"] = _nothing_saved
                 block.forward = partial(checkpoint, block.forward, **options)
     return parts
 
@@ -138,6 +140,13 @@ def _counted(products: int, *, compiled: bool) -> Any:
         return CheckpointPolicy.MUST_SAVE if chosen[ctx.is_recompute](op) else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def _nothing_saved() -> Any:
+    """Told to the compiler of every operation: what autograd functions make torch 2.11 saves if it is not."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    return create_selective_checkpoint_contexts(lambda *given, **named: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 class _Chosen:
