@@ -37,7 +37,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.methods.loss import Output, linear_cross_entropy
+from shardwise.methods.loss import Output, linear_cross_entropy, losses_and_gradient
 from shardwise.models import attention, grouped
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule
@@ -464,19 +464,23 @@ def kernels(on: Device) -> Lines:
 
 
 def loss_chunks(on: Device) -> Lines:
-    """Output layer and loss of an 8 B at 4,096 tokens, by the number of tokens in a chunk."""
+    """Output layer and loss of an 8 B at 4,096 tokens, by the number of tokens in a chunk, eager and compiled."""
     tokens, vocabulary, hidden_size = (64, 512, 32) if on.rehearse else (4096, 128_256, 4096)
     hidden = torch.randn(tokens, hidden_size, device=on.device).bfloat16().requires_grad_()
     weight = torch.randn(vocabulary, hidden_size, device=on.device).mul_(0.02).bfloat16().requires_grad_()
     labels = torch.randint(vocabulary, (tokens,), device=on.device)
-    yield from ("| tokens in a chunk | ms | peak, MiB |", "|---:|---:|---:|")
+    compiled = torch.compile(losses_and_gradient, fullgraph=True)
+    heads = Output(weight), Output(weight, between=compiled)
+    yield from ("| tokens in a chunk | ms | compiled | peak, MiB | compiled |", "|---:|---:|---:|---:|---:|")
     for chunk in (tokens // 16, tokens // 8, tokens // 4, tokens // 2, tokens):
 
-        def work(size: int = chunk) -> None:
+        def work(head: Output, size: int = chunk) -> None:
             hidden.grad = weight.grad = None
-            linear_cross_entropy(hidden, Output(weight), labels, size).backward()
+            linear_cross_entropy(hidden, head, labels, size).backward()
 
-        yield f"| {chunk} | {on.time_ms(work):,.2f} | {mib(on.peak_bytes(work))} |"
+        sides = [partial(work, head) for head in heads]
+        times, peaks = [f"{on.time_ms(side):,.2f}" for side in sides], [mib(on.peak_bytes(side)) for side in sides]
+        yield f"| {chunk} | {' | '.join([*times, *peaks])} |"
 
 
 def halves(on: Device) -> Lines:

@@ -285,7 +285,7 @@ NAMED_BY_THE_RUNTIME = {
     "generate": {"compile": "or it would compile for every length of a text"},
     "own": dict.fromkeys(("compile", "cp", "remat", "shard", "tp"), "changes a user's module, by his arguments"),
     "own_optim": {"optim": "the moments that a user's optimizer begins with"},
-    "passes": {"pp": "whether parts are stages of a pipeline"},
+    "passes": {"compile": "the loss is compiled", "pp": "whether parts are stages of a pipeline"},
     "pipeline": {"pp": "the order of actions"},
     "reference": {"lora": "the reference is the model without its adapters"},
     "state": {"offload": "copies are updated", "optim": "the names of what it trains, and how often it has"},

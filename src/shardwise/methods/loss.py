@@ -6,6 +6,9 @@ backward pass scales them (Hsu et al., "Liger Kernel", 2024). So a loss can be p
 Where ranks hold rows of the weight each (distributed/vocabulary.py), a rank computes the logits of its own rows. What
 the others need of them are three numbers a token: the greatest logit, the sum of the exponentials, the label's logit.
 The loss is then the same on every rank; the gradient of hidden is this rank's part of a sum.
+
+Where the plan compiles and a rank holds all rows, :func:`losses_and_gradient`, compiled, stands between the products.
+It reads a chunk's logits twice and writes their gradient once, where eager operations pass over wide ones many times.
 """
 
 from __future__ import annotations
@@ -30,18 +33,23 @@ Finish = Callable[[Tensor, "Output", MicroBatch, float], "Loss"]
 """(hidden [b,s,d], output layer, micro-batch, denominator) -> the sum of its terms / denominator."""
 Score = Callable[[Tensor, "Output", MicroBatch], Tensor]
 """(hidden [b,s,d], output layer, micro-batch) -> whatever is asked of them."""
+Pair = tuple[Tensor, Tensor]
+Between = Callable[[Tensor, Tensor, Tensor | None, float | None], Pair]
+"""(logits [n,V], labels [n], factors [n], soft cap) -> losses [n], gradient [n,V]: :func:`losses_and_gradient`."""
 
 
 @dataclass(frozen=True)
 class Output:
     """The output layer as a method finds it: its weight [V,d], what caps its logits to cap * tanh(logits / cap), and
     how many of its rows are ids, the others being padding at its end; None: all. ``group``: the ranks that have some
-    tokens each of the same rows; None: rows are whole."""
+    tokens each of the same rows; None: rows are whole. ``between``: what is computed between the two products
+    where gradients are made; None, and wherever ranks hold rows of the weight each: eager operations."""
 
     weight: Tensor
     soft_cap: float | None = None
     vocabulary: int | None = None
     group: ProcessGroup | None = None
+    between: Between | None = None
 
 
 class Loss(NamedTuple):
@@ -68,6 +76,7 @@ class _LossSettings:
     chunk_tokens: int
     soft_cap: float | None
     rows: Rows | None
+    between: Between | None
 
 
 def logits(hidden: Tensor, head: Output, batch: MicroBatch | None = None) -> Tensor:
@@ -104,9 +113,26 @@ def _logit_gradient(logs: Tensor, labels: Tensor) -> Tensor:
     return logs.exp_().scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), minus_one).mul_(supervised)
 
 
-def _losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, capped: Tensor | None, rows: Rows | None
-) -> tuple[Tensor, Tensor]:
+def losses_and_gradient(logits: Tensor, labels: Tensor, factors: Tensor | None, soft_cap: float | None) -> Pair:
+    """The losses [n] of logits [n,V], 0 where the label is ignored, and the gradient by the logits in their dtype,
+    times factors. To be compiled: eager it would make several wide tensors. The label's place is a comparison, which is
+    fused with the rest of the pass, as ``scatter_add`` is not. The logits are not written over: inductor of torch 2.11
+    would let ``gather`` read what was written."""
+    given = logits.to(accumulation_dtype(logits.dtype))
+    wide = given if soft_cap is None else torch.tanh(given / soft_cap) * soft_cap
+    greatest = wide.amax(-1, keepdim=True)
+    log_sum = greatest + (wide - greatest).exp().sum(-1, keepdim=True).log()
+    place, supervised = labels.clamp_min(0).unsqueeze(-1), labels != IGNORED
+    losses = (log_sum - wide.gather(-1, place)).squeeze(-1).masked_fill(~supervised, 0.0)
+    weights = supervised.to(wide.dtype) if factors is None else supervised * factors
+    label = torch.arange(logits.shape[-1], device=logits.device) == place
+    gradient = ((wide - log_sum).exp() - label.to(wide.dtype)) * weights.unsqueeze(-1)
+    if soft_cap is not None:
+        gradient = gradient * (1.0 - (wide / soft_cap).square())
+    return losses, gradient.to(logits.dtype)
+
+
+def _losses(hidden: Tensor, weight: Tensor, labels: Tensor, capped: Tensor | None, rows: Rows | None) -> Pair:
     """The losses of a chunk, and their gradient by its (capped) logits."""
     if rows is not None:
         exponentials, own = _own_statistics(hidden, weight, labels, capped, rows)
@@ -118,9 +144,7 @@ def _losses(
     return _pick(logs, labels), _logit_gradient(logs, labels)
 
 
-def _own_statistics(
-    hidden: Tensor, weight: Tensor, labels: Tensor, capped: Tensor | None, rows: Rows
-) -> tuple[Tensor, Tensor]:
+def _own_statistics(hidden: Tensor, weight: Tensor, labels: Tensor, capped: Tensor | None, rows: Rows) -> Pair:
     """Of this rank's rows: exp(logits - greatest) [n,rows], and [3,n]: the greatest logit, the sum of these, and the
     label's logit (0 if it is another rank's)."""
     logits = (hidden @ weight.mT).to(accumulation_dtype(hidden.dtype)) if capped is None else capped
@@ -152,6 +176,19 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
+def _chunk(hidden: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None, rule: _LossSettings) -> Pair:
+    """The losses [n] of a chunk, and the gradient by its logits, times factors."""
+    if rule.between is not None and rule.rows is None:
+        return rule.between(hidden @ weight.mT, labels, factors, rule.soft_cap)
+    capped = None if rule.soft_cap is None else _capped(hidden, weight, rule.soft_cap)
+    losses, gradient = _losses(hidden, weight, labels, capped, rule.rows)
+    if factors is not None:
+        gradient.mul_(factors.unsqueeze(-1))
+    if capped is not None and rule.soft_cap is not None:
+        gradient.mul_(_cap_derivative(capped, rule.soft_cap))
+    return losses, gradient
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Saves the gradients that are wanted: of hidden in its dtype, of the weight in the compute dtype (one chunk) or
     fp32 (several; fp64 for fp64)."""
@@ -170,14 +207,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=wide)
         for start in range(0, hidden.shape[0], chunk_tokens):
             tokens = slice(start, start + chunk_tokens)
-            capped = None if rule.soft_cap is None else _capped(hidden[tokens], cast, rule.soft_cap)
-            losses, wide_grad_logits = _losses(hidden[tokens], cast, labels[tokens], capped, rows)
-            total += losses.sum() if factors is None else losses @ factors[tokens]
-            if factors is not None:
-                wide_grad_logits.mul_(factors[tokens].unsqueeze(-1))
-            if capped is not None and rule.soft_cap is not None:
-                wide_grad_logits.mul_(_cap_derivative(capped, rule.soft_cap))
-            del capped
+            chosen = None if factors is None else factors[tokens]
+            losses, wide_grad_logits = _chunk(hidden[tokens], cast, labels[tokens], chosen, rule)
+            total += losses.sum() if chosen is None else losses @ chosen
             grad_logits = wide_grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, cast, out=grad_hidden[tokens])
@@ -218,7 +250,7 @@ def linear_cross_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     factors = None if factors is None else factors.reshape(-1)
     weight, rows = vocabulary.rows(head.weight, head.vocabulary)
-    rule = _LossSettings(chunk_tokens, head.soft_cap, rows)
+    rule = _LossSettings(chunk_tokens, head.soft_cap, rows, head.between)
     return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), factors, rule)
 
 

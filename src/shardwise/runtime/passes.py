@@ -14,13 +14,14 @@ from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods import dpo, pretrain
-from shardwise.methods.loss import Finish, Loss, Output, Score
+from shardwise.methods.loss import Finish, Loss, Output, Score, losses_and_gradient
 from shardwise.models.blocks import blocks, spec_of
 from shardwise.runtime.pipeline import PipelineRank
 from shardwise.spec.layout import last_stage_rank
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
 from shardwise.techniques import pp
+from shardwise.techniques.compile import Switched
 
 Made = TypeVar("Made")
 Scored = Callable[[Tensor, Output, MicroBatch], Made]
@@ -41,9 +42,17 @@ class StepRules:
 
 
 def finish_of(method: Method, plan: Plan) -> Finish:
-    """The loss of ``method``, over as many tokens at a time as ``plan`` says."""
+    """The loss of ``method``, over as many tokens at a time as ``plan`` says, and compiled where it says so."""
     of_all = partial(dpo.finish, method=method) if method.name == "dpo" else pretrain.finish
-    return partial(of_all, chunk_tokens=plan.batch.loss_chunk_tokens)
+    plain: Finish = partial(of_all, chunk_tokens=plan.batch.loss_chunk_tokens)
+    if not plan.compile:
+        return plain
+    between = torch.compile(losses_and_gradient, fullgraph=True)
+
+    def compiled(hidden: Tensor, head: Output, batch: MicroBatch, denominator: float) -> Loss:
+        return plain(hidden, replace(head, between=between), batch, denominator)
+
+    return Switched(plain, compiled)
 
 
 def score_of(plan: Plan) -> Score:

@@ -105,12 +105,12 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
         for part in parts:
             ours = isinstance(part, Decoder)  # anyone else's blocks may break the graph
             for block in blocks(part):
-                block.forward = _Switched(block.forward, torch.compile(block.forward, fullgraph=ours))
+                block.forward = Switched(block.forward, torch.compile(block.forward, fullgraph=ours))
     return parts
 
 
-class _Switched:
-    """A block's forward, compiled or eager."""
+class Switched:
+    """What is compiled, and the same eager: a block's forward, or the loss."""
 
     suspended = False
 
@@ -118,15 +118,15 @@ class _Switched:
         self.plain, self.compiled = plain, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.plain if _Switched.suspended else self.compiled)(*args, **kwargs)
+        return (self.plain if Switched.suspended else self.compiled)(*args, **kwargs)
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Within it compiled blocks run eagerly: each new shape would be compiled, and a compiled block cannot be watched.
+    """Within it what was compiled runs eagerly: each new shape would be compiled, and compiled code cannot be watched.
     What an operation compiles for itself (FlexAttention) stays compiled."""
-    before, _Switched.suspended = _Switched.suspended, True
+    before, Switched.suspended = Switched.suspended, True
     try:
         yield
     finally:
-        _Switched.suspended = before
+        Switched.suspended = before

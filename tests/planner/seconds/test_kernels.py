@@ -177,6 +177,17 @@ def test_the_loss_multiplies_all_tokens_and_passes_over_logits(chunk: int) -> No
     assert halved.device_ns < rest.device_ns
 
 
+def test_a_compiled_loss_reads_logits_twice_and_writes_their_gradient() -> None:
+    """6 bytes a logit, unless ranks share the vocabulary."""
+    plan = replace(PLAN, batch=replace(PLAN.batch, loss_chunk_tokens=B * S))
+    made = loss_durations(sheet(plan=plan), plan, replace(QUIET, fused_loss=True), 3)[1]
+    assert made.device_ns / 1e9 == pytest.approx(6 * B * S * 128_256 / 1e12, rel=1e-3)
+    shared = replace(plan, layout=Layout(dp_shard=2, tp=4, ranks_per_node=8), sequence_parallel=True)
+    mine = sheet(plan=shared)
+    both = [loss_durations(mine, shared, replace(QUIET, fused_loss=fused), 3)[1] for fused in (False, True)]
+    assert both[0] == both[1]
+
+
 def test_the_ranks_of_tensor_parallelism_share_the_products() -> None:
     (whole,) = sheet().blocks
     plan = replace(PLAN, layout=Layout(dp_shard=2, tp=4, ranks_per_node=8), sequence_parallel=True)

@@ -162,7 +162,8 @@ def seen(s: int, window: int | None) -> int:
 
 def loss_durations(sheet: Sheet, plan: Plan, rates: Rates, products: int) -> tuple[Duration, Duration]:
     """The loss of a micro-batch, which is in no unit: ``products`` by the output layer for all tokens, and the passes
-    over logits in between; of the gradients it adds, an fp32 one is read and written a chunk."""
+    over logits in between; of the gradients it adds, an fp32 one is read and written a chunk. Compiled, which it is
+    where a rank holds all rows, it reads logits twice, for the sum and for their gradient, and writes that."""
     vocabulary, hidden = (int(dim) for dim in sheet.output.shape)
     tokens = plan.batch.micro_batch_size * plan.row_tokens
     chunk = min(plan.batch.loss_chunk_tokens, tokens)
@@ -176,5 +177,7 @@ def loss_durations(sheet: Sheet, plan: Plan, rates: Rates, products: int) -> tup
     each = rates.product_s(1, chunk, vocabulary, hidden)
     multiplied = _timed(chunks * products * each, rates, "products", kernels=chunks * products)
     plain, exponentials = moved[:1] + moved[3:], moved[1:3]  # of the sum, and of the gradient
+    if rates.fused_loss and plan.layout.tp == 1:
+        plain, exponentials = moved[4:], [chunk * vocabulary * size for size in (narrow, 2 * narrow)]
     made = _pointwise(plain * chunks, rates), _pointwise(exponentials * chunks, rates, transcendental=True)
     return multiplied, Duration(sum(one.device_ns for one in made), sum(one.host_ns for one in made))

@@ -44,7 +44,8 @@ class Traits:
     """What tells one program from another. ``efficiency``: of all compute. ``attention``: a kernel of the constants, or
     ``auto``. ``hidden``: the share of tp's traffic that runs beside kernels. ``network``: the share of the network
     cards' rate that sharded weights reach. ``unfused``: AdamW runs operation by operation.
-    ``logits``: bytes that the loss moves of a logit, as a share of ours. ``dequantised``: bytes that dequantising moves
+    ``logits``: bytes that the loss moves of a logit, as a share of our eager one's; ``fused_loss``: where blocks are
+    compiled, so is what lies between its products. ``dequantised``: bytes that dequantising moves
     an element besides what it is given and returns; 0 where it is one kernel. ``chained``: the stages of a pipeline
     wait while the one before them gathers weights or sums gradients. ``experts_s``: of host time a layer with experts;
     0 for that of the constants. ``scattered``: tensor-parallel ranks that all have the same hidden states send the next
@@ -58,6 +59,7 @@ class Traits:
     network: float | None = None
     unfused: bool = False
     logits: float = 1.0
+    fused_loss: bool = False
     dequantised: float = 0.0
     chained: bool = True
     experts_s: float = 0.0
@@ -67,7 +69,7 @@ class Traits:
 def own_traits() -> Traits:
     """Those of this system."""
     known = shipped()
-    return Traits(known["own era"], known["own step_s"], dequantised=DEQUANTISED_BYTES)
+    return Traits(known["own era"], known["own step_s"], fused_loss=True, dequantised=DEQUANTISED_BYTES)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Rates:
     multiprocessors: int
     measured: Measured | None = None
     logits: float = 1.0
+    fused_loss: bool = False
     dequantised: float = 0.0
     grouped: float = 1.0
     experts_s: float = 0.0
@@ -190,7 +193,7 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
     blocks: Blocks = traits.blocks or ("compiled" if plan.compile else "eager")
     fixed: dict[str, object] = {"fill_k": known["fill k"], "misaligned": known["misaligned product"], "blocks": blocks}
     fixed |= {"grouped": known["grouped product"], "experts_s": traits.experts_s or known["experts_s"]}
-    fixed["dequantised"] = traits.dequantised
+    fixed |= {"dequantised": traits.dequantised, "fused_loss": traits.fused_loss and plan.compile}
     share = known[f"bytes {blocks}"]
     fixed |= _beside(cluster)
     if cluster.kind == "cpu":
