@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor
 from torch.nn import functional as F
 
 from shardwise.data.batch import MicroBatch
@@ -104,8 +105,11 @@ def test_large_logits_and_nothing_supervised(soft_cap: float | None) -> None:
             assert bool(one.isfinite().all()) and relative(one.double(), truth) < 1e-4
 
 
-def test_a_chunk_makes_its_logits_their_gradient_and_no_wide_tensor() -> None:
-    """Products have buffers of their own, which are smaller."""
+def test_a_chunk_makes_its_logits_their_gradient_and_no_wide_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products have buffers of their own, which are smaller; of several threads each has some."""
+    monkeypatch.setattr(inductor.cpp, "threads", 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     hidden, weight, labels, _ = inputs(torch.bfloat16, 1024, hidden_size=4)
 
     def run(head: Output) -> Any:
@@ -117,6 +121,7 @@ def test_a_chunk_makes_its_logits_their_gradient_and_no_wide_tensor() -> None:
         head = Output(weight, between=between())
         linear_cross_entropy(hidden, head, labels, 512).backward()
         measured, eager = run(head), run(Output(weight))
+    torch.set_num_threads(threads)
     made = [event.nbytes() for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]
     narrow = 2 * 512 * VOCABULARY
     assert [size for size in made if size >= narrow // 2] == [narrow] * 4
