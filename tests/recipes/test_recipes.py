@@ -41,6 +41,7 @@ MEANT_FOR = {
     "qlora-70b": "2xRTX-A6000",
     "sft-tiny": "2xCPU",
     "long-8b": "2x8xH100",
+    "long-8b-1m": "8xH100",
     "lora-8b-long": "8xRTX-4090",
     "mixtral-8x7b": "4x8xH100",
     "lora-moe-30b": "8xH100",

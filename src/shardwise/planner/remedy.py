@@ -63,6 +63,9 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
         yield free, cluster, "the split of the ranks is chosen for you"
     if recipe.recompute.mode in ("none", "selective"):
         yield {"recompute.mode": "full"}, cluster, "forward runs twice: a third more arithmetic"
+    if recipe.offload.activations == "none" and recipe.recompute.mode in ("auto", "full"):
+        waiting: dict[str, object] = {"offload.activations": "host", "recompute.mode": "full"}
+        yield waiting, cluster, "inputs of blocks wait on the host, copied beside what blocks compute"
     if (micro := recipe.train.micro_batch_size or 1) > 1:
         smaller: dict[str, object] = {"train.micro_batch_size": 1}
         if recipe.train.global_batch_size is None or recipe.train.gradient_accumulation_steps is not None:

@@ -1,0 +1,109 @@
+"""Inputs of blocks that wait on the host: when they may, what they hold and take by hand, and what is said of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise import techniques
+from shardwise.errors import ConfigError
+from shardwise.models.load import load_spec
+from shardwise.planner.compare import fits, seconds
+from shardwise.planner.price import price
+from shardwise.planner.remedy import remedies
+from shardwise.planner.search import choose
+from shardwise.planner.seconds.step import timed
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.load import load_recipe, read_recipe
+from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Precision, Remat, Shard
+
+EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")
+H100 = parse_cluster("1xH100")
+ROWS = 8192
+INPUT = ROWS * 4096 * 2
+"""Bytes of what a block of an 8B is given for one row, in bf16."""
+ONE = Plan(Layout(), Batch(1, 1, ROWS), Shard(), Precision("bf16"), Remat("full"), offload=Offload("none", "host"))
+
+
+def test_what_waits_by_hand() -> None:
+    """That of 31 blocks of 32: backward begins with the last. In four micro-batches the same rooms, four times."""
+    there, here = (price(EIGHT_B, replace(ONE, offload=each), H100) for each in (ONE.offload, Offload()))
+    assert there.estimate.host == {"activations": 31 * INPUT} and not here.estimate.host
+    # One micro-batch's inputs are all there when backward begins; that of a block is held, and of the one before it.
+    saved = here.estimate.memory["activations"] - there.estimate.memory["activations"]
+    assert 0 <= saved <= 30 * INPUT
+    four = replace(ONE, batch=Batch(1, 4, ROWS))
+    assert price(EIGHT_B, four, H100).estimate.host == there.estimate.host
+
+
+def of_bus(bytes_per_s: float, plan: Plan) -> Plan:
+    device = replace(H100.device, host_link_bytes_per_s=bytes_per_s)
+    return timed(EIGHT_B, price(EIGHT_B, plan, H100), replace(H100, device=device))
+
+
+def test_what_copies_take() -> None:
+    """Beside a block's forward and backward they take no time; from a bus that is slower than these the step waits."""
+    fast, without = of_bus(63e9, ONE), of_bus(63e9, replace(ONE, offload=Offload()))
+    assert seconds(fast).step_s == pytest.approx(seconds(without).step_s) and seconds(fast).offload_s == 0
+    assert seconds(fast).copied_s == pytest.approx(2 * 31 * INPUT / (0.8 * 63e9))
+    slow = seconds(of_bus(1e9, ONE))
+    assert slow.copied_s == pytest.approx(2 * 31 * INPUT / 0.8e9)
+    assert 0.5 * slow.copied_s < slow.offload_s < slow.copied_s
+    assert slow.step_s == pytest.approx(seconds(fast).step_s + slow.offload_s, rel=0.01)
+    assert slow.compute_s == pytest.approx(seconds(fast).compute_s, rel=0.01)
+
+
+def test_a_pin_has_all_recomputed() -> None:
+    words = ["offload.activations=host", f"train.seq_len={ROWS}", "train.global_batch_size=1", "lora.rank=16"]
+    chosen = choose(load_recipe(None, words), EIGHT_B, H100)
+    assert chosen.remat.mode == "full" and chosen.offload == Offload("none", "host")
+    assert chosen.why["offload.activations"] == "pinned" and fits(chosen)
+
+
+@pytest.mark.parametrize(
+    ("plan", "what", "fix"),
+    [
+        (
+            replace(ONE, remat=Remat("selective")),
+            "only the inputs of blocks wait on the host, and `recompute: selective` keeps more than these",
+            "none, or `recompute=full`",
+        ),
+        (
+            replace(ONE, layout=Layout(pp=2), batch=Batch(1, 2, ROWS), pipeline=Pipeline("1f1b", 1, (16, 16))),
+            "activations wait on the host for one backward at a time, and stages have several forwards in flight",
+            "none, or `parallel.pp=1`",
+        ),
+    ],
+    ids=["selective", "stages"],
+)
+def test_what_cannot_wait_is_refused(plan: Plan, what: str, fix: str) -> None:
+    [problem] = [problem for problem in techniques.check(EIGHT_B, plan, H100) if problem.code == "PLAN028"]
+    assert (problem.what, problem.where, problem.fix) == (what, "offload.activations", fix)
+
+
+def test_less_recomputation_beside_it_is_refused() -> None:
+    recipe = load_recipe(None, ["offload.activations=host", "recompute=none", f"train.seq_len={ROWS}"])
+    with pytest.raises(ConfigError) as raised:
+        choose(recipe, EIGHT_B, H100)
+    assert "PLAN028" in {problem.code for problem in raised.value.problems}
+
+
+def test_the_remedy_of_long_rows() -> None:
+    """An 8B at 1,048,576 tokens on 8 x 80 GB."""
+    words = ["model=meta-llama/Llama-3.1-8B", "train.seq_len=1048576", "train.global_batch_size=1", "parallel.cp=8"]
+    machines, recipe = parse_cluster("8xH100"), load_recipe(None, words)
+    found = {each.change: each for each in remedies(recipe, EIGHT_B, machines, choose(recipe, EIGHT_B, machines))}
+    [change] = [change for change in found if change.startswith("offload.activations=host")]
+    assert fits(found[change].plan) and found[change].plan.estimate.host["activations"] == 31 * 2**17 * 4096 * 2
+
+
+NAMES = {"activation_offloading: true": "host", "enable_activation_offloading: false": "none"}
+
+
+@pytest.mark.parametrize("line", NAMES)
+def test_it_is_read_by_the_names_that_others_give_it(line: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(line)
+    assert read_recipe(tmp_path / "r.yaml", ()).recipe.offload.activations == NAMES[line]
