@@ -572,7 +572,7 @@ def losses(metrics: Path) -> dict[int, float]:
 
 SECTIONS: dict[str, tuple[Callable[[Device], Lines], float]] = {
     "machine": (machine, 60),
-    "attention": (attention_numbers, 90),
+    "attention": (attention_numbers, 180),
     "parts": (parts, 45),
     "experts": (experts, 45),
     "numbers": (numbers, 120),

@@ -30,8 +30,8 @@ beyond the sum, decision 18 another 485 for context parallelism, decision 20
 1,705 for mixtures of experts. For the capacity of experts 42 of launch's and 35 of methods' went to models, prove,
 runtime and techniques, 15 more of methods' to distributed, for pinned memory, and 10 more of launch's to
 cli, which tells what earlier runs measured of experts; 25 of techniques' to launch, whose doctor measures what offload
-rests on. Decision 22 gave 884 to techniques,
-planner, runtime, spec, prove and cli, for offload; decision 23 gave 85 to techniques, for activations: a sum of 30,969."""
+rests on. Decision 22 gave 884 to techniques, planner, runtime, spec, prove and cli, for offload; decision 23 gave 85 to
+techniques, for activations: a sum of 30,969."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

@@ -113,8 +113,9 @@ class Layout:
     def members(self, group: str) -> list[list[int]]:
         """The ranks of every group of this name."""
         found: dict[int, list[int]] = {}
+        axes = [(_stride(self, axis), self.degree(axis)) for axis in GROUPS[group]]
         for rank in range(self.world):
-            own = sum(self.coordinate(rank, axis) * _stride(self, axis) for axis in GROUPS[group])
+            own = sum(rank // stride % degree * stride for stride, degree in axes)
             found.setdefault(rank - own, []).append(rank)
         return list(found.values())
 
