@@ -18,7 +18,7 @@ from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import StepRules, step
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Optim, Plan, Precision, Shard, Strategy
+from shardwise.spec.plan import Batch, Offload, Optim, Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.spec.sheet import CONTROL_BYTES
 
@@ -80,6 +80,17 @@ def test_on_a_gpu_it_is_told_what_torch_holds(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 78 << 30)
     problem = fit.out_of_memory(Plan(), torch.device("cuda", 1), "training", CUBLAS)
     assert problem.what.endswith("; torch has allocated 60.0 GiB and reserved 78.0 GiB")
+
+
+def test_what_full_recomputation_keeps_may_wait_on_the_host_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    fix = "offload.activations=host"
+    for named, device, mode in ((True, "cuda", "full"), (False, "cuda", "none"), (False, "cpu", "full")):
+        plan = Plan(remat=Remat(mode))  # type: ignore[arg-type]
+        assert (fix in fit.out_of_memory(plan, torch.device(device, 0), "training", CUBLAS).fix) is named
+    there = Plan(remat=Remat("full"), offload=Offload("none", "host"))
+    assert fix not in fit.out_of_memory(there, torch.device("cuda", 0), "training", CUBLAS).fix
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
