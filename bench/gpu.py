@@ -166,9 +166,12 @@ def recipe_of(name: str, rows: int, asked: argparse.Namespace) -> Recipe:
 def described(plan: Plan) -> str:
     """The settings that decide how fast it is."""
     words = [plan.shard.strategy, f"micro-batch {plan.batch.micro_batch_size} x {plan.batch.seq_len}"]
-    on_host = {"optimizer": plan.offload.optimizer, "activations": plan.offload.activations}
-    words += [f"{what} on {where}" for what, where in on_host.items() if where != "none"]
-    words += [f"recompute {plan.remat.mode}", f"weights {plan.precision.weights}", f"compute {plan.precision.compute}"]
+    words += [
+        *plan.offload.words,
+        f"recompute {plan.remat.mode}",
+        f"weights {plan.precision.weights}",
+        f"compute {plan.precision.compute}",
+    ]
     return ", ".join([*words, "compiled" if plan.compile else "eager"])
 
 

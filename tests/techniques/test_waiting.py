@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise import techniques
+from shardwise.cli import render
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_spec
 from shardwise.planner.compare import fits, seconds
@@ -15,6 +16,7 @@ from shardwise.planner.price import price
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
 from shardwise.planner.seconds.step import timed
+from shardwise.runtime.report import header
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
@@ -98,6 +100,14 @@ def test_the_remedy_of_long_rows() -> None:
     found = {each.change: each for each in remedies(recipe, EIGHT_B, machines, choose(recipe, EIGHT_B, machines))}
     [change] = [change for change in found if change.startswith("offload.activations=host")]
     assert fits(found[change].plan) and found[change].plan.estimate.host["activations"] == 31 * 2**17 * 4096 * 2
+
+
+def test_it_is_told() -> None:
+    """In the line of a plan, and in the header of a run."""
+    both = replace(ONE, offload=Offload("nvme", "host"))
+    assert both.offload.words == ["the optimizer on NVMe", "inputs of blocks on the host"] and not Offload().words
+    assert render.execution(both).endswith(" · recompute full · the optimizer on NVMe · inputs of blocks on the host")
+    assert header.execution(ONE).endswith(", recompute full, inputs of blocks on the host")
 
 
 NAMES = {"activation_offloading: true": "host", "enable_activation_offloading: false": "none"}

@@ -49,6 +49,7 @@ def execution(plan: Plan) -> str:
     ]
     if plan.compile:
         parts.append("compiled")
+    parts += plan.offload.words
     return " · ".join(parts)
 
 

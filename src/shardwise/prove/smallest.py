@@ -174,12 +174,6 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
 """How each thing is switched off; it is on where that changes the case."""
 
 
-def _on_host(plan: Plan) -> list[str]:
-    optimizer, activations = plan.offload.optimizer, plan.offload.activations
-    found = [f"the optimizer on {'NVMe' if optimizer == 'nvme' else 'the host'}"] if optimizer != "none" else []
-    return [*found, "inputs of blocks on the host"] if activations != "none" else found
-
-
 def _words(name: str, spec: ModelSpec, plan: Plan) -> str:
     """Something that is on, with its value."""
     layout, lora = plan.layout, plan.lora
@@ -190,7 +184,7 @@ def _words(name: str, spec: ModelSpec, plan: Plan) -> str:
         "tp": f"tp {layout.tp}",
         "cp": f"cp {layout.cp}",
         "kind of context parallelism": plan.cp_kind,
-        "offload": " and ".join(_on_host(plan)),
+        "offload": " and ".join(plan.offload.words),
         "pp": f"pp {layout.pp}",
         "strategy": plan.shard.strategy,
         "schedule": f"schedule {plan.pipeline.schedule}",

@@ -115,6 +115,13 @@ class Offload:
     optimizer: Literal["none", "host", "nvme"] = "none"
     activations: Literal["none", "host"] = "none"
 
+    @property
+    def words(self) -> list[str]:
+        """What is outside the device, and where."""
+        places = {"host": "the host", "nvme": "NVMe"}
+        found = {"the optimizer": self.optimizer, "inputs of blocks": self.activations}
+        return [f"{what} on {places[where]}" for what, where in found.items() if where != "none"]
+
 
 @dataclass(frozen=True)
 class Lora:

@@ -109,7 +109,8 @@ def execution(plan: Plan) -> str:
     """What each rank does with its batch, and what compiling costs."""
     batch = plan.batch
     batches = f"micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation {batch.accumulation}"
-    return f"{batches}, recompute {plan.remat.mode}{COMPILED if plan.compile else ''}"
+    outside = "".join(f", {words}" for words in plan.offload.words)
+    return f"{batches}, recompute {plan.remat.mode}{outside}{COMPILED if plan.compile else ''}"
 
 
 def strategy(job: Job) -> str:
