@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import torch
@@ -141,8 +142,68 @@ def test_a_block_that_changes_its_input_is_refused() -> None:
 
     blocks = [Changes(4, 4) for _ in range(2)]
     MovedInputs(blocks)
-    with pytest.raises(RuntimeError, match="changed its input in place"):
-        blocks[0](torch.randn(2, 4))
+    for block in blocks:  # the input of the last one stays
+        with pytest.raises(RuntimeError, match="changed its input in place"):
+            block(torch.randn(2, 4))
+
+
+class Parts(torch.nn.Linear):
+    """Saves its input, a part of it, and another tensor of its shape for backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh() + x[1:].square().sum()
+
+
+GIVEN = {
+    "whole": [torch.randn(2, 4), torch.randn(3, 4), torch.randn(2, 4)],
+    "not contiguous": [torch.randn(4, 3).mT],
+    "part of a larger one": [torch.randn(5, 4)[2:]],
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_is_saved_of_an_input_comes_back(name: str) -> None:
+    blocks, moved = [Parts(4, 4) for _ in range(4)], None
+    rows: list[list[Tensor]] = [[], []]
+    for found in rows:
+        for given in GIVEN[name]:
+            torch.nn.Sequential(*blocks)(given).sum().backward()
+            found += [
+                parameter.grad for block in blocks for parameter in block.parameters() if parameter.grad is not None
+            ]
+            for block in blocks:
+                block.zero_grad()
+        moved = moved or MovedInputs(blocks)
+    assert all(map(torch.equal, *rows)) and len(rows[0]) == 8 * len(GIVEN[name])
+    assert moved and len(moved.rooms) == {"whole": 6}.get(name, 2), "of each size; what is not whole stays"
+
+
+def test_an_input_comes_one_block_ahead_and_goes_again() -> None:
+    """Each backward of a graph that is kept asks for all but the last: none of them stays on the device."""
+    blocks = [torch.nn.Linear(4, 4) for _ in range(4)]
+    moved, size, come = MovedInputs(blocks), 2 * 4 * 4, list[int]()
+    for block in blocks:
+        block.weight.register_hook(lambda _: come.append(moved.copied["host", "device"] // size))
+    out = torch.nn.Sequential(*blocks)(torch.randn(2, 4)).sum()
+    assert moved.copied == {("device", "host"): 3 * size}
+    out.backward(retain_graph=True)
+    assert come == [1, 2, 3, 3]
+    out.backward()
+    assert come[4:] == [4, 5, 6, 6]
+
+
+def test_a_pass_holds_nothing_of_the_one_before_it() -> None:
+    """Neither one that is gone with its graph nor one whose backward is over."""
+    blocks, gone = [torch.nn.Linear(4, 4) for _ in range(3)], []
+    moved, model = MovedInputs(blocks), torch.nn.Sequential(*blocks)
+    blocks[-1].register_forward_pre_hook(lambda _, given: gone.append(ref(given[0])))
+    first, second = model(torch.randn(2, 4)), model(torch.randn(2, 4))
+    assert len(moved.rooms) == 4
+    del first
+    model(torch.randn(2, 4))
+    assert len(moved.rooms) == 4 and gone[0]() is None
+    second.sum().backward()
+    assert gone[1]() is None and gone[2]() is None
 
 
 def test_nothing_waits_where_no_backward_follows() -> None:
@@ -151,4 +212,9 @@ def test_nothing_waits_where_no_backward_follows() -> None:
     with torch.no_grad():
         torch.nn.Sequential(*blocks)(torch.randn(2, 4))
     assert not moved.rooms and not moved.copied
+    blocks = [torch.nn.Linear(4, 4) for _ in range(3)]
+    blocks[0].requires_grad_(False)  # before anything that is trained
+    moved = MovedInputs(blocks)
+    torch.nn.Sequential(*blocks)(torch.randn(2, 4)).sum().backward()
+    assert moved.copied == {("device", "host"): 2 * 4 * 4, ("host", "device"): 2 * 4 * 4}
     assert Offload() == Offload("none", "none")

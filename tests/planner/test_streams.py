@@ -10,12 +10,12 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.load import load_spec
-from shardwise.planner.events import Compute, Copy, Event, Free, Make, Mark, Record, Send, Wait
+from shardwise.planner.events import Begin, Compute, Copy, Event, Free, Make, Mark, Record, Send, Wait
 from shardwise.planner.schedule import schedule
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.tape import Tape
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Shard
+from shardwise.spec.plan import Batch, Offload, Plan, Remat, Shard
 from tests.planner.test_spans import DIALS
 
 SPEC = replace(load_spec("Llama-3.1-8B"), num_hidden_layers=5)
@@ -95,6 +95,26 @@ def test_gathers_run_ahead_of_the_computation() -> None:
     for i in gathers[2:]:
         last, following = max(k for k in computed if k < i), min(k for k in computed if k > i)
         assert not is_over(last, i) or not is_over(i, following)
+
+
+def test_inputs_of_blocks_leave_and_come_back_beside_what_is_computed() -> None:
+    """Each behind the computation before it, and over when its memory is freed, or used again: one stream each way."""
+    plan = Plan(batch=Batch(1, 2, 256), remat=Remat("full"), offload=Offload("none", "host"))
+    events = schedule(techniques.cost(sheet_of(SPEC, plan), plan), plan)
+    is_over = replayed(events)
+    computed = [i for i, event in enumerate(events) if isinstance(event, Compute)]
+    begun = [i for i, event in enumerate(events) if isinstance(event, Begin)]
+    copies = [(i, event) for i, event in enumerate(events) if isinstance(event, Copy) and event.source != event.target]
+    one_pass = [("device", "host", "out")] * 4 + [("host", "device", "home")] * 4
+    assert [(event.source, event.target, event.stream) for _, event in copies] == 2 * one_pass
+    for i, event in copies:
+        assert all(is_over(k, i) for k in computed if k < i)
+        assert not is_over(i, next(k for k in computed if k > i))
+        ended = next(k for k in begun if k > i)
+        assert is_over(i, next(k for k in computed if k > ended))
+        if event.stream == "out":
+            freed = [k for k in range(i, ended) if isinstance(events[k], Free) and is_over(i, k)]
+            assert freed, "within the block's forward"
 
 
 def test_a_host_gives_back_what_it_has_been_sent() -> None:

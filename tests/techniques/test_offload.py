@@ -31,7 +31,7 @@ from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Data, Recipe
 from shardwise.spec.units import show_bytes
-from shardwise.techniques.offload import host_weights, leave_early
+from shardwise.techniques.offload import check, host_weights, leave_early
 from shardwise.techniques.offload.host import HostWeights
 from tests.parity.cases import UNTIED
 
@@ -197,9 +197,80 @@ def test_from_stages_all_gradients_leave_when_backward_is_over() -> None:
 
 
 def test_accumulated_gradients_leave_beside_the_last_backward_alone() -> None:
-    once, twice = (seconds(timed(EIGHT_B, of_ranks(1, batch=Batch(1, m, 4096, 512)), H100)) for m in (1, 2))
-    assert once.copied_s == twice.copied_s and once.optimizer_s == twice.optimizer_s
-    assert once.offload_s == pytest.approx(twice.offload_s, rel=0.01)
+    """Of many micro-batches too, of which a few are played."""
+    once, *others = (seconds(timed(EIGHT_B, of_ranks(1, batch=Batch(1, m, 4096, 512)), H100)) for m in (1, 2, 5, 32))
+    for each in others:
+        assert once.copied_s == each.copied_s and once.optimizer_s == each.optimizer_s
+        assert once.offload_s == pytest.approx(each.offload_s, rel=0.01)
+
+
+WAITING = Offload("none", "host")
+
+
+def test_inputs_wait_where_a_recipe_says_so() -> None:
+    """Wherever the optimizer is; and nothing but full recomputation is tried."""
+    for asked in ("none", "auto", "host"):
+        chosen = planned(ONE_B, asked, H100, "offload.activations=host")
+        assert chosen.offload == Offload("host" if asked == "host" else "none", "host")
+        assert chosen.remat.mode == "full" and chosen.why["offload.activations"] == "pinned"
+        assert techniques.pins(Recipe(), chosen)["offload.activations"] == ("host", "none")
+
+
+@pytest.mark.parametrize(
+    ("more", "fix"),
+    [
+        ({"layout": Layout(pp=2)}, "`parallel.pp=1`"),
+        ({"remat": Remat("selective")}, "`recompute=full`"),
+        ({"remat": Remat()}, "`recompute=full`"),
+    ],
+    ids=["stages", "selective", "none"],
+)
+def test_inputs_wait_alone_and_for_one_backward(more: dict[str, object], fix: str) -> None:
+    plan = of_ranks(1, offload=WAITING)
+    assert check(EIGHT_B, plan, H100) == []
+    [problem] = check(EIGHT_B, replace(plan, **more), H100)  # type: ignore[arg-type]
+    assert (problem.code, problem.where) == ("PLAN028", "offload.activations") and fix in (problem.fix or "")
+    assert check(EIGHT_B, replace(plan, offload=Offload(), **more), H100) == []  # type: ignore[arg-type]
+
+
+INPUT = 4096 * EIGHT_B.hidden_size * 2
+"""Bytes of a row in bf16, of which 31 wait: that of the last of 32 blocks stays."""
+
+
+@pytest.mark.parametrize(("every", "count"), [(1, 31), (2, 15), (5, 6)])
+def test_bytes_of_inputs_by_hand(every: int, count: int) -> None:
+    """Of two micro-batches they are not there together. On the device are that of the last block and one more."""
+    plan = of_ranks(1, offload=WAITING, remat=Remat("full", every), batch=Batch(1, 2, 4096, 512))
+    found, without = (price(EIGHT_B, replace(plan, offload=each), H100).estimate for each in (WAITING, Offload()))
+    assert found.host == {"activations": count * INPUT}
+    if every == 1:
+        assert without.memory["activations"] - found.memory["activations"] == pytest.approx(count * INPUT, rel=0.1)
+
+
+def test_blocks_without_a_backward_keep_no_input() -> None:
+    plan = of_ranks(1, offload=WAITING, frozen=("embed.*", "layers.[0-7].*"))
+    assert price(EIGHT_B, plan, H100).estimate.host == {"activations": (31 - 8) * INPUT}
+
+
+@pytest.mark.parametrize("optimizer", ["none", "host"])
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_seconds_of_inputs_by_hand(optimizer: str, m: int) -> None:
+    """They cross the bus beside what is computed, once each way; a bus that is too slow is waited for, both ways."""
+    plan = of_ranks(1, batch=Batch(1, m, 4096, 512))
+    slow = replace(H100, device=replace(H100.device, host_link_bytes_per_s=63e5))
+    for cluster, rate in ((H100, 0.8 * 63e9), (slow, 0.8 * 63e5)):
+        found, without = (
+            seconds(timed(EIGHT_B, price(EIGHT_B, replace(plan, offload=each), cluster), cluster))
+            for each in (Offload(optimizer, "host"), Offload(optimizer))  # type: ignore[arg-type]
+        )
+        copied_s = m * 31 * 2 * INPUT / rate
+        assert found.copied_s - without.copied_s == pytest.approx(copied_s)
+        assert found.compute_s == pytest.approx(without.compute_s, rel=1e-3) and not found.exposed_s
+        parts = found.compute_s + found.optimizer_s + found.host_s + found.offload_s
+        assert found.step_s == pytest.approx(parts)
+        waits_s = copied_s if cluster is slow and optimizer == "none" else 0.0
+        if cluster is H100 or optimizer == "none":
+            assert found.offload_s - without.offload_s == pytest.approx(waits_s, rel=0.02, abs=1e-3)
 
 
 NAMES = {

@@ -49,6 +49,14 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
     assert made.now.at_s["compute"] == pytest.approx(20e-3, rel=0.1)
 
 
+def test_each_way_over_the_bus_has_a_rate_of_its_own() -> None:
+    made = clock()
+    made.rates = replace(PLAIN, host_link_bytes_per_s=(1e9, 4e9))
+    made.add(Copy("device", "host", 10**9, "out"))
+    made.add(Copy("host", "device", 10**9, "home"))
+    assert (made.now.at_s["out"], made.now.at_s["home"]) == (1.0, 0.25)
+
+
 def test_a_collective_that_is_over_in_time_is_hidden() -> None:
     made = clock()
     took_s = made.wires.seconds("all_gather", "fsdp", 10**9)

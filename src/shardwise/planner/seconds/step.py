@@ -164,10 +164,13 @@ def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: T
         step.forward(index)
         step.backward(index, last=index == played - 1)
         after.append(clock.now.copy())
+    now = clock.now
     if count > played:
-        clock.now.goes_on(after[1], after[2], count - played)
-    _send_last(clock.now, costed, clock.wires)
-    return clock.now
+        late_s = now.at_s["out"] - now.at_s["compute"]
+        now.goes_on(after[1], after[2], count - played)
+        now.at_s["out"] = now.at_s["compute"] + late_s  # what leaves in the last backward, and in none before it
+    _send_last(now, costed, clock.wires)
+    return now
 
 
 def _send_last(now: Elapsed, costed: Sheet, wires: Wires) -> None:

@@ -78,9 +78,9 @@ class MovedInputs:
 
         with saved_tensors_hooks(pack, self._unpack):
             out = forward(x, *rest, **named)
+        if x._version != version:  # where hooks say what is saved, autograd does not look
+            raise RuntimeError("a block changed its input in place, of which backward needs what it was")
         if moves:
-            if x._version != version:
-                raise RuntimeError("a block changed its input in place, of which backward needs what it was")
             if kept.done is not None:  # then its memory may be used again
                 torch.cuda.current_stream(x.device).wait_event(kept.done)
             kept.here = None
