@@ -153,7 +153,7 @@ def test_bounds_of_experts_that_are_spread() -> None:
 
 def test_the_table_and_the_reason_agree() -> None:
     """The chosen plan is in the table, nothing that fits above it is faster by more than runs differ, and what the
-    reason compares it with is the next kind of the table."""
+    reason compares it with is the next kind of the table without stages."""
     for case in THREE[0], THREE[2], ("1B", "full", "8xH100", 4096, 64):
         recipe, spec, cluster = asked(case)
         search = Search(recipe, spec, cluster)
@@ -164,7 +164,8 @@ def test_the_table_and_the_reason_agree() -> None:
         why = search.chosen.why["shard.strategy"]
         assert why.startswith("searched: ")
         if "the fastest that fits; " in why:
-            next_ = next(plan for plan in plans if kind(plan) != kind(search.chosen))
+            others = [plan for plan in plans if kind(plan) != kind(search.chosen)]
+            next_ = next(plan for plan in others if plan.layout.pp == 1)
             assert f"; {name(next_)}: {show_seconds(seconds(next_).step_s)}" in why
 
 
