@@ -148,8 +148,8 @@ class Search:
         return any(self._able(degrees, share) for degrees in self.pipelines)
 
     def _reason(self, best: Plan, fitting: list[Plan]) -> str:
-        """Why this plan, in the figures by which it was chosen: beside it the fastest of another kind without stages. Of
-        these all are known by now; pipelines were searched for one that is faster than the best, and for no more."""
+        """Why this plan, in the figures by which it was chosen: beside it the fastest of another kind without stages.
+        Of these all are known by now; pipelines were searched for one that is faster than the best, and for no more."""
         if best.layout.size("loss") == 1 and best.layout.pp == 1:
             return "derived: there is one data-parallel rank, and nothing to shard over others"
         fastest = min(fitting, key=lambda plan: seconds(plan).step_s)
