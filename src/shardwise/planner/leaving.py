@@ -21,6 +21,7 @@ class Leaving:
         self.tape, self.on_host, self.early = tape, plan.offload.optimizer != "none", leave_early(plan)
         self.sizes: dict[Hashable, int] = {}  # what of each is copied, where that is not all of it
         self.before: list[Hashable] = []
+        self.bucketed: dict[Hashable, Hashable] = {}  # the last of the gradients that a bucket has
 
     def whole(self, key: Hashable, size: int, *, last: bool, summed: Hashable = None) -> None:
         """A gradient of a backward is whole, where others add to it at the mark ``summed``, and in the ``last`` leaves
@@ -37,7 +38,7 @@ class Leaving:
         of_unit: dict[UnitName, dict[Hashable, int]] = {}
         for key, (category, size, tier) in self.tape.alive.items() if self.on_host else ():
             if category == "gradients" and tier == "device":
-                of_unit.setdefault(_unit_of(key), {})[key] = self.sizes.get(key, size)
+                of_unit.setdefault(_unit_of(self.bucketed.get(key, key)), {})[key] = self.sizes.get(key, size)
         for unit, sizes in of_unit.items():
             self.tape.add(Begin("leaving", unit))
             for key, size in sizes.items():

@@ -97,6 +97,7 @@ def _recomputing(block: Unit, *, selective: bool) -> Unit:
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
+    import torch
     from torch import nn
     from torch.utils.checkpoint import checkpoint
 
@@ -108,7 +109,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
                 options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
                 if plan.remat.mode == "selective":
                     options["context_fn"] = partial(_counted, _products(block), compiled=plan.compile)
-                elif plan.compile:
+                elif plan.compile and torch.__version__ < "2.13":
                     options["context_fn"] = _nothing_saved
                 block.forward = partial(checkpoint, block.forward, **options)
     return parts
@@ -143,7 +144,7 @@ def _counted(products: int, *, compiled: bool) -> Any:
 
 
 def _nothing_saved() -> Any:
-    """Told to the compiler of every operation: what autograd functions make torch 2.11 saves if it is not."""
+    """Told to the compiler of every operation, as torch does since 2.13: 2.11 saves what autograd functions make."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     return create_selective_checkpoint_contexts(lambda *given, **named: CheckpointPolicy.PREFER_RECOMPUTE)
