@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwise.models.config import ModelSpec
-from shardwise.spec.plan import Batch, Offload, Plan, Remat, Shard
+from shardwise.spec.plan import Offload, Plan, Remat
 from tests.covering import pairwise
-from tests.parity.cases import SEQ_LEN
-from tests.parity.offloading import LAYOUTS, LORA, PRECISIONS, ROWS
+from tests.parity.offloading import LAYOUTS, PRECISIONS
 from tests.parity.offloading import MODELS as TWO_BLOCKS
+from tests.parity.offloading import Case as Offloaded
 
 PLACES = {name: each for name, each in LAYOUTS.items() if name != "pp"}
 MODELS: dict[str, ModelSpec] = {name: replace(spec, num_hidden_layers=4) for name, spec in TWO_BLOCKS.items()}
@@ -36,18 +36,9 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        layout, strategy = LAYOUTS[self.layout]
-        batch = Batch(ROWS // self.accumulation // layout.dp, self.accumulation, SEQ_LEN, loss_chunk_tokens=7)
-        return Plan(
-            layout,
-            batch,
-            Shard(strategy, bucket_bytes=4096),  # type: ignore[arg-type]
-            PRECISIONS[self.precision],
-            sequence_parallel=layout.tp > 1,
-            remat=Remat("full", self.every),
-            offload=Offload(self.optimizer, "host"),  # type: ignore[arg-type]
-            lora=LORA.get(self.model),
-        )
+        like = Offloaded(self.layout, self.model, self.precision, "adamw", self.accumulation, "host").plan
+        offload = Offload(self.optimizer, "host")  # type: ignore[arg-type]
+        return replace(like, remat=Remat("full", self.every), offload=offload)
 
 
 AXES = PLACES, MODELS, PRECISIONS, EVERY, (1, 2), ("none", "host")

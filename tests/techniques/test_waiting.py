@@ -14,7 +14,7 @@ from shardwise.models.load import load_spec
 from shardwise.planner.compare import fits, seconds
 from shardwise.planner.price import price
 from shardwise.planner.remedy import remedies
-from shardwise.planner.search import choose
+from shardwise.planner.search import Search, choose
 from shardwise.planner.seconds.step import timed
 from shardwise.runtime.report import header
 from shardwise.spec.cluster import parse_cluster
@@ -63,6 +63,16 @@ def test_a_pin_has_all_recomputed() -> None:
     chosen = choose(load_recipe(None, words), EIGHT_B, H100)
     assert chosen.remat.mode == "full" and chosen.offload == Offload("none", "host")
     assert chosen.why["offload.activations"] == "pinned" and fits(chosen)
+
+
+def test_pipelines_are_not_tried_beside_it() -> None:
+    """Which the search does by itself elsewhere, and would choose where they are faster."""
+    words = [f"train.seq_len={ROWS}", "train.global_batch_size=16"]
+    for asked, tried in (("none", True), ("host", False)):
+        recipe = load_recipe(None, [f"offload.activations={asked}", *words])
+        search = Search(recipe, EIGHT_B, parse_cluster("4xH100"))
+        assert bool(search.pipelines) is tried
+        assert any(plan.layout.pp > 1 for plan in search.families()) is tried
 
 
 @pytest.mark.parametrize(
