@@ -21,6 +21,7 @@ from shardwise.spec.plan import Plan, Remat
 from shardwise.techniques import compile, remat
 from tests.drift.compiled import compiler
 from tests.models.families import random_model, spec_of
+from tests.parity.experts import DEEP
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch, about its own tracing
@@ -80,6 +81,25 @@ def test_the_first_step_compiles_for_documents_of_any_length(mode: Any) -> None:
             mask = MaskSpec(documents=torch.tensor(bounds, dtype=torch.int32), longest=longest)
             model(torch.zeros_like(positions), positions, mask).sum().backward()
             assert graphs["eager"] == len(kinds) == 2
+
+
+@pytest.mark.prove
+def test_blocks_of_different_numbers_of_products_are_compiled() -> None:
+    """A number that differs from block to block would become one that the compiler does not know, which the contexts
+    of a checkpoint cannot be. Each kind of block saves by its own count."""
+    spec, plan = DEEP, Plan(compile=True, remat=Remat("selective"))
+    positions = torch.arange(8).expand(2, 8)
+
+    def gradients(of: Plan) -> list[torch.Tensor]:
+        [model] = compile.apply(remat.apply([random_model(spec).double()], of, None), of, None)
+        model(torch.zeros_like(positions), positions, MaskSpec()).sum().backward()
+        return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    with compiler("aot_eager") as graphs:
+        compiled = gradients(plan)
+    assert graphs["aot_eager"] == 2
+    for ours, eager in zip(compiled, gradients(replace(plan, compile=False)), strict=True):
+        torch.testing.assert_close(ours, eager)
 
 
 def test_what_the_user_made_dynamic_stays_so() -> None:

@@ -108,7 +108,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
             if plan.remat.treats(number):
                 options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
                 if plan.remat.mode == "selective":
-                    options["context_fn"] = partial(_counted, _products(block), compiled=plan.compile)
+                    options["context_fn"] = partial(_counted, str(_products(block)), compiled=plan.compile)
                 elif plan.compile and torch.__version__ < "2.13":
                     options["context_fn"] = _nothing_saved
                 block.forward = partial(checkpoint, block.forward, **options)
@@ -125,12 +125,14 @@ def _products(block: nn.Module) -> int:
     return sum(map(multiplies, block.modules()))
 
 
-def _counted(products: int, *, compiled: bool) -> Any:
+def _counted(number: str, *, compiled: bool) -> Any:
     """Forward and recomputation each count their matrix products; the count, not the shape, says which is the last.
+    The number of products is written out: an int that differs between blocks is none to the compiler, and refused.
     torch's own pair of contexts is for what is compiled: it asks that both run exactly the same operations, and what
     FSDP2 does for modules within a block differs."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+    products = int(number)
     if not compiled:
         from shardwise.techniques.selective import saving
 
