@@ -40,10 +40,22 @@ def cuts(tensor: DTensor) -> list[tuple[int, int]]:
     return first + [(axis, kind.dim) for axis, kind in placed if is_strided(kind)]  # type: ignore[attr-defined]
 
 
+def keep_on_host(parameter: Tensor, values: Tensor) -> None:
+    """From here on the ``values`` of a parameter are those of another tensor, cut over ranks as it is, and its own
+    memory has them only while it is computed with."""
+    parameter.kept_on_host = values  # type: ignore[attr-defined]
+
+
+def kept(parameter: Tensor) -> Tensor:
+    """The tensor that always has the values of a parameter: its own, or that of :func:`keep_on_host`."""
+    found: Tensor = getattr(parameter, "kept_on_host", parameter).detach()
+    return found
+
+
 def put(parameter: Tensor, values: Tensor) -> None:
-    """Copy ``values``, this rank's slice, into the memory of ``parameter``."""
+    """Copy ``values``, this rank's slice, into the memory that keeps ``parameter``."""
     with torch.no_grad():
-        shard = local(parameter.detach())
+        shard = local(kept(parameter))
         if shard.numel():
             shard.copy_(values.reshape(shard.shape))
 

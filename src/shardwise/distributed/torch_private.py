@@ -191,6 +191,28 @@ def end_backward(module: torch.nn.Module) -> None:
     state._root_post_backward_final_callback()
 
 
+def keep_sharded_memory(module: torch.nn.Module) -> None:
+    """Have FSDP2 leave the memory of a module's shards as it is now, which has been allocated: at the first forward it
+    would look again and, where ranks have different numbers of rows, copy it. Without the name weights that are on the
+    host by then could not be cut unevenly."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for unit in module.modules():
+        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        if group is not None:
+            group._reset_sharded_params = True
+
+
+def gather_stream(module: torch.nn.Module) -> torch.cuda.Stream | None:
+    """The stream in which FSDP2 reads the shards of a module that it is about to gather; None where it shards nothing.
+    It waits for nothing else that computes, so that without the name shards could be read before they have come."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(module, FSDPModule):
+        return None
+    return cast("torch.cuda.Stream", module._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream)
+
+
 def placed_as(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """``values`` as this rank's piece of a tensor that is cut as ``like`` is, wherever they are: ``DTensor.from_local``
     would move them to the devices of the mesh. Without it nothing of a sharded weight could stay on the host."""

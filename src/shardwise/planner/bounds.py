@@ -125,7 +125,7 @@ class LowerBounds:
         models need no more to be ruled out."""
         key, whole = (plan.layout.fsdp, _alike(plan)), unstaged(plan)
         if key not in self.states:
-            self.states[key] = sum(_on_device(optim.state_bytes(self._costed(whole), whole), plan).values())
+            self.states[key] = sum(_on_device(self._costed(whole), whole).values())
         sizes, slices = self._sizes(whole), plan.layout.fsdp if plan.sharded else 1
         gathered = sizes.gathered * (plan.shard.strategy in ("zero1", "zero2"))
         gradients = sizes.trained * BYTES[plan.precision.weights] // slices
@@ -144,7 +144,7 @@ class LowerBounds:
             least = min(
                 range(len(costed.blocks)), key=lambda kind: _kept_bytes(costed.blocks[kind], 1, plan.row_tokens)
             )
-            state = sum(_on_device(optim.state_bytes(costed.with_ends(stem=False, head=False), whole), plan).values())
+            state = sum(_on_device(costed.with_ends(stem=False, head=False), whole).values())
             weights = [weight for kind in costed.order for weight in costed.blocks[kind].weights]
             trained = sum(prod(map(int, weight.shape)) for weight in weights if weight.trained)
             gradients = trained * BYTES[plan.precision.weights] // (plan.layout.fsdp if plan.sharded else 1)
@@ -274,9 +274,9 @@ class LowerBounds:
         return max(sliced_s, wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp))
 
 
-def _on_device(state: dict[str, int], plan: Plan) -> dict[str, int]:
+def _on_device(costed: Sheet, plan: Plan) -> dict[str, int]:
     """What of weights and moments the device holds."""
-    return state if plan.offload.optimizer == "none" else {**state, "moments": 0}
+    return offload.on_device(optim.state_bytes(costed, plan), costed, plan)
 
 
 def _alive(plan: Plan) -> int:

@@ -1,4 +1,5 @@
-"""When gradients leave the device, where the optimizer is on the host, and inputs of blocks, which come back."""
+"""When gradients leave the device, where the optimizer is on the host, and inputs of blocks, which come back; and when
+frozen weights come."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from shardwise.planner.events import Begin, Copy, TensorKey, UnitName
 from shardwise.planner.passes import OUTPUT
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import Plan
-from shardwise.spec.sheet import Unit
-from shardwise.techniques.offload import blocks_again, leave_early
+from shardwise.spec.sheet import Sheet, Unit
+from shardwise.techniques.offload import blocks_again, frozen_bytes, leave_early
 from shardwise.techniques.shard.unit_bytes import ExpertsOf
 
 
@@ -78,7 +79,7 @@ class Inputs:
     def begins(self, unit: TensorKey) -> None:
         """The forward of a unit, whose input leaves beside it."""
         if size := self.sizes.get(unit.unit):
-            self._copy(Copy("device", "host", size, "out"), ("left", unit.unit))
+            _copy(self.tape, Copy("device", "host", size, "out"), ("left", unit.unit))
 
     def ends(self, unit: TensorKey) -> None:
         """It has left, and the forward is over."""
@@ -93,11 +94,56 @@ class Inputs:
         before = self.before.get(unit.unit)
         if before is not None:
             self.tape.comes(unit._replace(unit=before - 1, tensor=OUTPUT), self.sizes[before])
-            self._copy(Copy("host", "device", self.sizes[before], "home"), ("come", before))
+            _copy(self.tape, Copy("host", "device", self.sizes[before], "home"), ("come", before))
 
-    def _copy(self, copy: Copy, mark: tuple[str, int]) -> None:
-        """Behind what has been computed so far."""
-        self.tape.record("compute", ("given", *mark))
-        self.tape.wait(copy.stream, ("given", *mark))
-        self.tape.add(copy)
-        self.tape.record(copy.stream, mark)
+
+class Frozen:
+    """The frozen weights of a stage's blocks, as techniques/offload/weights.py has them come and go."""
+
+    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
+        self.tape, self.sharded = tape, plan.sharded
+        self.sizes = frozen_bytes(sheet) if plan.offload.weights != "none" else []
+        self.backward = {number for number, kind in enumerate(sheet.order) if sheet.blocks[kind].backward}
+
+    def before_forward(self, name: UnitName) -> None:
+        if name == "stem":  # what the backward of the micro-batch before this one read last
+            self.rest()
+        if isinstance(name, int) and self.sizes:
+            self._come(name)
+            self._await(name)
+            self._come(name + 1)
+
+    def after_forward(self, name: UnitName) -> None:
+        if name != len(self.sizes) - 1 or name not in self.backward:
+            self.tape.drop(("frozen", name))
+
+    def before_backward(self, name: UnitName) -> None:
+        if isinstance(name, int) and self.sizes:
+            self.tape.drop(("frozen", name + 1))
+            self._come(name)
+            self._await(name)
+            if name - 1 in self.backward:
+                self._come(name - 1)
+                self._await(name - 1, computes=False)
+
+    def rest(self) -> None:
+        for name in range(len(self.sizes)):
+            self.tape.drop(("frozen", name))
+
+    def _come(self, name: int) -> None:
+        if name < len(self.sizes) and ("frozen", name) not in self.tape.alive:
+            padded, exact = self.sizes[name]
+            self.tape.make(("frozen", name), "weights", padded)
+            _copy(self.tape, Copy("host", "device", exact, "home"), ("frozen", name))
+
+    def _await(self, name: int, *, computes: bool = True) -> None:
+        for stream in ["compute"] * computes + ["gather"] * self.sharded:
+            self.tape.wait(stream, ("frozen", name))
+
+
+def _copy(tape: Tape, copy: Copy, mark: tuple[str, int]) -> None:
+    """Behind what has been computed so far."""
+    tape.record("compute", ("given", *mark))
+    tape.wait(copy.stream, ("given", *mark))
+    tape.add(copy)
+    tape.record(copy.stream, mark)

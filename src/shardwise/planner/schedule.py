@@ -24,7 +24,7 @@ from shardwise.planner.events import (
     TensorKey,
     UnitName,
 )
-from shardwise.planner.leaving import Inputs
+from shardwise.planner.leaving import Frozen, Inputs
 from shardwise.planner.passes import GRADIENT, OUTPUT, Pass, Passes, put_off
 from shardwise.planner.replicated import Replicated
 from shardwise.planner.seconds.rates import Rates
@@ -164,9 +164,7 @@ def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     for tier, held in offload.tiers(sheet, plan, state["moments"]).items():
         for category, size in held.items():
             tape.make((tier, category), category, size, tier)
-    if plan.offload.optimizer != "none":
-        del state["moments"]
-    for category, size in state.items():
+    for category, size in offload.on_device(state, sheet, plan).items():
         tape.make(("state", category), category, size)
     # Token ids, labels and positions of the whole step, 8 bytes each; of pairs, the answer that each token is of; of
     # rows that are cut, how long its document is.
@@ -196,6 +194,7 @@ class Step:
         self.weights: Weights = (Sharded if plan.sharded else Replicated)(own, sheet, plan)
         self.passes = passes
         self.inputs = Inputs(tape, self.units, plan)
+        self.frozen = Frozen(tape, sheet, plan)
 
     def run(self, kind: str, micro_batch: int, *, last: bool = False) -> None:
         """A pass by the kind of its action."""
@@ -212,11 +211,13 @@ class Step:
         self.tape.add(Mark("start of forward"))
         for unit, name in enumerate(self.names):
             self.tape.add(Begin("forward", name, micro_batch, self.number))
+            self.frozen.before_forward(name)
             self.weights.before_forward(name)
             self.inputs.begins(self.at(micro_batch, unit))
             if name != "tail" or self.head:
                 self.play(Passes.forward, self.at(micro_batch, unit))
             self.inputs.ends(self.at(micro_batch, unit))
+            self.frozen.after_forward(name)
             self.weights.after_forward(name)
         self.play(Passes.tables, self.at(micro_batch, 0))
         self.tape.add(Mark("end of forward"))
@@ -225,6 +226,8 @@ class Step:
         """``last``: it is the last backward of this step."""
         self.weights.begin(last=last)
         self._backward(Passes.backward, micro_batch)
+        if last:
+            self.frozen.rest()
         if last and self.weights.plan.layout.pp == 1:
             self.weights.leaving.rest()
 
@@ -250,6 +253,7 @@ class Step:
             unit = self.units[number]
             if unit.backward or not isinstance(name, int):
                 self.tape.add(Begin("backward", name, micro_batch, self.number))
+                self.frozen.before_backward(name)
                 if name != "stem":
                     self.weights.before_backward(name)
                 self.inputs.again(self.at(micro_batch, number))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.distributed.meshes import meshes
+from shardwise.distributed.slices import kept
 from shardwise.models.config import ModelSpec
 from shardwise.prove.parity import CPU, full, share_of_rank
 from shardwise.prove.workload import MAX_STEPS, OPTIM, Setting, job_of
@@ -87,7 +88,7 @@ def go(rank: int, world: int, spec: ModelSpec, plan: Plan, run: SavedRun, settin
 
 def _whole(state: TrainState) -> dict[str, Tensor]:
     frozen = {f"frozen.{name}": value for name, value in state.parameters().items() if not value.requires_grad}
-    return {name: full(tensor.detach()) for name, tensor in (state.tensors() | frozen).items()}
+    return {name: full(kept(tensor)) for name, tensor in (state.tensors() | frozen).items()}
 
 
 def differences(saved: list[Stretch], loaded: list[Stretch]) -> list[str]:

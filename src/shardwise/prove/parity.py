@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.pack import Sample
 from shardwise.distributed.meshes import Meshes, meshes
-from shardwise.distributed.slices import local, local_slice
+from shardwise.distributed.slices import kept, local, local_slice
 from shardwise.methods.pretrain import mask
 from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
@@ -265,7 +265,7 @@ def take_steps(
             if state.host:
                 state.host.give_back()
         pieces.append(held(state))
-    weights = whole({name: full(parameter.detach()) for name, parameter in state.parameters().items()})
+    weights = whole({name: full(kept(parameter)) for name, parameter in state.parameters().items()})
     return Trace(tuple(losses), tuple(norms), gradients, weights, tuple(pieces))
 
 
@@ -274,7 +274,7 @@ def held(state: TrainState) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for name, parameter in each_named(state.parts):
         piece = ", ".join(f"{part.start}:{part.stop}" for part in local_slice(parameter))
-        stored = local(parameter.detach()).cpu().flatten().clone().view(torch.uint8)  # numpy's memory cannot be resized
+        stored = local(kept(parameter)).cpu().flatten().clone().view(torch.uint8)  # numpy's memory cannot be resized
         found.setdefault(f"{name}[{piece}]", []).append(xxh3_64_intdigest(stored.numpy().tobytes()))
     return found
 

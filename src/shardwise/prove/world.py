@@ -161,7 +161,7 @@ def _parts(spec: ModelSpec, plan: Plan, groups: Meshes, tracker: WorldCounter) -
 
     def fill(parts: list[torch.nn.Module]) -> None:
         with tracker.fake or nullcontext(), tracker:
-            allocate(parts, spec, torch.device("cpu"))
+            allocate(parts, spec, torch.device("cpu"), plan)
 
     for module in parts[0].modules():
         if isinstance(module, MoE):
@@ -182,7 +182,8 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
             gradients = [p.grad for p in state.trained() if p.grad is not None]
             result.state["gradients"] = _storage_bytes(gradients)
 
-    copied = [inputs.copied for inputs in offload.inputs_on_host(state.parts)]
+    moved = offload.moved(state.parts)
+    copied = [each.copied for each in moved]
     copied += [state.host.copied] if state.host else []
     for counted in copied:
         counted.clear()
@@ -193,7 +194,7 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
     result.state["weights"] = _storage_bytes([parameter for _, parameter in each_named(state.parts)])
     moments = [value for states in state.optimizer.state.values() for value in states.values()]
     result.state["moments"] = _storage_bytes(moments)
-    on_host = [room for inputs in offload.inputs_on_host(state.parts) for room in inputs.rooms]
+    on_host = [room for each in moved for room in each.rooms]
     if state.host:
         counts = [states["step"] for states in state.optimizer.state.values()]
         on_host += [*state.host.tensors(), *(counts if state.host.scratch else moments)]

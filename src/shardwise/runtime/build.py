@@ -60,14 +60,21 @@ def build_parts(spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.devic
     model.kernel = plan.attention
     attention.prepare(device, plan.attention)
     parts: list[nn.Module] = [model]
-    return techniques.apply(parts, plan, meshes, lambda parts: allocate(parts, spec, device))
+    return techniques.apply(parts, plan, meshes, lambda parts: allocate(parts, spec, device, plan))
 
 
-def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device) -> None:
+def allocate(
+    parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device, plan: Plan | None = None
+) -> None:
     """Allocate meta parameters, tie weights again that ``to_empty`` separated, and fill buffers that follow from the
-    config."""
+    config. Where frozen weights wait on the host, no more than those of a block are on the device at a time."""
     for part in parts:
-        part.to_empty(device=device)
+        if plan is None or offload.waiting_weights(part, plan, device) is None:
+            part.to_empty(device=device)
+        else:
+            for module in part.modules():
+                if any(tensor.is_meta for tensor in (*module.parameters(False), *module.buffers(False))):
+                    module.to_empty(device=device, recurse=False)
         if isinstance(part, HFDecoder):
             part.restore_buffers()
     if spec.tie_word_embeddings and pp.line_of(parts) is None:  # of stages, each end has a weight of its own

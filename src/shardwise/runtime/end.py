@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 
 from shardwise.data.stream import EvaluationBatch, evaluation
+from shardwise.distributed.slices import kept
 from shardwise.errors import OutputError, PreemptedError, Problem
 from shardwise.runtime.checkpoint.locate import best, newest
 from shardwise.runtime.checkpoint.manifest import step_name, train_again, whole
@@ -152,7 +153,7 @@ def model_directory(job: Job) -> Path:
 
 def write_model(job: Job, state: TrainState) -> None:
     """Export what was trained."""
-    parameters = {name: parameter.detach() for name, parameter in state.parameters().items()}
+    parameters = {name: kept(parameter) for name, parameter in state.parameters().items()}
     if job.plan.lora is not None:
         export_adapter(parameters, job.plan.lora, job.spec, job.recipe.model.path, model_directory(job))
     else:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.data import tokens
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
+from shardwise.distributed.torch_private import placed_as
 from shardwise.errors import Problem, TrainingError
 from shardwise.methods.loss import logits
 from shardwise.models import hf, peft
@@ -98,7 +99,8 @@ def whole(parameter: Tensor) -> Tensor:
     value = parameter.detach()
     if isinstance(value, DTensor):
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        value = value.full_tensor()
+        here = value.to_local().to(value.device_mesh.device_type)  # of a weight on the host, a copy
+        value = placed_as(value, here).full_tensor()  # type: ignore[attr-defined]
     return value.cpu()
 
 

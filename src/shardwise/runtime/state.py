@@ -12,7 +12,7 @@ from pydantic import FiniteFloat
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.distributed.slices import local
+from shardwise.distributed.slices import kept, local
 from shardwise.models.blocks import each_named, named, tied_copy
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.checkpoint.manifest import Identity
@@ -151,7 +151,7 @@ class TrainState:
         parameters = self.parameters()
         adapters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
         parameters = adapters or parameters
-        found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+        found: dict[str, Tensor] = {f"model.{name}": kept(parameter) for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             for key, value in self.optimizer.state.get(self.updated(parameter), {}).items():
                 if key != "step":

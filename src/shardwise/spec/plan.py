@@ -110,16 +110,18 @@ class Optim:
 class Offload:
     """``optimizer``: where moments are, and copies of the weights that are updated there: ``none`` on the device,
     ``host`` in the host's memory, ``nvme`` in files. ``activations``: where the inputs of blocks that are computed
-    again wait for backward."""
+    again wait for backward. ``weights``: where the frozen weights of blocks are while other blocks compute."""
 
     optimizer: Literal["none", "host", "nvme"] = "none"
     activations: Literal["none", "host"] = "none"
+    weights: Literal["none", "host"] = "none"
 
     @property
     def words(self) -> list[str]:
         """What is outside the device, and where."""
         places = {"host": "the host", "nvme": "NVMe"}
         found = {"the optimizer": self.optimizer, "inputs of blocks": self.activations}
+        found["frozen weights"] = self.weights
         return [f"{what} on {places[where]}" for what, where in found.items() if where != "none"]
 
 

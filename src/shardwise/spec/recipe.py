@@ -165,10 +165,12 @@ class OffloadSection(Section):
     """What is kept outside the GPU's memory. ``optimizer``: in host memory, or on NVMe in files in ``directory`` (by
     default in the run's own), are AdamW's moments and the weights that it updates, for which gradients come and new
     weights go back in every step; ``auto`` takes the host where no plan fits without. ``activations``: in host memory
-    are, until backward needs them, the inputs of blocks, which are all that full recomputation keeps."""
+    are, until backward needs them, the inputs of blocks, which are all that full recomputation keeps. ``weights``: in
+    host memory are the frozen weights of blocks, and on the GPU those of a block and of the next."""
 
     optimizer: Literal["auto", "none", "host", "nvme"] = "none"
     activations: Literal["none", "host"] = "none"
+    weights: Literal["none", "host"] = "none"
     directory: str | None = None
 
     def contradictions(self) -> list[Problem]:

@@ -53,8 +53,10 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     late_s = max(0.0, now.at_s["out"] - now.at_s["compute"])
     waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)  # in passes, for copies: no axis is waited for
     found = _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, late_s, copies_s(costed, plan, rates))
-    inputs = offload.tiers(costed, plan, 0).get("host", {}).get("activations", 0) * plan.batch.accumulation
+    inputs = offload.tiers(costed, plan, 0).get("host", {}).get("activations", 0)
     moved_s = sum(inputs / rate for rate in rates.host_link_bytes_per_s)
+    moved_s += offload.fetched_bytes(costed, plan) / rates.host_link_bytes_per_s[1]
+    moved_s *= plan.batch.accumulation
     times = {"compute_s": -waited_s, "offload_s": waited_s, "copied_s": moved_s}
     return replace(found, **{name: vars(found)[name] + seconds for name, seconds in times.items()})
 

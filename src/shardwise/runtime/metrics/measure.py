@@ -91,7 +91,7 @@ def state_bytes(state: TrainState) -> dict[str, int]:
     the host counts where the device is the host."""
     weights, kept = state.parameters().values(), state.optimizer.state
     moments = [value for weight in weights for value in kept.get(state.updated(weight), {}).values()]
-    moved = [room for inputs in offload.inputs_on_host(state.parts) for room in inputs.rooms]
+    moved = [room for each in offload.moved(state.parts) for room in each.rooms]
     found = {"weights": _storage_bytes(weights), "moments": _storage_bytes(moments)}
     if state.host:
         if state.host.scratch:

@@ -11,12 +11,17 @@
     host                what full recomputation keeps, the inputs    each to the host, while its block computes; back,
                         of blocks, in memory of the host             while backward computes the block after it
 
+    offload.weights
+    host                the frozen weights of blocks, in memory of   each to the device, while the block before it
+                        the host                                     computes, in forward and in backward
+
 The optimizer is the same, torch's fused AdamW or one of ours, on tensors of the host (host.py): the numbers do not
 change. The host waits for the gradient norm before it updates, so that clipping and the skip of a bad step stay exact.
 A gradient leaves while backward still runs where no sum over ranks comes after it: under a sharded strategy, or on one
 rank, without tp and pp; others leave when backward is over. It pays where moments do not fit: all that is trained
 crosses the bus twice a step, and is updated at the rate of the host's memory. What blocks are given (activations.py)
-crosses it while they compute, and pays where rows are long.
+crosses it while they compute, and pays where rows are long; so do frozen weights (weights.py), in every micro-batch,
+which pays where they do not fit: under adapters, of a large model on few devices.
 """
 
 from __future__ import annotations
@@ -41,26 +46,30 @@ from shardwise.techniques.offload.sizes import BUFFER_BYTES
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from shardwise.distributed.meshes import Meshes
     from shardwise.techniques.offload.activations import MovedInputs
     from shardwise.techniques.offload.host import HostWeights
+    from shardwise.techniques.offload.weights import WaitingWeights
 
 _HOST_WEIGHTS: WeakKeyDictionary[nn.Module, HostWeights] = WeakKeyDictionary()
 _MOVED_INPUTS: WeakKeyDictionary[nn.Module, MovedInputs] = WeakKeyDictionary()
+_WAITING: WeakKeyDictionary[nn.Module, WaitingWeights] = WeakKeyDictionary()
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
     """What the recipe says; ``auto`` tries the device and the host."""
-    asked, activations = recipe.offload.optimizer, recipe.offload.activations
-    if activations != "none":
-        plan = replace(plan, why={**plan.why, "offload.activations": "pinned"})
+    asked = recipe.offload.optimizer
+    others = {"activations": recipe.offload.activations, "weights": recipe.offload.weights}
+    pinned = {f"offload.{what}": "pinned" for what, where in others.items() if where != "none"}
+    plan = replace(plan, offload=Offload("none", **others), why={**plan.why, **pinned})
     if asked in ("auto", "none"):
-        yield replace(plan, offload=Offload("none", activations))
+        yield plan
     if asked != "none":
         why = {"offload.optimizer": "searched: no plan without it fits, or is as fast" if asked == "auto" else "pinned"}
-        on_host = Offload("host" if asked == "auto" else asked, activations)
+        on_host = replace(plan.offload, optimizer="host" if asked == "auto" else asked)
         yield replace(plan, offload=on_host, why={**plan.why, **why})
 
 
@@ -69,11 +78,12 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
     return {
         "offload.optimizer": (planned.optimizer, asked.optimizer),
         "offload.activations": (planned.activations, asked.activations),
+        "offload.weights": (planned.weights, asked.weights),
     }
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
-    return [*_check_optimizer(plan), *_check_activations(plan)]
+    return [*_check_optimizer(plan), *_check_activations(plan), *_check_weights(plan)]
 
 
 def _check_activations(plan: Plan) -> list[Problem]:
@@ -86,6 +96,25 @@ def _check_activations(plan: Plan) -> list[Problem]:
         what = f"only the inputs of blocks wait on the host, and `recompute: {plan.remat.mode}` keeps more than these"
         return [Problem("PLAN028", what, "offload.activations", "none, or `recompute=full`")]
     return []
+
+
+def _check_weights(plan: Plan) -> list[Problem]:
+    if plan.offload.weights == "none":
+        return []
+    dial = plan.shard
+    if plan.lora is None and not plan.frozen:
+        what, fix = "only frozen weights wait on the host, and here all are trained", "lora.rank=16"
+    elif plan.layout.pp > 1:
+        what = "frozen weights come for one micro-batch at a time, and stages have several in flight"
+        fix = "parallel.pp=1"
+    elif plan.sharded and (dial.strategy != "zero3" or dial.reshard_after_forward is not True):
+        kept = f"reshard_after_forward: {dial.reshard_after_forward}".lower()
+        kept = f"strategy: {dial.strategy}" if dial.strategy != "zero3" else kept
+        what, fix = f"weights come from the host a block ahead, and `{kept}` keeps them gathered", "parallel.strategy=zero3"
+        fix += "" if dial.strategy != "zero3" else " parallel.reshard_after_forward=true"
+    else:
+        return []
+    return [Problem("PLAN028", what, "offload.weights", f"none, or `{fix}`")]
 
 
 def _check_optimizer(plan: Plan) -> list[Problem]:
@@ -118,9 +147,23 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
     return parts
 
 
-def inputs_on_host(parts: Iterable[nn.Module]) -> list[MovedInputs]:
-    """Of parts whose blocks' inputs wait on the host, what moves them."""
-    return [_MOVED_INPUTS[part] for part in parts if part in _MOVED_INPUTS]
+def waiting_weights(part: nn.Module, plan: Plan, device: torch.device) -> WaitingWeights | None:
+    """If frozen weights are to wait on the host, what has them come and go, of the blocks of a part on the meta device:
+    block by block they get memory on the device, and give it up."""
+    if plan.offload.weights == "none":
+        return None
+    from shardwise.techniques.offload.weights import WaitingWeights
+
+    _WAITING[part] = WaitingWeights()
+    for _, block in numbered(part):
+        block.to_empty(device=device)
+        _WAITING[part].add(block)
+    return _WAITING[part]
+
+
+def moved(parts: Iterable[nn.Module]) -> list[MovedInputs | WaitingWeights]:
+    """What moves inputs of blocks, or frozen weights, of these parts."""
+    return [found[part] for found in (_MOVED_INPUTS, _WAITING) for part in parts if part in found]
 
 
 def blocks_again(order: Sequence[Unit]) -> list[int]:
@@ -148,12 +191,48 @@ def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
         counts = 4 * sum(times * sum(weight.trained for weight in unit.weights) for unit, times in sheet.repeated())
         found["host"] = {"gradients": trained, "moments": counts, "buffers": BUFFER_BYTES}
         found["disk"] = {"weights": trained, "moments": moments - counts}
+    if plan.offload.weights != "none":
+        here = found.setdefault("host", {})
+        here["weights"] = here.get("weights", 0) + sum(exact for _, exact in frozen_bytes(sheet))
     if plan.offload.activations != "none":
         order = [sheet.blocks[kind] for kind in sheet.order]
         b, s = plan.batch.micro_batch_size, plan.row_tokens
         inputs = sum(order[place].tensors[order[place].input].bytes(b, s) for place in blocks_again(order)[:-1])
         found.setdefault("host", {})["activations"] = inputs
     return found
+
+
+def on_device(state: dict[str, int], sheet: Sheet, plan: Plan) -> dict[str, int]:
+    """What the device holds all the time of the weights and moments at the sheet's place."""
+    waits = sum(padded for padded, _ in frozen_bytes(sheet)) if plan.offload.weights != "none" else 0
+    moments = {"moments": 0} if plan.offload.optimizer != "none" else {}
+    return {**state, "weights": state["weights"] - waits, **moments}
+
+
+def frozen_bytes(sheet: Sheet) -> list[tuple[int, int]]:
+    """Bytes of the frozen weights of each block in their order, at the sheet's place, with padding and without."""
+    each = [_frozen(block, sheet.place) for block in sheet.blocks]
+    return [each[kind] for kind in sheet.order]
+
+
+@lru_cache(maxsize=8 * KEPT_UNITS)
+def _frozen(block: Unit, place: Place) -> tuple[int, int]:
+    weights = [weight for weight in block.weights if not weight.trained]
+    padded, exact = (
+        sum(weight.local_numel(place, padded=padded) * BYTES[weight.dtype] for weight in weights)
+        for padded in (True, False)
+    )
+    return padded, exact
+
+
+def fetched_bytes(sheet: Sheet, plan: Plan) -> int:
+    """Bytes of frozen weights that come from the host for one micro-batch: of each block for its forward, and but for
+    the last, which stays, for its backward."""
+    if plan.offload.weights == "none":
+        return 0
+    exact = [size for _, size in frozen_bytes(sheet)]
+    again = [size for size, kind in zip(exact, sheet.order, strict=True) if sheet.blocks[kind].backward]
+    return sum(exact) + sum(again[:-1])
 
 
 def trained_bytes(sheet: Sheet, plan: Plan) -> int:
@@ -187,7 +266,16 @@ def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None 
 
 
 def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
-    """Of several micro-batches a gradient is whole after the last."""
+    """Of several micro-batches a gradient is whole after the last. What backward read last goes before the next."""
     for part in parts:
         if part in _HOST_WEIGHTS:
             _HOST_WEIGHTS[part].last = last
+        if part in _WAITING:
+            _WAITING[part].rest()
+
+
+def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
+    """What backward read last of the frozen weights goes."""
+    for part in parts:
+        if part in _WAITING:
+            _WAITING[part].rest()

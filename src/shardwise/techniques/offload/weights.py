@@ -1,0 +1,131 @@
+"""Frozen weights of blocks, which wait in memory of the host while other blocks compute.
+
+A weight keeps its tensor and loses its memory, as FSDP2's do: what autograd saved of it is filled again before backward
+reads it. Those of a block come while the block before it computes, in forward and in backward, and go when their block
+is done. Those of the last block stay from forward to backward, which begins with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from shardwise.distributed.pinned import host_buffer
+from shardwise.distributed.slices import keep_on_host, local
+from shardwise.distributed.torch_private import gather_stream, keep_sharded_memory, placed_as
+
+
+class _Waiting(NamedTuple):
+    """One weight of this rank: its tensor on the device, how many bytes that has when it is there, and its values."""
+
+    tensor: Tensor
+    bytes: int
+    room: Tensor
+
+
+class WaitingWeights:
+    """Of one part's blocks, each of which is :meth:`add`-ed once it has memory on the device, in their order. ``copied``
+    counts bytes by (from, to); ``rooms`` is all memory of the host."""
+
+    def __init__(self) -> None:
+        self.copied: Counter[tuple[str, str]] = Counter()
+        self.rooms: list[Tensor] = []
+        self._blocks: list[list[_Waiting]] = []
+        self._here: dict[int, torch.cuda.Event | None] = {}
+        self._backward: set[int] = set()  # blocks of whose last output a gradient is asked for
+        self._stream: torch.cuda.Stream | None = None
+        self._gathers: nn.Module | None = None
+
+    def add(self, block: nn.Module) -> None:
+        """From here on the block's frozen weights have memory on the host, to be filled with ``slices.put``, and none
+        on the device but while it computes."""
+        keep_sharded_memory(block)
+        self._blocks.append([])
+        for parameter in block.parameters():
+            if not parameter.requires_grad:
+                tensor = local(parameter.detach())
+                room = host_buffer(tensor.nbytes, pinned=tensor.is_cuda).view(tensor.dtype).view(tensor.shape)
+                keep_on_host(parameter, placed_as(parameter, room))
+                self._blocks[-1].append(_Waiting(tensor, tensor.untyped_storage().nbytes(), room))
+                self.rooms.append(room)
+                tensor.untyped_storage().resize_(0)
+        number = len(self._blocks) - 1
+        # Before FSDP2's own hooks: it gathers a block before that computes.
+        block.register_forward_pre_hook(partial(self._begins, number), prepend=True)
+        block.register_forward_hook(partial(self._ends, number), prepend=True)
+
+    def rest(self) -> None:
+        """A backward is over: what is still on the device goes."""
+        for number in [*self._here]:
+            self._go(number)
+
+    def _begins(self, number: int, block: nn.Module, given: object) -> None:
+        """The forward of a block."""
+        self._gathers = block
+        self._come(number)
+        self._await(number)
+        self._come(number + 1)
+
+    def _ends(self, number: int, block: nn.Module, given: object, out: Any) -> None:
+        outputs = [each for each in (out if isinstance(out, tuple) else (out,)) if isinstance(each, Tensor)]
+        differentiated = [each for each in outputs if each.requires_grad]
+        if differentiated:
+            register_multi_grad_hook(differentiated, lambda gradient: self._begins_backward(number), mode="any")
+            self._backward.add(number)
+        else:
+            self._backward.discard(number)
+        if not differentiated or number < len(self._blocks) - 1:
+            self._go(number)
+
+    def _begins_backward(self, number: int) -> None:
+        self._go(number + 1)
+        self._come(number)
+        self._await(number)
+        if number - 1 in self._backward:
+            self._come(number - 1)
+            self._await(number - 1, computes=False)  # FSDP2 gathers it while this block computes
+
+    def _come(self, number: int) -> None:
+        """The weights of a block get memory, and beside what is computed, what was given to the device before, they are
+        copied into it. On a CPU at once."""
+        if number in self._here or number >= len(self._blocks):
+            return
+        for tensor, size, _ in self._blocks[number]:
+            tensor.untyped_storage().resize_(size)
+        cuda = next((tensor.device for tensor, *_ in self._blocks[number] if tensor.is_cuda), None)
+        self._here[number] = None
+        if cuda is None:
+            self._copy(number)
+            return
+        self._stream = self._stream or torch.cuda.Stream(cuda)
+        self._stream.wait_stream(torch.cuda.current_stream(cuda))
+        with torch.cuda.stream(self._stream):
+            self._copy(number)
+            self._here[number] = self._stream.record_event()
+
+    def _copy(self, number: int) -> None:
+        for tensor, _, room in self._blocks[number]:
+            tensor.data.copy_(room, non_blocking=True)  # autograd does not take it for a change of what it saved
+            self.copied["host", "device"] += room.nbytes
+
+    def _await(self, number: int, *, computes: bool = True) -> None:
+        """What is given to the device from here on, or at least what FSDP2 gathers, begins when a block is there."""
+        if (done := self._here[number]) is not None:
+            assert self._gathers is not None
+            if computes:
+                torch.cuda.current_stream().wait_event(done)
+            if (stream := gather_stream(self._gathers)) is not None:
+                stream.wait_event(done)
+
+    def _go(self, number: int) -> None:
+        """A block is done, if it is here: its memory may be used for what is computed next."""
+        if number in self._here:
+            if (done := self._here.pop(number)) is not None:
+                torch.cuda.current_stream().wait_event(done)
+            for tensor, *_ in self._blocks[number]:
+                tensor.untyped_storage().resize_(0)

@@ -1,0 +1,62 @@
+"""Plans in which frozen weights wait on the host, in layouts that meet every pair of settings at least once:
+``python -m tests.parity.fetching`` prints them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.models.config import ModelSpec
+from shardwise.spec.plan import Lora, Offload, Plan, Remat
+from tests.covering import pairwise
+from tests.parity.offloading import LAYOUTS, MODELS, PRECISIONS
+from tests.parity.offloading import Case as Offloaded
+
+PLACES = {name: each for name, each in LAYOUTS.items() if name not in ("zero1", "zero2", "pp")}
+DENSE = replace(MODELS["adapters"], num_hidden_layers=4)
+EXPERTS = replace(MODELS["experts"], num_hidden_layers=4)
+UNEVEN = replace(DENSE, hidden_size=66, intermediate_size=509)  # of which two ranks hold different numbers of rows
+FROZEN: dict[str, tuple[ModelSpec, Lora | None, tuple[str, ...]]] = {
+    "adapters": (DENSE, Lora(4, 8.0), ()),
+    "adapters over 4 bits": (DENSE, Lora(4, 8.0, nf4=True), ()),
+    "uneven": (UNEVEN, Lora(4, 8.0), ()),
+    "some weights": (DENSE, None, ("embed.*", "layers.0.*", "layers.2.*", "layers.*.norm*")),
+    "experts": (EXPERTS, None, ("layers.*.experts.*",)),
+}
+KEPT = {"none": Remat(), "selective": Remat("selective"), "full": Remat("full"), "full, waiting": Remat("full")}
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    frozen: str
+    precision: str
+    remat: str
+    accumulation: int
+    optimizer: str
+
+    @property
+    def spec(self) -> ModelSpec:
+        return FROZEN[self.frozen][0]
+
+    @property
+    def possible(self) -> bool:
+        if self.layout == "tp" and self.frozen == "uneven":
+            return False
+        return (self.layout == "ep") == (self.frozen == "experts")
+
+    @property
+    def plan(self) -> Plan:
+        like = Offloaded(self.layout, "tied", self.precision, "adamw", self.accumulation, "host").plan
+        _, lora, frozen = FROZEN[self.frozen]
+        activations = "host" if self.remat == "full, waiting" else "none"
+        offload = Offload(self.optimizer, activations, "host")  # type: ignore[arg-type]
+        return replace(like, remat=KEPT[self.remat], lora=lora, frozen=frozen, offload=offload)
+
+
+AXES = PLACES, FROZEN, PRECISIONS, KEPT, (1, 2), ("none", "host")
+"""Of the fields of a case, in their order."""
+CASES = [Case(*values) for values in pairwise(*AXES, legal=lambda *values: Case(*values).possible)]
+
+
+if __name__ == "__main__":
+    print(*CASES, len(CASES), sep="\n")
