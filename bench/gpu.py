@@ -2,6 +2,7 @@
 
     python bench/gpu.py [--model llama-3.2-1b ...] [--micro-batch 1 4] [--steps 10] [--weights bf16]
                         [--recompute selective] [--documents 512] [--optimizer host] [--activations host]
+                        [--frozen host]
                         [--seq-len 65536] [--eager] [--loop] [--cluster FILE] [--json FILE]
     torchrun --nproc-per-node 8 bench/gpu.py            # all GPUs of a machine
     python bench/gpu.py --rehearse                      # a tiny model on the CPU: does all of this run?
@@ -139,6 +140,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--optimizer", choices=["none", "host", "nvme"], default="none", help="where AdamW is")
     parser.add_argument("--activations", choices=["none", "host"], default="none", help="where blocks' inputs wait")
+    parser.add_argument(
+        "--frozen", choices=["none", "host"], help="train adapters; where the frozen weights of blocks are"
+    )
     parser.add_argument("--eager", action="store_true", help="compile no block")
     parser.add_argument("--loop", action="store_true", help="beside it `shardwise train`")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
@@ -159,6 +163,9 @@ def recipe_of(name: str, rows: int, asked: argparse.Namespace) -> Recipe:
         "offload": {"optimizer": asked.optimizer, "activations": asked.activations},
         "run": {"device": "cpu" if asked.rehearse else "cuda"},
     }
+    if asked.frozen:
+        settings["lora"] = {"rank": 16}
+        settings["offload"]["weights"] = asked.frozen
     settings["train"]["max_steps"] = WARM_UP + asked.steps
     return Recipe.model_validate(settings | ({"compile": False} if asked.eager else {}))
 

@@ -53,7 +53,7 @@ from shardwise.runtime.step import StepRules, step
 from shardwise.runtime.world import world
 from shardwise.spec.cluster import local_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Offload, Plan, Precision, Remat
+from shardwise.spec.plan import Batch, Lora, Offload, Plan, Precision, Remat
 from shardwise.techniques.pp.later import LaterProduct, WeightGradients
 
 ONE = ModelSpec("gpu-first", 8192, 512, 1280, 6, 8, 2, 64)
@@ -290,25 +290,29 @@ def on_host(on: Device) -> Lines:
             precision = Precision("fp64", "fp64", "fp64") if name == "fp64" else Precision()
             plan = Plan(batch=Batch(2, 2, 64, 24), precision=precision, remat=Remat("full"))
             right = parity.take_steps(0, ONE, plan, steps, on.device)
-            for offload in (Offload("host"), Offload("none", "host")):
+            for offload in (Offload("host"), Offload("none", "host"), Offload(weights="host")):
+                if offload.weights != "none":
+                    plan = replace(plan, lora=Lora(4, 8.0))
+                    right = parity.take_steps(0, ONE, plan, steps, on.device)
                 found = parity.take_steps(0, ONE, replace(plan, offload=offload), steps, on.device)
                 pairs = zip(right.losses + right.norms, found.losses + found.norms, strict=True)
                 off = max(abs(b / a - 1) for a, b in pairs)
                 wrong = "" if off <= limit else " WRONG"
-                what = "optimizer" if offload.optimizer != "none" else "inputs"
-                yield f"{name}, {what} on the host: losses and norms differ by {off:.1e} at most{wrong}"
+                yield f"{name}, {offload.words[0]}: losses and norms differ by {off:.1e} at most{wrong}"
     model = gpu.REHEARSAL if on.rehearse else gpu.REHEARSAL | {
         "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6,
         "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096,
     }  # fmt: skip
     seq_len, taken = 64 if on.rehearse else 2048, list[float]()
-    head = "| optimizer | activations | step ms | predicted | allocated, MiB | predicted |"
-    yield from ("", head, "|---|---|---:|---:|---:|---:|")
-    for where, inputs in (("none", "none"), ("host", "none"), ("none", "host")):
+    head = "| optimizer | activations | adapters, frozen | step ms | predicted | allocated, MiB | predicted |"
+    yield from ("", head, "|---|---|---|---:|---:|---:|---:|")
+    cases = [("none", "none", ""), ("host", "none", ""), ("none", "host", "")]
+    for where, inputs, frozen in [*cases, ("none", "none", "none"), ("none", "none", "host")]:
         recipe = gpu.Recipe.model_validate(
             {
                 "model": {"config": model}, "recompute": {"mode": "full"}, "compile": False,
-                "offload": {"optimizer": where, "activations": inputs},
+                "offload": {"optimizer": where, "activations": inputs, "weights": frozen or "none"},
+                "lora": {"rank": 16} if frozen else {},
                 "precision": {"compute": "bf16"}, "run": {"device": on.kind},
                 "train": {"seq_len": seq_len, "micro_batch_size": 4, "gradient_accumulation_steps": 1},
             }
@@ -318,9 +322,10 @@ def on_host(on: Device) -> Lines:
         step_ms, most = timed_steps(on, recipe, plan)
         taken.append(step_ms)
         figures = f"{step_ms:,.1f} | {1e3 * plan.estimate.seconds.step_s:,.1f} | {mib(most)}"
-        yield f"| {where} | {inputs} | {figures} | {mib(plan.estimate.allocated_bytes)} |"
-    with_optimizer, with_inputs = (f"{each / taken[0]:.2f}" for each in taken[1:])
-    yield from ("", f"With the optimizer on the host {with_optimizer} times as long, with inputs {with_inputs}.")
+        yield f"| {where} | {inputs} | {frozen} | {figures} | {mib(plan.estimate.allocated_bytes)} |"
+    ratios = zip(("the optimizer", "inputs", "frozen weights"), (1, 2, 4), (0, 0, 3), strict=True)
+    said = (f"with {what} there {taken[one] / taken[other]:.2f}" for what, one, other in ratios)
+    yield from ("", f"Times as long as with all on the device: {', '.join(said)}.")
 
 
 def timed_steps(on: Device, recipe: Any, plan: Plan) -> tuple[float, int]:

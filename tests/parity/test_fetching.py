@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from shardwise.prove import parity
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Plan
+from shardwise.techniques.offload.weights import WaitingWeights
+from tests.drift.compiled import compiler
 from tests.parity import drawn
 from tests.parity.fetching import CASES, PLACES, Case
 from tests.parity.test_waiting import differ
@@ -41,3 +48,66 @@ def test_what_is_held_and_copied(case: Case) -> None:
         found = drift(case.spec, case.plan, rank)
         assert found.differences() == []
         assert found.measured.copied["host", "device"] > 0
+
+
+def compiled_steps(rank: int, world: int, case: Case) -> list[parity.Trace]:
+    """With and without."""
+    with compiler("aot_eager"):
+        return [
+            drawn.take_steps(rank, case.spec, replace(plan, compile=True), STEPS)
+            for plan in (case.plan, without(case.plan))
+        ]
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("layout", ["one rank", "zero3"])
+def test_compiled_blocks(ranks: RankPool, layout: str) -> None:
+    case = next(case for case in CASES if case.layout == layout and case.frozen in ("adapters", "uneven"))
+    for found, right in ranks.run(compiled_steps, case, world=case.plan.layout.world):
+        assert differ(found, right) == []
+
+
+def of_another_block() -> AbstractContextManager[Any]:
+    """What is copied to a block is the block before it's."""
+    copy = WaitingWeights._copy
+
+    def copied(self: WaitingWeights, number: int) -> None:
+        own = self._blocks[number]
+        before = self._blocks[max(0, number - 1)]
+        self._blocks[number] = [a._replace(room=b.room) for a, b in zip(own, before, strict=True)]
+        copy(self, number)
+        self._blocks[number] = own
+
+    return patch.object(WaitingWeights, "_copy", copied)
+
+
+@contextmanager
+def not_copied_again() -> Iterator[None]:
+    """Memory is there again for backward, but what it had is not: here another number."""
+    copy = WaitingWeights._copy
+
+    def copied(self: WaitingWeights, number: int) -> None:
+        if number not in self._backward:
+            copy(self, number)
+        else:
+            for tensor, *_ in self._blocks[number]:
+                tensor.data.fill_(0.25)
+
+    with patch.object(WaitingWeights, "_copy", copied):
+        yield
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "the weights of another block": of_another_block,
+    "nothing copied for backward": not_copied_again,
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen(name: str) -> None:
+    """What the proof above compares is not equal."""
+    case = next(case for case in CASES if case.layout == "one rank" and case.frozen == "adapters")
+    right = drawn.take_steps(0, case.spec, without(case.plan), STEPS)
+    with FAULTS[name]():
+        found = drawn.take_steps(0, case.spec, case.plan, STEPS)
+    assert differ(found, right)

@@ -39,6 +39,7 @@ MEANT_FOR = {
     "dpo-8b": "1xH100",
     "qlora-7b": "1xV100-SXM2-16GB",
     "qlora-70b": "2xRTX-A6000",
+    "qlora-70b-24gb": "2xRTX-4090",
     "sft-tiny": "2xCPU",
     "long-8b": "2x8xH100",
     "long-8b-1m": "8xH100",
@@ -154,6 +155,23 @@ def test_all_weights_run_small_with_the_optimizer_on_the_host(tmp_path: Path) ->
         told = [json.loads(line) for line in (tmp_path / asked / "metrics.jsonl").read_text().splitlines()]
         lines[asked] = [(line["step"], line["loss"], line["grad_norm"]) for line in told]
     assert len(lines["host"]) == 3 and lines["host"] == lines["none"]
+
+
+def test_adapters_over_weights_on_the_host_run_small(tmp_path: Path) -> None:
+    """The recipe's own settings, in this process; losses and norms are to the bit what they are without."""
+    records = [{"prompt": f"is {i} odd? ", "completion": f"{i % 2}"} for i in range(40)]
+    words, lines = small_words(tmp_path, records), {}
+    words += ["model.config.hidden_size=64", "train.global_batch_size=2", "train.num_epochs=null"]
+    for asked in ("host", "none"):
+        own = [*words, f"run.name={asked}", f"offload.weights={asked}"]
+        recipe = load_recipe(recipes_directory() / "qlora-70b-24gb.yaml", own)
+        plan = choose(recipe, resolve(recipe), parse_cluster("1xCPU"))
+        assert plan.offload.weights == asked and plan.lora is not None and plan.lora.nf4
+        train(recipe, plan)
+        told = [json.loads(line) for line in (tmp_path / asked / "metrics.jsonl").read_text().splitlines()]
+        lines[asked] = [(line["step"], line["loss"], line["grad_norm"]) for line in told]
+    assert len(lines["host"]) == 3 and lines["host"] == lines["none"]
+    assert (tmp_path / "host" / "adapter" / "adapter_model.safetensors").is_file()
 
 
 def test_adapters_of_70b_on_two_nodes() -> None:

@@ -292,7 +292,7 @@ def test_it_is_read_by_the_names_that_others_give_it(line: str, tmp_path: Path) 
     assert read_recipe(tmp_path / "r.yaml", ()).recipe.offload.optimizer == NAMES[line]
 
 
-@pytest.mark.parametrize("line", ["offload_param_device: cpu", "offload_params: true"])
+@pytest.mark.parametrize("line", ["offload_params: true", "cpu_offload: true"])
 def test_of_what_is_not_there_the_answer_names_what_is(line: str, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(line)
     with pytest.raises(ConfigError) as raised:

@@ -106,8 +106,6 @@ class Frozen:
         self.backward = {number for number, kind in enumerate(sheet.order) if sheet.blocks[kind].backward}
 
     def before_forward(self, name: UnitName) -> None:
-        if name == "stem":  # what the backward of the micro-batch before this one read last
-            self.rest()
         if isinstance(name, int) and self.sizes:
             self._come(name)
             self._await(name)
@@ -127,13 +125,14 @@ class Frozen:
                 self._await(name - 1, computes=False)
 
     def rest(self) -> None:
+        """After a backward: what it read last."""
         for name in range(len(self.sizes)):
             self.tape.drop(("frozen", name))
 
     def _come(self, name: int) -> None:
         if name < len(self.sizes) and ("frozen", name) not in self.tape.alive:
             padded, exact = self.sizes[name]
-            self.tape.make(("frozen", name), "weights", padded)
+            self.tape.make(("frozen", name), "gathered", padded)
             _copy(self.tape, Copy("host", "device", exact, "home"), ("frozen", name))
 
     def _await(self, name: int, *, computes: bool = True) -> None:

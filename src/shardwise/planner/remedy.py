@@ -66,6 +66,9 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
     if recipe.offload.activations == "none" and recipe.recompute.mode in ("auto", "full"):
         waiting: dict[str, object] = {"offload.activations": "host", "recompute.mode": "full"}
         yield waiting, cluster, "inputs of blocks wait on the host, copied beside what blocks compute"
+    if recipe.offload.weights == "none" and (adapted or recipe.model.frozen):
+        fetched: dict[str, object] = {"offload.weights": "host"}
+        yield fetched, cluster, "frozen weights wait on the host, copied beside what blocks compute"
     if (micro := recipe.train.micro_batch_size or 1) > 1:
         smaller: dict[str, object] = {"train.micro_batch_size": 1}
         if recipe.train.global_batch_size is None or recipe.train.gradient_accumulation_steps is not None:

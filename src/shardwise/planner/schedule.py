@@ -41,8 +41,7 @@ from shardwise.techniques.shard import gradient_bytes
 from shardwise.techniques.shard.replicas import blocks_of_bucket
 
 PERIODS = 4
-"""How many periods of blocks are simulated: the first and the last, which differ by what is before and after them, and
-two between, which must come to the same."""
+"""How many periods of blocks are simulated: the first, the last, and two between, which must come to the same."""
 
 
 def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu", rates: Rates | None = None) -> list[Event]:
@@ -66,8 +65,8 @@ def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu", rates: Rates | None =
 
 
 def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None, known: Known | None = None) -> None:
-    """Plays what a rank of a pipeline does, action by action. A message that was sent is alive until the next is, or
-    the last has left. ``known``: passes of another step of the same sheet, which differs in its micro-batches."""
+    """Plays what a rank of a pipeline does, action by action. A message is alive until the next is sent, or the last
+    has left. ``known``: passes of another step of the same sheet, which differs in its micro-batches."""
     steps = {
         stage.number: Step(tape, *stage_of(sheet, stage, plan, kind, rates), stage.number)
         for stage in sheet.place.stages
@@ -166,8 +165,7 @@ def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
             tape.make((tier, category), category, size, tier)
     for category, size in offload.on_device(state, sheet, plan).items():
         tape.make(("state", category), category, size)
-    # Token ids, labels and positions of the whole step, 8 bytes each; of pairs, the answer that each token is of; of
-    # rows that are cut, how long its document is.
+    # Token ids, labels and positions, 8 bytes each; of pairs, each token's answer; of cut rows, its document's length.
     batch, each = plan.batch, 8 * (3 + (plan.loss == "dpo") + (plan.layout.cp > 1))
     tape.make("batch", "buffers", each * batch.micro_batch_size * plan.row_tokens * batch.accumulation)
 
@@ -193,8 +191,7 @@ class Step:
         own = tape if plan.layout.pp == 1 else Apart(tape, number)
         self.weights: Weights = (Sharded if plan.sharded else Replicated)(own, sheet, plan)
         self.passes = passes
-        self.inputs = Inputs(tape, self.units, plan)
-        self.frozen = Frozen(tape, sheet, plan)
+        self.inputs, self.frozen = Inputs(tape, self.units, plan), Frozen(tape, sheet, plan)
 
     def run(self, kind: str, micro_batch: int, *, last: bool = False) -> None:
         """A pass by the kind of its action."""
@@ -226,8 +223,7 @@ class Step:
         """``last``: it is the last backward of this step."""
         self.weights.begin(last=last)
         self._backward(Passes.backward, micro_batch)
-        if last:
-            self.frozen.rest()
+        self.frozen.rest()
         if last and self.weights.plan.layout.pp == 1:
             self.weights.leaving.rest()
 

@@ -92,6 +92,12 @@ class WorldCounter(TorchDispatchMode):
     def _freed(self, index: int) -> None:
         self.alive_bytes -= self.sizes.pop(index)
 
+    def held_bytes(self, tensors: list[torch.Tensor]) -> int:
+        """Of the storages of known tensors, as counted: where one is fake and its memory was given up, a view gives it
+        memory."""
+        found = {stored.index for tensor in tensors if (stored := self.storages.find(tensor)) is not None}
+        return sum(self.sizes[index] for index in found)
+
     def _counts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor counts: not those with which DTensor computes shapes, nor those on the meta device."""
         if isinstance(tensor, FakeTensor):
@@ -191,7 +197,7 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
     for (axis, kind, size), calls in tracker.sent.items():
         result.sent[rules.plan.layout.called(axis), kind, size] += calls
     result.peak_bytes = tracker.peak_bytes
-    result.state["weights"] = _storage_bytes([parameter for _, parameter in each_named(state.parts)])
+    result.state["weights"] = tracker.held_bytes([parameter for _, parameter in each_named(state.parts)])
     moments = [value for states in state.optimizer.state.values() for value in states.values()]
     result.state["moments"] = _storage_bytes(moments)
     on_host = [room for each in moved for room in each.rooms]

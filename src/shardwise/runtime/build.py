@@ -63,9 +63,7 @@ def build_parts(spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.devic
     return techniques.apply(parts, plan, meshes, lambda parts: allocate(parts, spec, device, plan))
 
 
-def allocate(
-    parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device, plan: Plan | None = None
-) -> None:
+def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device, plan: Plan | None = None) -> None:
     """Allocate meta parameters, tie weights again that ``to_empty`` separated, and fill buffers that follow from the
     config. Where frozen weights wait on the host, no more than those of a block are on the device at a time."""
     for part in parts:

@@ -108,10 +108,10 @@ def _check_weights(plan: Plan) -> list[Problem]:
         what = "frozen weights come for one micro-batch at a time, and stages have several in flight"
         fix = "parallel.pp=1"
     elif plan.sharded and (dial.strategy != "zero3" or dial.reshard_after_forward is not True):
-        kept = f"reshard_after_forward: {dial.reshard_after_forward}".lower()
-        kept = f"strategy: {dial.strategy}" if dial.strategy != "zero3" else kept
-        what, fix = f"weights come from the host a block ahead, and `{kept}` keeps them gathered", "parallel.strategy=zero3"
-        fix += "" if dial.strategy != "zero3" else " parallel.reshard_after_forward=true"
+        kept, fix = f"strategy: {dial.strategy}", "parallel.strategy=zero3"
+        if dial.strategy == "zero3":
+            kept, fix = f"reshard_after_forward: {dial.reshard_after_forward}".lower(), "reshard_after_forward=true"
+        what = f"weights come from the host a block ahead, and `{kept}` keeps them gathered"
     else:
         return []
     return [Problem("PLAN028", what, "offload.weights", f"none, or `{fix}`")]

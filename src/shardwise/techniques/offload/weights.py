@@ -20,7 +20,7 @@ from shardwise.distributed.slices import keep_on_host, local
 from shardwise.distributed.torch_private import gather_stream, keep_sharded_memory, placed_as
 
 
-class _Waiting(NamedTuple):
+class _Fetched(NamedTuple):
     """One weight of this rank: its tensor on the device, how many bytes that has when it is there, and its values."""
 
     tensor: Tensor
@@ -29,13 +29,13 @@ class _Waiting(NamedTuple):
 
 
 class WaitingWeights:
-    """Of one part's blocks, each of which is :meth:`add`-ed once it has memory on the device, in their order. ``copied``
-    counts bytes by (from, to); ``rooms`` is all memory of the host."""
+    """Of one part's blocks, each of which is added once it has memory on the device, in their order. ``copied`` counts
+    bytes by (from, to); ``rooms`` is all memory of the host."""
 
     def __init__(self) -> None:
         self.copied: Counter[tuple[str, str]] = Counter()
         self.rooms: list[Tensor] = []
-        self._blocks: list[list[_Waiting]] = []
+        self._blocks: list[list[_Fetched]] = []
         self._here: dict[int, torch.cuda.Event | None] = {}
         self._backward: set[int] = set()  # blocks of whose last output a gradient is asked for
         self._stream: torch.cuda.Stream | None = None
@@ -51,7 +51,7 @@ class WaitingWeights:
                 tensor = local(parameter.detach())
                 room = host_buffer(tensor.nbytes, pinned=tensor.is_cuda).view(tensor.dtype).view(tensor.shape)
                 keep_on_host(parameter, placed_as(parameter, room))
-                self._blocks[-1].append(_Waiting(tensor, tensor.untyped_storage().nbytes(), room))
+                self._blocks[-1].append(_Fetched(tensor, tensor.untyped_storage().nbytes(), room))
                 self.rooms.append(room)
                 tensor.untyped_storage().resize_(0)
         number = len(self._blocks) - 1

@@ -1,0 +1,230 @@
+"""Frozen weights that wait on the host: when they may, what they hold and take by hand, what is said of them, and how
+those of small blocks come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import techniques
+from shardwise.cli import render
+from shardwise.distributed.meshes import Meshes
+from shardwise.distributed.slices import kept, put
+from shardwise.errors import ConfigError
+from shardwise.models.load import load_spec
+from shardwise.planner.compare import fits, seconds
+from shardwise.planner.price import price
+from shardwise.planner.remedy import remedies
+from shardwise.planner.search import choose
+from shardwise.planner.seconds.step import timed
+from shardwise.prove.parity import CPU
+from shardwise.runtime.build import build_parts
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.load import load_recipe, read_recipe
+from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.techniques.offload import check
+from shardwise.techniques.offload.weights import WaitingWeights
+from tests.parity.fetching import DENSE
+
+EIGHT_B, SEVENTY_B = load_spec("meta-llama/Llama-3.1-8B"), load_spec("meta-llama/Llama-3.1-70B")
+H100, TWO_4090 = parse_cluster("1xH100"), parse_cluster("2xRTX-4090")
+BLOCK = 2 * (4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) + 2 * 4096)
+"""Bytes of a block of an 8B in bf16: queries and outputs, keys and values, three of its network, two norms."""
+ONE = Plan(
+    Layout(),
+    Batch(1, 1, 8192),
+    Shard(),
+    Precision("bf16"),
+    Remat("full"),
+    lora=Lora(frozen="bf16"),
+    offload=Offload(weights="host"),
+)
+
+
+def test_what_waits_by_hand() -> None:
+    """All 32 blocks; on the device are a block and the next."""
+    there, here = (price(EIGHT_B, replace(ONE, offload=each), H100).estimate for each in (ONE.offload, Offload()))
+    assert there.host == {"weights": 32 * BLOCK} and not here.host
+    assert there.memory["weights"] == here.memory["weights"] - 32 * BLOCK
+    assert there.memory["gathered"] == here.memory["gathered"] + 2 * BLOCK
+    shards = replace(ONE, layout=Layout(dp_shard=8), shard=Shard("zero3"))
+    eight = parse_cluster("8xH100")
+    sharded = price(EIGHT_B, shards, eight).estimate
+    assert sharded.host == {"weights": 4 * BLOCK} and sharded.host_bytes == 32 * BLOCK
+    copies = price(EIGHT_B, replace(ONE, layout=Layout(dp_replicate=8)), eight).estimate
+    assert copies.host_bytes == 8 * 32 * BLOCK
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_what_copies_take(m: int) -> None:
+    """Each block comes for its forward and, but for the last, for its backward, in every micro-batch. Beside what is
+    computed that takes no time but before the first; a bus that is slower is waited for."""
+    plan = replace(ONE, batch=Batch(1, m, 8192))
+    without = seconds(timed(EIGHT_B, price(EIGHT_B, replace(plan, offload=Offload()), H100), H100))
+    for rate in (63e9, 1e9):
+        cluster = replace(H100, device=replace(H100.device, host_link_bytes_per_s=rate))
+        found = seconds(timed(EIGHT_B, price(EIGHT_B, plan, cluster), cluster))
+        assert found.copied_s == pytest.approx(m * 63 * BLOCK / (0.8 * rate))
+        if rate == 63e9:  # the first block of each micro-batch comes while nothing else computes
+            assert found.offload_s == pytest.approx(m * BLOCK / (0.8 * rate), rel=0.3)
+        else:
+            assert 0.5 * found.copied_s < found.offload_s < found.copied_s
+        assert found.step_s == pytest.approx(without.step_s + found.offload_s, rel=0.01)
+
+
+def test_what_has_no_backward_comes_once() -> None:
+    """The first eight blocks, frozen whole below all that is trained."""
+    plan = replace(ONE, lora=None, frozen=("embed.*", "layers.[0-7].*"))
+    found = price(EIGHT_B, plan, H100)
+    assert found.estimate.host == {"weights": 8 * 2 * BLOCK}, "in fp32"
+    assert seconds(timed(EIGHT_B, found, H100)).copied_s == pytest.approx(8 * 2 * BLOCK / (0.8 * 63e9))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "nothing frozen": ({"lora": None}, "here all are trained", "lora.rank=16"),
+    "stages": (
+        {"layout": Layout(pp=2), "pipeline": Pipeline("1f1b", 1, (16, 16))},
+        "several in flight",
+        "parallel.pp=1",
+    ),
+    "zero1": ({"layout": Layout(dp_shard=2), "shard": Shard("zero1")}, "`strategy: zero1`", "parallel.strategy=zero3"),
+    "zero2": ({"layout": Layout(dp_shard=2), "shard": Shard("zero2")}, "`strategy: zero2`", "parallel.strategy=zero3"),
+    "kept": (
+        {"layout": Layout(dp_shard=2), "shard": Shard("zero3", reshard_after_forward=False)},
+        "`reshard_after_forward: false` keeps them gathered",
+        "reshard_after_forward=true",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    more, what, fix = REFUSED[name]
+    assert check(EIGHT_B, ONE, H100) == []
+    [problem] = check(EIGHT_B, replace(ONE, **more), H100)
+    assert (problem.code, problem.where) == ("PLAN028", "offload.weights")
+    assert what in problem.what and f"none, or `{fix}`" == problem.fix
+    assert check(EIGHT_B, replace(ONE, offload=Offload(), **more), H100) == []
+
+
+ASKED = ["lora.rank=16", "lora.frozen=nf4", "train.seq_len=4096", "train.global_batch_size=2"]
+
+
+def test_a_70b_in_4_bits_on_two_gpus_of_24_gb() -> None:
+    """Without, nothing fits, and what would make it fit is named; with it no pipelines are tried."""
+    there, here = (
+        choose(load_recipe(None, [*ASKED, f"offload.weights={where}"]), SEVENTY_B, TWO_4090)
+        for where in ("host", "none")
+    )
+    assert fits(there) and not fits(here)
+    assert there.offload == Offload(weights="host") and there.why["offload.weights"] == "pinned"
+    assert techniques.pins(load_recipe(None, ASKED), there)["offload.weights"] == ("host", "none")
+    assert "frozen weights on the host" in render.execution(there)
+    found = {each.change: each for each in remedies(load_recipe(None, ASKED), SEVENTY_B, TWO_4090, here)}
+    assert fits(found["offload.weights=host"].plan)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["offload: {weights: host}", "offload_param_device: cpu", "zero_optimization: {offload_param: {device: cpu}}"],
+)
+def test_it_is_read_by_the_names_that_others_give_it(line: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(line)
+    assert read_recipe(tmp_path / "r.yaml", ()).recipe.offload.weights == "host"
+
+
+def test_nvme_is_not_there_yet(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("offload: {weights: nvme}")
+    with pytest.raises(ConfigError) as raised:
+        read_recipe(tmp_path / "r.yaml", ())
+    assert "give one of none, host" in str(raised.value)
+
+
+class Scaled(nn.Linear):
+    """A frozen matrix, and a number that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.weight.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * super().forward(x).tanh()
+
+
+def waiting(count: int, *, plain: bool = False) -> tuple[nn.Sequential, WaitingWeights, list[list[int]]]:
+    """Blocks; and, as one computes forward or its backward begins, the numbers of those that are on the device."""
+    torch.manual_seed(0)
+    model, waits, seen = nn.Sequential(*(Scaled() for _ in range(count))), WaitingWeights(), list[list[int]]()
+
+    def look(*given: object) -> None:
+        seen.append([i for i, block in enumerate(model) if block.weight.untyped_storage().nbytes()])
+
+    for block in () if plain else model:
+        values = block.weight.detach().clone()
+        waits.add(block)
+        put(block.weight, values)
+    for block in model:
+        block.register_forward_pre_hook(look)
+        block.scale.register_hook(look)
+    return model, waits, seen
+
+
+def test_two_blocks_are_here_at_a_time() -> None:
+    """Those of the last stay from forward to backward; what backward read last goes when it is over."""
+    model, waits, seen = waiting(4)
+    model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert seen[:4] == [[0, 1], [1, 2], [2, 3], [3]]
+    assert seen[4:] == [[2, 3], [1, 2], [0, 1], [0]]
+    assert waits.copied == {("host", "device"): 7 * 64} and len(waits.rooms) == 4
+    waits.rest()
+    assert not any(block.weight.untyped_storage().nbytes() for block in model)
+
+
+def test_forwards_alone_leave_nothing_here() -> None:
+    """Also between a forward and its backward."""
+    model, _, seen = waiting(3)
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    assert seen == [[0, 1], [1, 2], [2]] and not any(block.weight.untyped_storage().nbytes() for block in model)
+    x = torch.randn(2, 4)
+    loss = model(x).sum()
+    with torch.no_grad():
+        model(x)
+    loss.backward()
+    right, *_ = waiting(3, plain=True)
+    right(x).sum().backward()
+    assert all(torch.equal(a.scale.grad, b.scale.grad) for a, b in zip(model, right, strict=True))
+
+
+def test_what_backward_does_not_reach_does_not_come_again() -> None:
+    model, waits, seen = waiting(4)
+    model[0].scale.requires_grad_(False)
+    model[1].scale.requires_grad_(False)
+    model(torch.randn(2, 4)).sum().backward()
+    assert waits.copied == {("host", "device"): (4 + 1) * 64} and seen[4:] == [[2, 3], [2]]
+
+
+def test_of_a_model_no_more_than_a_block_is_here_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each block is given to the host, those before it have no memory here, and those after it none yet."""
+    add, found = WaitingWeights.add, list[tuple[int, int]]()
+    plan = Plan(batch=Batch(1, 1, 8), lora=Lora(4, 8.0, nf4=True), offload=Offload(weights="host"))
+
+    def watched(self: WaitingWeights, block: nn.Module) -> None:
+        frozen = [p for p in block.parameters() if not p.requires_grad]
+        before = [each.tensor for one in self._blocks for each in one]
+        found.append((sum(t.untyped_storage().nbytes() for t in before), sum(p.nbytes for p in frozen)))
+        add(self, block)
+
+    monkeypatch.setattr(WaitingWeights, "add", watched)
+    [model] = build_parts(DENSE, plan, Meshes(), CPU)
+    assert len(found) == DENSE.num_hidden_layers and all(before == 0 < own for before, own in found)
+    for name, parameter in model.named_parameters():
+        there = parameter.requires_grad or not name.startswith("layers.")
+        assert (parameter.untyped_storage().nbytes() > 0) is there and kept(parameter).untyped_storage().nbytes()
