@@ -40,6 +40,7 @@ MEANT_FOR = {
     "qlora-7b": "1xV100-SXM2-16GB",
     "qlora-70b": "2xRTX-A6000",
     "qlora-70b-24gb": "2xRTX-4090",
+    "full-70b-host": "2x8xRTX-PRO-6000+200Gb/node",
     "sft-tiny": "2xCPU",
     "long-8b": "2x8xH100",
     "long-8b-1m": "8xH100",
