@@ -152,6 +152,24 @@ def test_6_nor_does_it_but_tightly_with_the_optimizer_on_the_host() -> None:
     assert peak_share(often) > 1 and often.batch.accumulation > 1
 
 
+def test_7_a_405b_on_one_node_of_four() -> None:
+    """With AdamW on NVMe all weights do not fit: 421 GiB of weights and gathered blocks a card, gradients of 1.5 TiB on
+    the host, 4.4 TiB on the disks, which take 75 times as long as what is computed. Adapters over 4 bits fit, and on
+    one card with frozen weights on the host, which are waited for a thousandth of a step."""
+    train = {"seq_len": 2048, "global_batch_size": 4}
+    disk = plans(FOUR_HUNDRED_B, "4xRTX-PRO-6000", train=train, offload={"optimizer": "nvme"}).chosen
+    assert peak_share(disk) > 4 and disk.estimate.peak_bytes / GIB == pytest.approx(421, abs=1)
+    assert disk.estimate.host_bytes / 2**40 == pytest.approx(1.5, abs=0.05)
+    assert disk.estimate.disk_bytes / 2**40 == pytest.approx(4.4, abs=0.05)
+    assert seconds(disk).optimizer_s > 70 * seconds(disk).compute_s
+    packed: dict[str, object] = {"train": train, "lora": {"rank": 16, "frozen": "nf4"}}
+    assert fits(plans(FOUR_HUNDRED_B, "4xRTX-PRO-6000", **packed).chosen)
+    one = plans(FOUR_HUNDRED_B, "1xRTX-PRO-6000", **packed, offload={"weights": "host"}).chosen
+    assert fits(one) and one.estimate.host_bytes / GIB == pytest.approx(193, abs=1)
+    assert 0 < seconds(one).offload_s < seconds(one).step_s / 1000
+    assert peak_share(plans(FOUR_HUNDRED_B, "1xRTX-PRO-6000", **packed).chosen) > 2
+
+
 def test_14_7b_to_30b_on_a_few_nodes() -> None:
     """Full shard or hybrid; where micro-batches accumulate, zero1 or zero2 if it fits. Over slow cards two stages, one
     a node, are faster still by a twentieth. A 32B without stages is fully sharded too; pairs of tensor parallelism in
