@@ -13,11 +13,13 @@ import pytest
 from shardwise.prove import parity
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
-from shardwise.spec.plan import Plan
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Offload, Plan, Shard
 from shardwise.techniques.offload.weights import WaitingWeights
 from tests.drift.compiled import compiler
 from tests.parity import drawn
-from tests.parity.fetching import CASES, PLACES, Case
+from tests.parity.cases import SEQ_LEN
+from tests.parity.fetching import CASES, EXPERTS, PLACES, Case
 from tests.parity.test_waiting import differ
 
 STEPS = 2
@@ -65,6 +67,15 @@ def test_compiled_blocks(ranks: RankPool, layout: str) -> None:
     case = next(case for case in CASES if case.layout == layout and case.frozen in ("adapters", "uneven"))
     for found, right in ranks.run(compiled_steps, case, world=case.plan.layout.world):
         assert differ(found, right) == []
+
+
+def test_experts_of_blocks_without_backward_stay_away(ranks: RankPool) -> None:
+    """The backward of the block after them gathers nothing of them: they have no memory by then."""
+    layout, frozen = Layout(dp_shard=4, ep=2), ("embed.*", "layers.0.*", "layers.1.*")
+    plan = Plan(layout, Batch(2, 1, SEQ_LEN), Shard("zero3"), frozen=frozen, offload=Offload(weights="host"))
+    for found, right in ranks.run(drawn.train_on_rank, EXPERTS, [plan, without(plan)], STEPS, world=4):
+        assert differ(found, right) == []
+    assert drift(EXPERTS, plan).differences() == []
 
 
 def of_another_block() -> AbstractContextManager[Any]:

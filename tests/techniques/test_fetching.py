@@ -24,6 +24,9 @@ from shardwise.planner.search import choose
 from shardwise.planner.seconds.step import timed
 from shardwise.prove.parity import CPU
 from shardwise.runtime.build import build_parts
+from shardwise.runtime.loop import train
+from shardwise.runtime.state import TrainState
+from shardwise.runtime.step import StepStats
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
@@ -31,6 +34,7 @@ from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Precision,
 from shardwise.techniques.offload import check
 from shardwise.techniques.offload.weights import WaitingWeights
 from tests.parity.fetching import DENSE
+from tests.runtime import small_run
 
 EIGHT_B, SEVENTY_B = load_spec("meta-llama/Llama-3.1-8B"), load_spec("meta-llama/Llama-3.1-70B")
 H100, TWO_4090 = parse_cluster("1xH100"), parse_cluster("2xRTX-4090")
@@ -228,3 +232,24 @@ def test_of_a_model_no_more_than_a_block_is_here_while_it_is_made(monkeypatch: p
     for name, parameter in model.named_parameters():
         there = parameter.requires_grad or not name.startswith("layers.")
         assert (parameter.untyped_storage().nbytes() > 0) is there and kept(parameter).untyped_storage().nbytes()
+
+
+def test_a_run_that_goes_on_and_its_model(tmp_path: Path) -> None:
+    """Checkpoints and the model have what is frozen too; validations between steps change nothing."""
+    frozen, found = ("layers.0.*", "layers.1.mlp.*"), {}
+
+    def fail(state: TrainState, stats: StepStats) -> None:
+        if state.step == 4:
+            raise KeyboardInterrupt
+
+    for where in ("none", "host"):
+        given = {"model": {"frozen": [*frozen]}, "offload": {"weights": where}, "evaluate": {"eval_steps": 2}}
+        made, plan = small_run.recipe(tmp_path, where, **given), replace(small_run.plan(), frozen=frozen)
+        plan = replace(plan, offload=Offload(weights=where))  # type: ignore[arg-type]
+        if where == "host":
+            with pytest.raises(KeyboardInterrupt):
+                train(made, plan, (fail,))
+        train(made, plan)
+        run = small_run.directory(made)
+        found[where] = small_run.numbers(run), small_run.weights_hash(run)
+    assert found["host"] == found["none"]

@@ -206,9 +206,9 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
             after = bool(reshard) and unit[0] in once
         if members:
             fully_shard(members, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=after, ignored_params=scalars)
-    for module in once:
-        # Otherwise the backward of the next unit would prefetch it, for nothing.
-        module.set_unshard_in_backward(False)  # type: ignore[operator]
+    for module in [inner for one in once for inner in one.modules() if isinstance(inner, FSDPModule)]:
+        # Otherwise the backward of the next unit would prefetch it, or the experts in it, for nothing.
+        module.set_unshard_in_backward(False)
     for module in stem:
         # Only itself; by default it would prefetch what ran before it: the tail of the previous micro-batch.
         module.set_modules_to_backward_prefetch([module])  # type: ignore[operator]
