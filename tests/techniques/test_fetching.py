@@ -17,10 +17,11 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import kept, put
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_spec
+from shardwise.planner.bounds import LowerBounds
 from shardwise.planner.compare import fits, seconds
 from shardwise.planner.price import price
 from shardwise.planner.remedy import remedies
-from shardwise.planner.search import choose
+from shardwise.planner.search import Search, choose
 from shardwise.planner.seconds.step import timed
 from shardwise.prove.parity import CPU
 from shardwise.runtime.build import build_parts
@@ -132,6 +133,16 @@ def test_a_70b_in_4_bits_on_two_gpus_of_24_gb() -> None:
     assert "frozen weights on the host" in render.execution(there)
     found = {each.change: each for each in remedies(load_recipe(None, ASKED), SEVENTY_B, TWO_4090, here)}
     assert fits(found["offload.weights=host"].plan)
+
+
+def test_no_pipelines_are_tried_and_bounds_leave_out_what_waits() -> None:
+    """Where the recipe says so; of a 70B in 4 bits, frozen weights alone are more than the memory."""
+    for asked in ("none", "host"):
+        recipe = load_recipe(None, [*ASKED, f"offload.weights={asked}"])
+        assert bool(Search(recipe, SEVENTY_B, TWO_4090).pipelines) is (asked == "none")
+        plan = replace(ONE, layout=Layout(dp_replicate=2), lora=Lora(nf4=True, frozen="bf16"))
+        plan = replace(plan, offload=Offload(weights=asked))  # type: ignore[arg-type]
+        assert LowerBounds(SEVENTY_B, TWO_4090).stand(plan, 1.0) is (asked == "host")
 
 
 @pytest.mark.parametrize(
