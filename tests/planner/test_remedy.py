@@ -49,7 +49,7 @@ def share(plan: Plan) -> float:
         (
             ["lora=16", "seq_len=4096"],
             "1xH100",
-            ["lora.frozen=nf4", "--cluster 1x2xH100-SXM-80GB", "--cluster 1x1xGB200"],
+            ["offload.weights=host", "lora.frozen=nf4", "--cluster 1x2xH100-SXM-80GB", "--cluster 1x1xGB200"],
         ),
     ],
 )

@@ -103,20 +103,21 @@ class Frozen:
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.sharded = tape, plan.sharded
         self.sizes = frozen_bytes(sheet) if plan.offload.weights != "none" else []
-        self.backward = {number for number, kind in enumerate(sheet.order) if sheet.blocks[kind].backward}
+        order = sheet.order if self.sizes else ()
+        self.backward = {number for number, kind in enumerate(order) if sheet.blocks[kind].backward}
 
     def before_forward(self, name: UnitName) -> None:
-        if isinstance(name, int) and self.sizes:
+        if self.sizes and isinstance(name, int):
             self._come(name)
             self._await(name)
             self._come(name + 1)
 
     def after_forward(self, name: UnitName) -> None:
-        if name != len(self.sizes) - 1 or name not in self.backward:
+        if self.sizes and (name != len(self.sizes) - 1 or name not in self.backward):
             self.tape.drop(("frozen", name))
 
     def before_backward(self, name: UnitName) -> None:
-        if isinstance(name, int) and self.sizes:
+        if self.sizes and isinstance(name, int):
             self.tape.drop(("frozen", name + 1))
             self._come(name)
             self._await(name)
