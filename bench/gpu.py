@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from shardwise.data.batch import MicroBatch
-from shardwise.distributed.slices import local
+from shardwise.distributed.slices import kept, local
 from shardwise.models.blocks import named
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import resolve
@@ -231,7 +231,8 @@ def random_state(recipe: Recipe, spec: ModelSpec, plan: Plan, mesh: Any, device:
     parts = build_parts(spec, plan, mesh, device)
     with torch.no_grad():
         for weight in named(parts).values():
-            local(weight).normal_(0.0, spec.initializer_range) if weight.ndim > 1 else local(weight).fill_(1.0)
+            own = local(kept(weight))  # of one that waits on the host, drawn there
+            own.normal_(0.0, spec.initializer_range) if weight.ndim > 1 else own.fill_(1.0)
     host = offload.host_weights(parts, plan)
     return TrainState(parts, optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), host=host)
 
