@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 
 from shardwise.prove import parity
-from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Plan, Shard
@@ -20,7 +19,7 @@ from tests.drift.compiled import compiler
 from tests.parity import drawn
 from tests.parity.cases import SEQ_LEN
 from tests.parity.fetching import CASES, EXPERTS, PLACES, Case
-from tests.parity.test_waiting import differ
+from tests.parity.test_waiting import as_planned, differ, same_to_the_bit
 
 STEPS = 2
 
@@ -36,20 +35,14 @@ def test_every_layout_is_met() -> None:
 @pytest.mark.matrix(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
-    """Losses, norms, first gradients, and all that each rank holds after each step."""
-    plans = [case.plan, without(case.plan)]
-    for found, right in ranks.run(drawn.train_on_rank, case.spec, plans, STEPS, world=case.plan.layout.world):
-        assert differ(found, right) == []
+    same_to_the_bit(ranks, case.spec, case.plan, without(case.plan))
 
 
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_held_and_copied(case: Case) -> None:
-    """To the byte on both tiers, on the first rank and the last."""
-    for rank in sorted({0, case.plan.layout.world - 1}):
-        found = drift(case.spec, case.plan, rank)
-        assert found.differences() == []
-        assert found.measured.copied["host", "device"] > 0
+    for copied in as_planned(case.spec, case.plan):
+        assert copied["host", "device"] > 0
 
 
 def compiled_steps(rank: int, world: int, case: Case) -> list[parity.Trace]:
@@ -73,9 +66,8 @@ def test_experts_of_blocks_without_backward_stay_away(ranks: RankPool) -> None:
     """The backward of the block after them gathers nothing of them: they have no memory by then."""
     layout, frozen = Layout(dp_shard=4, ep=2), ("embed.*", "layers.0.*", "layers.1.*")
     plan = Plan(layout, Batch(2, 1, SEQ_LEN), Shard("zero3"), frozen=frozen, offload=Offload(weights="host"))
-    for found, right in ranks.run(drawn.train_on_rank, EXPERTS, [plan, without(plan)], STEPS, world=4):
-        assert differ(found, right) == []
-    assert drift(EXPERTS, plan).differences() == []
+    same_to_the_bit(ranks, EXPERTS, plan, without(plan))
+    as_planned(EXPERTS, plan)
 
 
 def of_another_block() -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
@@ -40,23 +41,30 @@ def differ(found: parity.Trace, right: parity.Trace) -> list[str]:
     return numbers + gradients + ["weights"] * (found.held != right.held)
 
 
+def same_to_the_bit(ranks: RankPool, spec: ModelSpec, plan: Plan, other: Plan) -> None:
+    """Losses, norms, first gradients, and all that each rank holds after each step."""
+    for found, right in ranks.run(drawn.train_on_rank, spec, [plan, other], STEPS, world=plan.layout.world):
+        assert differ(found, right) == []
+
+
+def as_planned(spec: ModelSpec, plan: Plan) -> list[Counter[tuple[str, str]]]:
+    """What the first rank and the last copy, and hold, is what the plan says, to the byte on both tiers."""
+    found = [drift(spec, plan, rank) for rank in sorted({0, plan.layout.world - 1})]
+    assert [each.differences() for each in found] == [[] for _ in found]
+    return [Counter(each.measured.copied) for each in found]
+
+
 @pytest.mark.matrix(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
-    """Losses, norms, first gradients, and all that each rank holds after each step."""
-    plans = [case.plan, without(case.plan)]
-    for found, right in ranks.run(drawn.train_on_rank, case.spec, plans, STEPS, world=case.plan.layout.world):
-        assert differ(found, right) == []
+    same_to_the_bit(ranks, case.spec, case.plan, without(case.plan))
 
 
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_held_and_copied(case: Case) -> None:
-    """To the byte on both tiers, on the first rank and the last."""
-    for rank in sorted({0, case.plan.layout.world - 1}):
-        found = drift(case.spec, case.plan, rank)
-        assert found.differences() == []
-        assert found.measured.copied["device", "host"] == found.measured.copied["host", "device"] > 0
+    for copied in as_planned(case.spec, case.plan):
+        assert copied["device", "host"] == copied["host", "device"] > 0
 
 
 def compiled_steps(rank: int, world: int, case: Case) -> list[tuple[parity.Trace, int]]:

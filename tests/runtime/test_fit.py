@@ -18,7 +18,7 @@ from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import StepRules, step
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Offload, Optim, Plan, Precision, Remat, Shard, Strategy
+from shardwise.spec.plan import Batch, Lora, Offload, Optim, Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.spec.sheet import CONTROL_BYTES
 
@@ -91,6 +91,20 @@ def test_what_full_recomputation_keeps_may_wait_on_the_host_of_a_gpu(monkeypatch
         assert (fix in fit.out_of_memory(plan, torch.device(device, 0), "training", CUBLAS).fix) is named
     there = Plan(remat=Remat("full"), offload=Offload("none", "host"))
     assert fix not in fit.out_of_memory(there, torch.device("cuda", 0), "training", CUBLAS).fix
+
+
+def test_frozen_weights_may_wait_on_the_host_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    for named, device, plan in (
+        (True, "cuda", Plan(lora=Lora())),
+        (True, "cuda", Plan(frozen=("embed.*",))),
+        (False, "cuda", Plan()),
+        (False, "cpu", Plan(lora=Lora())),
+        (False, "cuda", Plan(lora=Lora(), offload=Offload(weights="host"))),
+    ):
+        fix = fit.out_of_memory(plan, torch.device(device, 0), "training", CUBLAS).fix
+        assert ("offload.weights=host" in fix) is named
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])

@@ -93,8 +93,8 @@ class WorldCounter(TorchDispatchMode):
         self.alive_bytes -= self.sizes.pop(index)
 
     def held_bytes(self, tensors: list[torch.Tensor]) -> int:
-        """Of the storages of known tensors, as counted: where one is fake and its memory was given up, a view gives it
-        memory."""
+        """Bytes of the storages under ``tensors``, as counted: a fake one whose memory was given up has it again once
+        it is viewed."""
         found = {stored.index for tensor in tensors if (stored := self.storages.find(tensor)) is not None}
         return sum(self.sizes[index] for index in found)
 

@@ -127,7 +127,8 @@ def _products(block: nn.Module) -> int:
 
 def _counted(number: str, *, compiled: bool) -> Any:
     """Forward and recomputation each count their matrix products; the count, not the shape, says which is the last.
-    The number of products is written out: an int that differs between blocks is none to the compiler, and refused.
+    The number of products is given as text: an int that differs between blocks is to the compiler one that it does not
+    know, which it refuses here.
     torch's own pair of contexts is for what is compiled: it asks that both run exactly the same operations, and what
     FSDP2 does for modules within a block differs."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
