@@ -1,4 +1,4 @@
-"""Plans in which frozen weights wait on the host, in layouts that meet every pair of settings at least once:
+"""Plans in which weights wait on the host, in layouts that meet every pair of settings at least once:
 ``python -m tests.parity.fetching`` prints them."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ DENSE = replace(MODELS["adapters"], num_hidden_layers=4)
 EXPERTS = replace(MODELS["experts"], num_hidden_layers=4)
 UNEVEN = replace(DENSE, hidden_size=66, intermediate_size=509)  # of which two ranks hold different numbers of rows
 FROZEN: dict[str, tuple[ModelSpec, Lora | None, tuple[str, ...]]] = {
-    "adapters": (DENSE, Lora(4, 8.0), ()),
     "adapters over 4 bits": (DENSE, Lora(4, 8.0, nf4=True), ()),
     "uneven": (UNEVEN, Lora(4, 8.0), ()),
     "some weights": (DENSE, None, ("embed.*", "layers.0.*", "layers.2.*", "layers.*.norm*")),
     "experts": (EXPERTS, None, ("layers.*.experts.*",)),
+    "nothing": (DENSE, None, ()),
 }
 KEPT = {"none": Remat(), "selective": Remat("selective"), "full": Remat("full"), "full, waiting": Remat("full")}
 
@@ -36,12 +36,14 @@ class Case:
 
     @property
     def spec(self) -> ModelSpec:
-        return FROZEN[self.frozen][0]
+        return EXPERTS if self.layout == "ep" else FROZEN[self.frozen][0]
 
     @property
     def possible(self) -> bool:
         if self.layout == "tp" and self.frozen == "uneven":
             return False
+        if self.frozen == "nothing":
+            return self.optimizer != "none"
         return (self.layout == "ep") == (self.frozen == "experts")
 
     @property
@@ -53,7 +55,7 @@ class Case:
         return replace(like, remat=KEPT[self.remat], lora=lora, frozen=frozen, offload=offload)
 
 
-AXES = PLACES, FROZEN, PRECISIONS, KEPT, (1, 2), ("none", "host")
+AXES = PLACES, FROZEN, PRECISIONS, KEPT, (1, 2), ("none", "host", "nvme")
 """Of the fields of a case, in their order."""
 CASES = [Case(*values) for values in pairwise(*AXES, legal=lambda *values: Case(*values).possible)]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from shardwise.models.config import ModelSpec
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Precision, Shard
+from shardwise.techniques.offload import leave_each
 from tests.covering import pairwise
 from tests.parity.cases import SEQ_LEN
 from tests.parity.mixtures import MODELS as MIXTURES
@@ -45,6 +46,7 @@ class Case:
     optimizer: str
     accumulation: int
     tier: str
+    sums: str = "device"
 
     @property
     def spec(self) -> ModelSpec:
@@ -53,6 +55,8 @@ class Case:
     @property
     def possible(self) -> bool:
         if self.tier == "nvme" and self.optimizer != "adamw":
+            return False
+        if self.sums == "host" and (self.accumulation == 1 or not leave_each(self.plan)):
             return False
         if self.layout == "pp" and (self.accumulation == 1 or self.model != "tied"):
             return False
@@ -71,13 +75,13 @@ class Case:
             PRECISIONS[self.precision],
             sequence_parallel=layout.tp > 1,
             optim=OPTIMIZERS[self.optimizer],
-            offload=Offload(self.tier),  # type: ignore[arg-type]
+            offload=Offload(self.tier, sums=self.sums),  # type: ignore[arg-type]
             lora=LORA.get(self.model),
             pipeline=Pipeline("1f1b", 1, (1, 1)) if layout.pp > 1 else Pipeline(),
         )
 
 
-AXES = LAYOUTS, MODELS, PRECISIONS, OPTIMIZERS, (1, 2), TIERS
+AXES = LAYOUTS, MODELS, PRECISIONS, OPTIMIZERS, (1, 2), TIERS, ("device", "host")
 """Of the fields of a case, in their order."""
 CASES = [Case(*values) for values in pairwise(*AXES, legal=lambda *values: Case(*values).possible)]
 

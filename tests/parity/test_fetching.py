@@ -1,4 +1,4 @@
-"""Frozen weights that wait on the host: a run is bit by bit what it is without, whatever it is beside."""
+"""Weights that wait on the host: a run is bit by bit what it is without, whatever it is beside."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def compiled_steps(rank: int, world: int, case: Case) -> list[parity.Trace]:
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("layout", ["one rank", "zero3"])
 def test_compiled_blocks(ranks: RankPool, layout: str) -> None:
-    case = next(case for case in CASES if case.layout == layout and case.frozen in ("adapters", "uneven"))
+    case = next(case for case in CASES if case.layout == layout and case.frozen == "uneven")
     for found, right in ranks.run(compiled_steps, case, world=case.plan.layout.world):
         assert differ(found, right) == []
 
@@ -109,7 +109,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(name: str) -> None:
     """What the proof above compares is not equal."""
-    case = next(case for case in CASES if case.layout == "one rank" and case.frozen == "adapters")
+    case = next(case for case in CASES if case.layout == "one rank" and case.frozen == "uneven")
     right = drawn.take_steps(0, case.spec, without(case.plan), STEPS)
     with FAULTS[name]():
         found = drawn.take_steps(0, case.spec, case.plan, STEPS)

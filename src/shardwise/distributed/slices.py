@@ -52,6 +52,11 @@ def kept(parameter: Tensor) -> Tensor:
     return found
 
 
+def waits(parameter: Tensor) -> bool:
+    """Whether another tensor keeps its values."""
+    return hasattr(parameter, "kept_on_host")
+
+
 def put(parameter: Tensor, values: Tensor) -> None:
     """Copy ``values``, this rank's slice, into the memory that keeps ``parameter``."""
     with torch.no_grad():

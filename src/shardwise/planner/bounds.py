@@ -129,7 +129,7 @@ class LowerBounds:
         sizes, slices = self._sizes(whole), plan.layout.fsdp if plan.sharded else 1
         gathered = sizes.gathered * (plan.shard.strategy in ("zero1", "zero2"))
         gradients = sizes.trained * BYTES[plan.precision.weights] // slices
-        if offload.leave_early(plan) and plan.batch.accumulation == 1:
+        if offload.leave_early(plan) and (plan.batch.accumulation == 1 or plan.offload.sums == "host"):
             gradients = 0
         room = share * self.cluster.device.memory_bytes - sum(fixed_bytes(plan, self.cluster).values())
         held = self.states[key] + max(gradients, gathered)

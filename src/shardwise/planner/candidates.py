@@ -182,14 +182,16 @@ def _with_batches(
     since all others wait for it."""
     layout, seq_len, found, problem = plan.layout, train.seq_len, [], None
     most = LARGER_CHUNKS[-1] if layout.pp > 1 and cluster.kind == "cuda" else CHUNK_NUMBERS[cluster.kind]
-    undivided = offload.leave_early(plan)  # gradients of several micro-batches would stay on the device
+    undivided = offload.leave_early(plan)  # gradients of several micro-batches stay on the device, or are copied more
     for micro, accumulation in splits(train, whole, layout.dp, layout.tp * layout.cp, undivided=undivided):
         chunk, reasons = chunk_of(spec, most, micro * seq_len // layout.cp)
         made = replace(plan, batch=Batch(micro, accumulation, seq_len, chunk), why={**plan.why, **reasons})
         if problems := pp.check(spec, made, cluster):
             problem = problems[0]
-        else:
-            found.append(made)
+            continue
+        found.append(made)
+        if accumulation > 1 and offload.leave_each(made):
+            found.append(replace(made, offload=replace(made.offload, sums="host")))
     return found, None if found else problem
 
 

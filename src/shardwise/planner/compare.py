@@ -111,7 +111,7 @@ def smallest_ones(plans: list[Plan]) -> list[Plan]:
     leave as one micro-batch makes them, and those of several would stay, the plan with one."""
     found: dict[object, Plan] = {}
     for plan in plans:
-        leaves = plan.batch.accumulation == 1 and leave_early(plan)
+        leaves = leave_early(plan) and (plan.batch.accumulation == 1 or plan.offload.sums == "host")
         alike = plan.layout, plan.cp_kind, plan.shard, plan.remat, plan.offload, leaves
         other = found.get(alike, plan)
         found[alike] = min(other, plan, key=lambda each: each.batch.micro_batch_size)

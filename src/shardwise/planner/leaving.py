@@ -1,5 +1,5 @@
 """When gradients leave the device, where the optimizer is on the host, and inputs of blocks, which come back; and when
-frozen weights come."""
+weights come that wait there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from shardwise.planner.passes import OUTPUT
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
-from shardwise.techniques.offload import blocks_again, frozen_bytes, leave_early
+from shardwise.techniques.offload import blocks_again, leave_early, waiting_bytes
 from shardwise.techniques.shard.unit_bytes import ExpertsOf
+
+ADDED = 3
+"""How often the host reads or writes a number that it adds to another."""
 
 
 class Leaving:
@@ -20,19 +23,26 @@ class Leaving:
 
     def __init__(self, tape: Tape, plan: Plan) -> None:
         self.tape, self.on_host, self.early = tape, plan.offload.optimizer != "none", leave_early(plan)
+        self.sums = plan.offload.sums == "host"
         self.sizes: dict[Hashable, int] = {}  # what of each is copied, where that is not all of it
         self.before: list[Hashable] = []
         self.bucketed: dict[Hashable, Hashable] = {}  # the last of the gradients that a bucket has
 
     def whole(self, key: Hashable, size: int, *, last: bool, summed: Hashable = None) -> None:
-        """A gradient of a backward is whole, where others add to it at the mark ``summed``, and in the ``last`` leaves
-        if it may already, by when the one before it has left; ``size`` bytes of it are copied."""
+        """A gradient of a backward is whole, where others add to it at the mark ``summed``, and in the ``last``, or in
+        each where the host adds them up, leaves if it may already, by when the one before it has left; ``size`` bytes
+        of it are copied."""
+        others = key in self.sizes
         self.sizes[key] = size
-        if self.early and last:
+        if self.early and (last or self.sums):
             for gone in self.before:
                 self.tape.free(gone)
             self.before = [key]
             self._copy(size, summed)
+            if others:
+                self.tape.record("out", "adds")
+                self.tape.wait("adds", "adds")
+                self.tape.add(Copy("host", "host", ADDED * size, "adds"))
 
     def rest(self) -> None:
         """After the last backward of a step: what has not left, leaves, that of a unit after that of another."""
@@ -97,12 +107,12 @@ class Inputs:
             _copy(self.tape, Copy("host", "device", self.sizes[before], "home"), ("come", before))
 
 
-class Frozen:
-    """The frozen weights of a stage's blocks, as techniques/offload/weights.py has them come and go."""
+class Waiting:
+    """The weights of a stage's blocks that wait on the host, as techniques/offload/weights.py has them come and go."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.sharded = tape, plan.sharded
-        self.sizes = frozen_bytes(sheet) if plan.offload.weights != "none" else []
+        self.sizes = waiting_bytes(sheet, plan)
         order = sheet.order if self.sizes else ()
         self.backward = {number for number, kind in enumerate(order) if sheet.blocks[kind].backward}
 
@@ -114,11 +124,11 @@ class Frozen:
 
     def after_forward(self, name: UnitName) -> None:
         if self.sizes and (name != len(self.sizes) - 1 or name not in self.backward):
-            self.tape.drop(("frozen", name))
+            self.tape.drop(("waiting", name))
 
     def before_backward(self, name: UnitName) -> None:
         if self.sizes and isinstance(name, int):
-            self.tape.drop(("frozen", name + 1))
+            self.tape.drop(("waiting", name + 1))
             self._come(name)
             self._await(name)
             if name - 1 in self.backward:
@@ -128,17 +138,17 @@ class Frozen:
     def rest(self) -> None:
         """After a backward: what it read last."""
         for name in range(len(self.sizes)):
-            self.tape.drop(("frozen", name))
+            self.tape.drop(("waiting", name))
 
     def _come(self, name: int) -> None:
-        if name < len(self.sizes) and ("frozen", name) not in self.tape.alive:
+        if name < len(self.sizes) and ("waiting", name) not in self.tape.alive:
             padded, exact = self.sizes[name]
-            self.tape.make(("frozen", name), "gathered", padded)
-            _copy(self.tape, Copy("host", "device", exact, "home"), ("frozen", name))
+            self.tape.make(("waiting", name), "gathered", padded)
+            _copy(self.tape, Copy("host", "device", exact, "home"), ("waiting", name))
 
     def _await(self, name: int, *, computes: bool = True) -> None:
         for stream in ["compute"] * computes + ["gather"] * self.sharded:
-            self.tape.wait(stream, ("frozen", name))
+            self.tape.wait(stream, ("waiting", name))
 
 
 def _copy(tape: Tape, copy: Copy, mark: tuple[str, int]) -> None:

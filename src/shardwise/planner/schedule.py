@@ -24,7 +24,7 @@ from shardwise.planner.events import (
     TensorKey,
     UnitName,
 )
-from shardwise.planner.leaving import Frozen, Inputs
+from shardwise.planner.leaving import Inputs, Waiting
 from shardwise.planner.passes import GRADIENT, OUTPUT, Pass, Passes, put_off
 from shardwise.planner.replicated import Replicated
 from shardwise.planner.seconds.rates import Rates
@@ -175,7 +175,7 @@ def _end(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     for sent in sheet.step:
         tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
     if plan.offload.optimizer != "none":
-        tape.add(Copy("host", "device", offload.trained_bytes(sheet, plan), "home"))
+        tape.add(Copy("host", "device", offload.returned_bytes(sheet, plan), "home"))
 
 
 class Step:
@@ -191,7 +191,7 @@ class Step:
         own = tape if plan.layout.pp == 1 else Apart(tape, number)
         self.weights: Weights = (Sharded if plan.sharded else Replicated)(own, sheet, plan)
         self.passes = passes
-        self.inputs, self.frozen = Inputs(tape, self.units, plan), Frozen(tape, sheet, plan)
+        self.inputs, self.waiting = Inputs(tape, self.units, plan), Waiting(tape, sheet, plan)
 
     def run(self, kind: str, micro_batch: int, *, last: bool = False) -> None:
         """A pass by the kind of its action."""
@@ -208,13 +208,13 @@ class Step:
         self.tape.add(Mark("start of forward"))
         for unit, name in enumerate(self.names):
             self.tape.add(Begin("forward", name, micro_batch, self.number))
-            self.frozen.before_forward(name)
+            self.waiting.before_forward(name)
             self.weights.before_forward(name)
             self.inputs.begins(self.at(micro_batch, unit))
             if name != "tail" or self.head:
                 self.play(Passes.forward, self.at(micro_batch, unit))
             self.inputs.ends(self.at(micro_batch, unit))
-            self.frozen.after_forward(name)
+            self.waiting.after_forward(name)
             self.weights.after_forward(name)
         self.play(Passes.tables, self.at(micro_batch, 0))
         self.tape.add(Mark("end of forward"))
@@ -223,7 +223,7 @@ class Step:
         """``last``: it is the last backward of this step."""
         self.weights.begin(last=last)
         self._backward(Passes.backward, micro_batch)
-        self.frozen.rest()
+        self.waiting.rest()
         if last and self.weights.plan.layout.pp == 1:
             self.weights.leaving.rest()
 
@@ -249,7 +249,7 @@ class Step:
             unit = self.units[number]
             if unit.backward or not isinstance(name, int):
                 self.tape.add(Begin("backward", name, micro_batch, self.number))
-                self.frozen.before_backward(name)
+                self.waiting.before_backward(name)
                 if name != "stem":
                     self.weights.before_backward(name)
                 self.inputs.again(self.at(micro_batch, number))

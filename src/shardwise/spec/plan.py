@@ -110,18 +110,21 @@ class Optim:
 class Offload:
     """``optimizer``: where moments are, and copies of the weights that are updated there: ``none`` on the device,
     ``host`` in the host's memory, ``nvme`` in files. ``activations``: where the inputs of blocks that are computed
-    again wait for backward. ``weights``: where the frozen weights of blocks are while other blocks compute."""
+    again wait for backward. ``weights``: where those weights of blocks that the device does not update are while other
+    blocks compute. ``sums``: where gradients of several micro-batches are added up."""
 
     optimizer: Literal["none", "host", "nvme"] = "none"
     activations: Literal["none", "host"] = "none"
     weights: Literal["none", "host"] = "none"
+    sums: Literal["device", "host"] = "device"
 
     @property
     def words(self) -> list[str]:
         """What is outside the device, and where."""
         places = {"host": "the host", "nvme": "NVMe"}
         found = {"the optimizer": self.optimizer, "inputs of blocks": self.activations}
-        found["frozen weights"] = self.weights
+        found["weights of blocks"] = self.weights
+        found["sums of gradients"] = "none" if self.sums == "device" else self.sums
         return [f"{what} on {places[where]}" for what, where in found.items() if where != "none"]
 
 

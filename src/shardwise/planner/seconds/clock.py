@@ -79,6 +79,8 @@ class StepClock(Folding):
             self._send(event, 1)
         elif isinstance(event, Copy) and event.source != event.target:
             self.now.at_s[event.stream] += event.bytes / self.rates.host_link_bytes_per_s[event.target == "device"]
+        elif isinstance(event, Copy) and event.source == "host":
+            self.now.at_s[event.stream] += event.bytes / self.rates.host_bytes_per_s
         elif isinstance(event, Copy):
             seconds = self.rates.copy_s(event.bytes)
             if event.stream == "compute":

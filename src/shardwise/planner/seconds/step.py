@@ -50,22 +50,25 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     rates = rates_of(plan, cluster, traits)
     now = _played(costed, plan, cluster, rates, traits)
     optimizer_s = optimizer(costed, plan, rates, unfused=traits.unfused)
-    late_s = max(0.0, now.at_s["out"] - now.at_s["compute"])
+    late_s = max(0.0, max(now.at_s[stream] for stream in ("out", "adds")) - now.at_s["compute"])
     waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)  # in passes, for copies: no axis is waited for
     found = _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, late_s, copies_s(costed, plan, rates))
     inputs = offload.tiers(costed, plan, 0).get("host", {}).get("activations", 0)
     moved_s = sum(inputs / rate for rate in rates.host_link_bytes_per_s)
     moved_s += offload.fetched_bytes(costed, plan) / rates.host_link_bytes_per_s[1]
     moved_s *= plan.batch.accumulation
+    if plan.offload.sums == "host":
+        moved_s += (plan.batch.accumulation - 1) * copies_s(costed, plan, rates)[0]
     times = {"compute_s": -waited_s, "offload_s": waited_s, "copied_s": moved_s}
     return replace(found, **{name: vars(found)[name] + seconds for name, seconds in times.items()})
 
 
 def copies_s(costed: Sheet, plan: Plan, rates: Rates) -> tuple[float, float]:
     """What it takes to copy the gradients of a place to the host, and the weights from there."""
-    size = offload.trained_bytes(costed, plan) if plan.offload.optimizer != "none" else 0
+    if plan.offload.optimizer == "none":
+        return 0.0, 0.0
     out, home = rates.host_link_bytes_per_s
-    return size / out, size / home
+    return offload.trained_bytes(costed, plan) / out, offload.returned_bytes(costed, plan) / home
 
 
 def _offloaded(found: Seconds, plan: Plan, late_s: float, copied_s: tuple[float, float]) -> Seconds:

@@ -12,16 +12,17 @@
                         of blocks, in memory of the host             while backward computes the block after it
 
     offload.weights
-    host                the frozen weights of blocks, in memory of   each to the device, while the block before it
-                        the host                                     computes, in forward and in backward
+    host                the weights of blocks, frozen ones, and      each to the device, while the block before it
+                        trained ones that the host updates, in       computes, in forward and in backward
+                        memory of the host
 
 The optimizer is the same, torch's fused AdamW or one of ours, on tensors of the host (host.py): the numbers do not
 change. The host waits for the gradient norm before it updates, so that clipping and the skip of a bad step stay exact.
 A gradient leaves while backward still runs where no sum over ranks comes after it: under a sharded strategy, or on one
 rank, without tp and pp; others leave when backward is over. It pays where moments do not fit: all that is trained
 crosses the bus twice a step, and is updated at the rate of the host's memory. What blocks are given (activations.py)
-crosses it while they compute, and pays where rows are long; so do frozen weights (weights.py), in every micro-batch,
-which pays where they do not fit: under adapters, of a large model on few devices.
+crosses it while they compute, and pays where rows are long; so do weights that wait (weights.py), in every micro-batch,
+which pays where they do not fit: those of a large model on few devices.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Offload, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tier, Unit
-from shardwise.techniques.offload.sizes import BUFFER_BYTES
+from shardwise.techniques.offload.sizes import BUFFER_BYTES, SUM_BUFFERS
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
-    return [*_check_optimizer(plan), *_check_activations(plan), *_check_weights(plan)]
+    return [*_check_optimizer(plan), *_check_activations(plan), *_check_weights(plan), *_check_sums(plan)]
 
 
 def _check_activations(plan: Plan) -> list[Problem]:
@@ -102,10 +103,11 @@ def _check_weights(plan: Plan) -> list[Problem]:
     if plan.offload.weights == "none":
         return []
     dial = plan.shard
-    if plan.lora is None and not plan.frozen:
-        what, fix = "only frozen weights wait on the host, and here all are trained", "lora.rank=16"
+    if plan.lora is None and not plan.frozen and plan.offload.optimizer == "none":
+        what = "weights wait on the host if they are frozen or updated there, and here all are updated on the device"
+        fix = "offload.optimizer=host"
     elif plan.layout.pp > 1:
-        what = "frozen weights come for one micro-batch at a time, and stages have several in flight"
+        what = "weights come from the host for one micro-batch at a time, and stages have several in flight"
         fix = "parallel.pp=1"
     elif plan.sharded and (dial.strategy != "zero3" or dial.reshard_after_forward is not True):
         kept, fix = f"strategy: {dial.strategy}", "parallel.strategy=zero3"
@@ -115,6 +117,14 @@ def _check_weights(plan: Plan) -> list[Problem]:
     else:
         return []
     return [Problem("PLAN028", what, "offload.weights", f"none, or `{fix}`")]
+
+
+def _check_sums(plan: Plan) -> list[Problem]:
+    if plan.offload.sums == "device" or leave_each(plan):
+        return []
+    what = "gradients are added up on the host where those of a micro-batch leave as backward makes them: with the "
+    what += "optimizer there, on one rank, or under zero2 or zero3 without replicas, tensor parallelism and stages"
+    return [Problem("PLAN028", what, "offload.sums", "device")]
 
 
 def _check_optimizer(plan: Plan) -> list[Problem]:
@@ -148,13 +158,13 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 def waiting_weights(part: nn.Module, plan: Plan, device: torch.device) -> WaitingWeights | None:
-    """If frozen weights are to wait on the host, what has them come and go, of the blocks of a part on the meta device:
+    """If weights are to wait on the host, what has them come and go, of the blocks of a part on the meta device:
     block by block they get memory on the device, and give it up."""
     if plan.offload.weights == "none":
         return None
     from shardwise.techniques.offload.weights import WaitingWeights
 
-    _WAITING[part] = WaitingWeights()
+    _WAITING[part] = WaitingWeights(trained=plan.offload.optimizer != "none")
     for _, block in numbered(part):
         block.to_empty(device=device)
         _WAITING[part].add(block)
@@ -162,7 +172,7 @@ def waiting_weights(part: nn.Module, plan: Plan, device: torch.device) -> Waitin
 
 
 def moved(parts: Iterable[nn.Module]) -> list[MovedInputs | WaitingWeights]:
-    """What moves inputs of blocks, or frozen weights, of these parts."""
+    """What moves inputs of blocks, or their weights, of these parts."""
     return [found[part] for found in (_MOVED_INPUTS, _WAITING) for part in parts if part in found]
 
 
@@ -179,6 +189,11 @@ def leave_early(plan: Plan) -> bool:
     return plan.offload.optimizer != "none" and plan.layout.tp == plan.layout.pp == 1 and (plan.sharded or alone)
 
 
+def leave_each(plan: Plan) -> bool:
+    """Whether those of each micro-batch can: ranks have added them up by then."""
+    return leave_early(plan) and plan.shard.strategy != "zero1" and plan.layout.dp_replicate == 1
+
+
 def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
     """What is kept beside the device at the sheet's place, by tier and category: of each trained weight a copy and its
     gradient, and the ``moments``, whose bytes the optimizer knows, with a count of 4 bytes a weight. On NVMe gradients
@@ -186,14 +201,17 @@ def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
     trained = trained_bytes(sheet, plan)
     found: dict[Tier, dict[str, int]] = {}
     if plan.offload.optimizer == "host":
-        found["host"] = {"weights": trained, "gradients": trained, "moments": moments}
+        found["host"] = {"weights": returned_bytes(sheet, plan), "gradients": trained, "moments": moments}
     if plan.offload.optimizer == "nvme":
         counts = 4 * sum(times * sum(weight.trained for weight in unit.weights) for unit, times in sheet.repeated())
         found["host"] = {"gradients": trained, "moments": counts, "buffers": BUFFER_BYTES}
         found["disk"] = {"weights": trained, "moments": moments - counts}
+    if plan.offload.sums == "host":
+        here = found["host"]
+        here["buffers"] = here.get("buffers", 0) + SUM_BUFFERS * largest_bytes(sheet, plan)
     if plan.offload.weights != "none":
         here = found.setdefault("host", {})
-        here["weights"] = here.get("weights", 0) + sum(exact for _, exact in frozen_bytes(sheet))
+        here["weights"] = here.get("weights", 0) + sum(exact for _, exact in waiting_bytes(sheet, plan))
     if plan.offload.activations != "none":
         order = [sheet.blocks[kind] for kind in sheet.order]
         b, s = plan.batch.micro_batch_size, plan.row_tokens
@@ -204,20 +222,23 @@ def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
 
 def on_device(state: dict[str, int], sheet: Sheet, plan: Plan) -> dict[str, int]:
     """What the device holds all the time of the weights and moments at the sheet's place."""
-    waits = sum(padded for padded, _ in frozen_bytes(sheet)) if plan.offload.weights != "none" else 0
+    waits = sum(padded for padded, _ in waiting_bytes(sheet, plan))
     moments = {"moments": 0} if plan.offload.optimizer != "none" else {}
     return {**state, "weights": state["weights"] - waits, **moments}
 
 
-def frozen_bytes(sheet: Sheet) -> list[tuple[int, int]]:
-    """Bytes of the frozen weights of each block in their order, at the sheet's place, with padding and without."""
-    each = [_frozen(block, sheet.place) for block in sheet.blocks]
+def waiting_bytes(sheet: Sheet, plan: Plan) -> list[tuple[int, int]]:
+    """Bytes of the weights that wait on the host of each block in their order, at the sheet's place, with padding and
+    without; of none, where they are on the device."""
+    if plan.offload.weights == "none":
+        return []
+    each = [_waiting(block, sheet.place, plan.offload.optimizer != "none") for block in sheet.blocks]
     return [each[kind] for kind in sheet.order]
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _frozen(block: Unit, place: Place) -> tuple[int, int]:
-    weights = [weight for weight in block.weights if not weight.trained]
+def _waiting(block: Unit, place: Place, trained: bool) -> tuple[int, int]:
+    weights = [weight for weight in block.weights if trained or not weight.trained]
     padded, exact = (
         sum(weight.local_numel(place, padded=padded) * BYTES[weight.dtype] for weight in weights)
         for padded in (True, False)
@@ -226,18 +247,36 @@ def _frozen(block: Unit, place: Place) -> tuple[int, int]:
 
 
 def fetched_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Bytes of frozen weights that come from the host for one micro-batch: of each block for its forward, and but for
-    the last, which stays, for its backward."""
+    """Bytes of weights that come from the host for one micro-batch: of each block for its forward, and but for the
+    last, which stays, for its backward."""
     if plan.offload.weights == "none":
         return 0
-    exact = [size for _, size in frozen_bytes(sheet)]
+    exact = [size for _, size in waiting_bytes(sheet, plan)]
     again = [size for size, kind in zip(exact, sheet.order, strict=True) if sheet.blocks[kind].backward]
     return sum(exact) + sum(again[:-1])
 
 
 def trained_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Bytes of the trained weights at the sheet's place, which are copied to the host and back, without padding."""
+    """Bytes of the trained weights at the sheet's place, without padding, whose gradients are copied to the host."""
     return trained_numbers(sheet) * BYTES[plan.precision.weights]
+
+
+def returned_bytes(sheet: Sheet, plan: Plan) -> int:
+    """Bytes of the trained weights that are copied to the device after the step: those that do not wait on the host."""
+    if plan.offload.weights == "none":
+        return trained_bytes(sheet, plan)
+    return sum(_trained(end, sheet.place) for end in (sheet.stem, sheet.tail)) * BYTES[plan.precision.weights]
+
+
+def largest_bytes(sheet: Sheet, plan: Plan) -> int:
+    """Bytes of the largest trained weight at the sheet's place, without padding."""
+    units = (sheet.stem, *sheet.blocks, sheet.tail)
+    return max(_largest(unit, sheet.place) for unit in units) * BYTES[plan.precision.weights]
+
+
+@lru_cache(maxsize=8 * KEPT_UNITS)
+def _largest(unit: Unit, place: Place) -> int:
+    return max((weight.local_numel(place, padded=False) for weight in unit.weights if weight.trained), default=0)
 
 
 def trained_numbers(sheet: Sheet) -> int:
@@ -260,7 +299,8 @@ def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None 
     trained = [parameter for _, parameter in each_named(parts) if parameter.requires_grad]
     on_disk = plan.offload.optimizer == "nvme"
     where = (directory or Path(gettempdir())) if on_disk else None
-    found = HostWeights(trained, early=leave_early(plan), cut=plan.sharded, directory=where)
+    early, sums = leave_early(plan), plan.offload.sums == "host"
+    found = HostWeights(trained, early=early, cut=plan.sharded, sums=sums, directory=where)
     _HOST_WEIGHTS.update(dict.fromkeys(parts, found))
     return found
 

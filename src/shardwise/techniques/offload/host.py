@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.distributed.pinned import host_buffer
-from shardwise.distributed.slices import local
+from shardwise.distributed.slices import kept, local, waits
 from shardwise.distributed.torch_private import placed_as
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.sizes import BLOCK_BYTES, THREADS
 from shardwise.techniques.offload.streamed import STATES, StreamedAdamW
+from shardwise.techniques.offload.sums import HostSums
 
 PLACES = 1 + len(STATES)
 """Of a parameter in a scratch file: its weight and its moments."""
@@ -25,13 +26,20 @@ PLACES = 1 + len(STATES)
 
 class HostWeights:
     """A copy on the host of each of the ``parameters``, in the same dtype and cut over ranks in the same way, and room
-    for its gradient. ``early``: gradients leave as they arrive in the ``last`` micro-batch's backward; if weights are
-    ``cut``, but those of scalars, which replicas still add up. With a ``directory`` copies are in a file there
+    for its gradient; of a weight that waits on the host (weights.py) its room there is the copy. ``early``: gradients
+    leave as they arrive in the ``last`` micro-batch's backward, or where ``sums`` are made on the host, in each; if
+    weights are ``cut``, but those of scalars, which replicas still add up. With a ``directory`` copies are in a file there
     (``scratch``), with places for the moments, and the optimizer gives new values back piece by piece. ``copied``
     counts bytes by (from, to)."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], *, early: bool, cut: bool, directory: Path | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        early: bool,
+        cut: bool,
+        sums: bool = False,
+        directory: Path | None = None,
     ) -> None:
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
         self.last = True
@@ -44,11 +52,19 @@ class HostWeights:
         self._leaving: tuple[Tensor, torch.cuda.Event | None] | None = None
         weakly = proxy(self)  # or parameter, hook and parameter would hold one another
         held = {parameter: local(parameter.detach()) for parameter in parameters}
+        self._sums: HostSums | None = None
+        if sums and held:
+            pinned = any(values.is_cuda for values in held.values())
+            self._sums = HostSums(max(values.nbytes for values in held.values()), pinned=pinned)
         if directory is not None:
             self.scratch = Scratch(directory, [values.nbytes for values in held.values() for _ in range(PLACES)])
         for number, (parameter, values) in enumerate(held.items()):
-            room = self.scratch.mapped(PLACES * number, values) if self.scratch else self._room(values)
-            self.copies[parameter] = nn.Parameter(placed_as(parameter, room.copy_(values)))
+            first = local(kept(parameter))
+            if self.scratch:
+                copy = self.scratch.mapped(PLACES * number, values).copy_(first)
+            else:
+                copy = first if waits(parameter) else self._room(values).copy_(first)
+            self.copies[parameter] = nn.Parameter(placed_as(parameter, copy))
             self._gradients[parameter] = placed_as(parameter, self._room(values))
             if values.is_cuda and self._stream is None:
                 self._stream = torch.cuda.Stream(values.device)
@@ -65,8 +81,9 @@ class HostWeights:
 
         def give(copy: nn.Parameter, first: int, piece: Tensor) -> None:
             with torch.no_grad():
-                local(of[copy]).view(-1)[first : first + piece.numel()].copy_(piece)
-            self.copied["host", "device"] += piece.nbytes
+                local(kept(of[copy])).view(-1)[first : first + piece.numel()].copy_(piece)
+            if not waits(of[copy]):
+                self.copied["host", "device"] += piece.nbytes
 
         rooms = [aligned(3 * BLOCK_BYTES) for _ in range(THREADS)]
         self._rooms = [room for _, room in rooms]
@@ -82,39 +99,46 @@ class HostWeights:
         return self.copies[parameter]
 
     def tensors(self) -> list[Tensor]:
-        """What is in memory: the room for gradients, and the copies; of a file, the blocks that are on their way."""
-        return [*self._gradients.values(), *(self._rooms if self.scratch else self.copies.values())]
+        """What is in memory: the room for gradients, and the copies, but for weights that wait there anyhow; of a file,
+        the blocks that are on their way."""
+        copies = [copy for parameter, copy in self.copies.items() if not waits(parameter)]
+        buffers = self._sums.buffers if self._sums else []
+        return [*self._gradients.values(), *(self._rooms if self.scratch else copies), *buffers]
 
     def read(self) -> None:
-        """The copies take the values of the device's weights, which have been filled anew."""
+        """The copies take the values of the weights, which have been filled anew."""
         with torch.no_grad():
             for parameter, copy in self.copies.items():
-                local(copy).copy_(local(parameter))
+                local(copy).copy_(local(kept(parameter)))
         if self.scratch:
             self.scratch.settle()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        if self.last:
+        if self.last or self._sums:
             self._take(parameter)
 
     def _take(self, parameter: nn.Parameter) -> None:
         """A whole gradient leaves. The device holds it until the next one leaves, by when its copy is done."""
         assert parameter.grad is not None
-        gradient, room = local(parameter.grad), self._gradients[parameter]
+        gradient, total = local(parameter.grad), local(self._gradients[parameter])
+        adds = self._sums if self.copies[parameter].grad is not None else None
+        room = adds.room(gradient) if adds else total
         copied = None
         if self._stream is None:
-            local(room).copy_(gradient)
+            room.copy_(gradient)
         else:
             current = torch.cuda.current_stream(gradient.device)
             if self._leaving is not None and self._leaving[1] is not None:
                 current.wait_event(self._leaving[1])  # then its memory may be used again
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                local(room).copy_(gradient, non_blocking=True)
+                room.copy_(gradient, non_blocking=True)
                 copied = self._stream.record_event()
+        if adds:
+            adds.add(room, total, copied)
         self.copied["device", "host"] += gradient.nbytes
         self._leaving = gradient, copied
-        self.copies[parameter].grad = room
+        self.copies[parameter].grad = self._gradients[parameter]
         parameter.grad = None
 
     def take_rest(self) -> None:
@@ -125,12 +149,17 @@ class HostWeights:
                 self._take(parameter)
         if self._stream is not None:
             self._stream.synchronize()
+        if self._sums:
+            self._sums.settle()
         self._leaving = None
 
     def give_back(self) -> None:
-        """The device gets the updated weights, all at once; what it is given to do next waits for them."""
+        """The device gets the updated weights, but for those that wait, all at once; what it is given to do next waits
+        for them."""
         with torch.no_grad():
             for parameter, copy in self.copies.items():
+                if waits(parameter):
+                    continue
                 values = local(copy)
                 local(parameter).copy_(values, non_blocking=True)
                 self.copied["host", "device"] += values.nbytes

@@ -1,4 +1,4 @@
-"""How an optimizer goes through a file: in what pieces, and how many at a time."""
+"""How an optimizer goes through a file, in what pieces, and how many at a time; and how many gradients come at once."""
 
 from __future__ import annotations
 
@@ -10,3 +10,5 @@ PAGE_BYTES = 4096
 """To which places and lengths of what goes past the page cache are aligned."""
 BUFFER_BYTES = THREADS * (3 * BLOCK_BYTES + PAGE_BYTES)
 """Of all threads together; what is aligned begins within a page more."""
+SUM_BUFFERS = 2
+"""For gradients on their way to their sums: one comes while the other is added."""

@@ -1,4 +1,5 @@
-"""Frozen weights of blocks, which wait in memory of the host while other blocks compute.
+"""Weights of blocks, which wait in memory of the host while other blocks compute: frozen ones, and trained ones where
+the optimizer updates them there.
 
 A weight keeps its tensor and loses its memory, as FSDP2's do: what autograd saved of it is filled again before backward
 reads it. Those of a block come while the block before it computes, in forward and in backward, and go when their block
@@ -29,10 +30,12 @@ class _Fetched(NamedTuple):
 
 
 class WaitingWeights:
-    """Of one part's blocks, each of which is added once it has memory on the device, in their order. ``copied`` counts
-    bytes by (from, to); ``rooms`` is all memory of the host."""
+    """Of one part's blocks, each of which is added once it has memory on the device, in their order; of those weights
+    that are ``trained`` too, or of frozen ones alone. ``copied`` counts bytes by (from, to); ``rooms`` is all memory of
+    the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, trained: bool) -> None:
+        self.trained = trained
         self.copied: Counter[tuple[str, str]] = Counter()
         self.rooms: list[Tensor] = []
         self._blocks: list[list[_Fetched]] = []
@@ -42,12 +45,12 @@ class WaitingWeights:
         self._gathers: nn.Module | None = None
 
     def add(self, block: nn.Module) -> None:
-        """From here on the block's frozen weights have memory on the host, to be filled with ``slices.put``, and none
-        on the device but while it computes."""
+        """From here on the block's weights have memory on the host, to be filled with ``slices.put``, and none on the
+        device but while it computes."""
         keep_sharded_memory(block)
         self._blocks.append([])
         for parameter in block.parameters():
-            if not parameter.requires_grad:
+            if self.trained or not parameter.requires_grad:
                 tensor = local(parameter.detach())
                 room = host_buffer(tensor.nbytes, pinned=tensor.is_cuda).view(tensor.dtype).view(tensor.shape)
                 keep_on_host(parameter, placed_as(parameter, room))
