@@ -22,6 +22,7 @@ from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Shard
 from shardwise.techniques import offload
 from shardwise.techniques.offload.host import HostWeights
 from shardwise.techniques.offload.scratch import Scratch, aligned
+from shardwise.techniques.offload.sums import HostSums
 from tests.parity import drawn
 from tests.parity.cases import FP64, SEQ_LEN
 from tests.parity.moving import goes_on
@@ -56,6 +57,7 @@ def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
 
 ZERO3 = Plan(Layout(dp_shard=2), Batch(2, 2, SEQ_LEN, 7), Shard("zero3"), FP64, offload=Offload("host"))
 ONE = replace(ZERO3, layout=Layout(), batch=Batch(4, 2, SEQ_LEN, 7), shard=Shard())
+SUMMED = replace(ZERO3, offload=Offload("host", sums="host"))
 STAGED = replace(ONE, layout=Layout(pp=2), pipeline=Pipeline("1f1b", 1, (1, 1)))
 ON_NVME = replace(ZERO3, offload=Offload("nvme"))
 FOUR = replace(ZERO3, layout=Layout(dp_shard=4), batch=Batch(1, 2, SEQ_LEN, 7))
@@ -134,12 +136,25 @@ def a_step_late() -> AbstractContextManager[Any]:
     return patch.object(Scratch, "write", late)
 
 
+def nothing_added() -> AbstractContextManager[Any]:
+    """Of several micro-batches the sum on the host is the first."""
+    return patch.object(HostSums, "add", lambda self, room, total, copied: None)
+
+
+def one_buffer_for_all() -> AbstractContextManager[Any]:
+    """What comes is added to what has come into the same buffer, and not to the sum."""
+    add = HostSums.add
+    return patch.object(HostSums, "add", lambda self, room, total, copied: add(self, room, room, copied))
+
+
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], ModelSpec, Plan]] = {
     "the last step's gradient": (of_the_last_step, DENSE, ZERO3),
     "weights that return before the step": (before_the_step, DENSE, ZERO3),
     "gradients that leave after each micro-batch": (every_micro_batch, DENSE, ONE),
     "a norm that misses what has left": (norm_of_what_stayed, DENSE, ZERO3),
     "a read that overtakes a write": (a_step_late, DENSE, ON_NVME),
+    "a sum of one micro-batch": (nothing_added, DENSE, SUMMED),
+    "a sum in a buffer": (one_buffer_for_all, DENSE, SUMMED),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ MEANT_FOR = {
     "llama-405b-3d": "16x8xH100",
     "sft-8b": "8xH100",
     "full-8b-host": "1xH100",
+    "full-13b-24gb": "1xRTX-4090",
     "lora-7b": "1xH100",
     "lora-70b": "8xH100",
     "dpo-8b": "1xH100",
@@ -152,6 +154,24 @@ def test_all_weights_run_small_with_the_optimizer_on_the_host(tmp_path: Path) ->
         recipe = load_recipe(recipes_directory() / "full-8b-host.yaml", own)
         plan = choose(recipe, resolve(recipe), parse_cluster("1xCPU"))
         assert plan.offload.optimizer == asked
+        train(recipe, plan)
+        told = [json.loads(line) for line in (tmp_path / asked / "metrics.jsonl").read_text().splitlines()]
+        lines[asked] = [(line["step"], line["loss"], line["grad_norm"]) for line in told]
+    assert len(lines["host"]) == 3 and lines["host"] == lines["none"]
+
+
+def test_all_weights_beyond_the_gpu_run_small(tmp_path: Path) -> None:
+    """The recipe's own settings, in this process; losses and norms are to the bit what they are without."""
+    records, lines = [{"text": f"{i} is {'odd' if i % 2 else 'even'}"} for i in range(40)], {}
+    words = [*small_words(tmp_path, records), "train.global_batch_size=4"]
+    for asked in ("host", "none"):
+        outside = [] if asked == "host" else ["offload.optimizer=none", "offload.activations=none"]
+        own = [*words, f"run.name={asked}", f"offload.weights={asked}", *outside]
+        recipe = load_recipe(recipes_directory() / "full-13b-24gb.yaml", own)
+        plan = choose(recipe, resolve(recipe), parse_cluster("1xCPU"))
+        if asked == "host":
+            assert plan.offload == Offload("nvme", "host", "host", plan.offload.sums) and plan.batch.accumulation > 1
+            plan = replace(plan, offload=replace(plan.offload, sums="host"))
         train(recipe, plan)
         told = [json.loads(line) for line in (tmp_path / asked / "metrics.jsonl").read_text().splitlines()]
         lines[asked] = [(line["step"], line["loss"], line["grad_norm"]) for line in told]

@@ -1,4 +1,4 @@
-"""Frozen weights that wait on the host: when they may, what they hold and take by hand, what is said of them, and how
+"""Weights that wait on the host: when they may, what they hold and take by hand, what is said of them, and how
 those of small blocks come and go."""
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques.offload import check
+from shardwise.techniques.offload.sizes import BUFFER_BYTES
 from shardwise.techniques.offload.weights import WaitingWeights
 from tests.parity.fetching import DENSE
 from tests.runtime import small_run
@@ -91,8 +92,47 @@ def test_what_has_no_backward_comes_once() -> None:
     assert seconds(timed(EIGHT_B, found, H100)).copied_s == pytest.approx(8 * 2 * BLOCK / (0.8 * 63e9))
 
 
+STEM, TAIL = 4 * 128_256 * 4096, 4 * (128_256 + 1) * 4096
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("m", [1, 4])
+def test_trained_weights_by_hand(tier: str, m: int) -> None:
+    """In fp32. On the host the optimizer's copies are what waits there; on NVMe they are in the file. Of the device's
+    weights the ends stay, which alone are copied back after the step; gradients of each micro-batch leave, and those
+    after the first go through two buffers to their sums."""
+    plan = replace(ONE, lora=None, batch=Batch(1, m, 8192), remat=Remat("full"))
+    where = Offload(tier, weights="host", sums="host" if m > 1 else "device")  # type: ignore[arg-type]
+    found = price(EIGHT_B, replace(plan, offload=where), H100)
+    blocks, whole, memory = 32 * 2 * BLOCK, 32 * 2 * BLOCK + STEM + TAIL, found.estimate.memory
+    assert memory["weights"] == STEM + TAIL and memory["gathered"] == 2 * BLOCK + 2 * 4096, "a block, and a norm"
+    assert memory["gradients"] == (STEM if m > 1 else 0), "what left last of the micro-batch before"
+    assert not memory["moments"]
+    buffers = 2 * STEM if m > 1 else 0
+    counts = 4 * (32 * 9 + 3)
+    if tier == "host":
+        right = {"weights": whole, "gradients": whole, "moments": 2 * whole + counts}
+        assert found.estimate.host == right | ({"buffers": buffers} if buffers else {})
+    else:
+        right = {"weights": blocks, "gradients": whole, "moments": counts, "buffers": buffers + BUFFER_BYTES}
+        assert found.estimate.host == right and found.estimate.disk_bytes == 3 * whole
+    cluster = replace(H100, device=replace(H100.device, host_link_bytes_per_s=63e9))
+    bus = 0.8 * 63e9
+    copied = m * (63 * 2 * BLOCK + whole) + STEM + TAIL
+    assert seconds(timed(EIGHT_B, found, cluster)).copied_s == pytest.approx(copied / bus)
+
+
+def test_where_sums_are_made_is_searched() -> None:
+    """Gradients of a 13B are more than a GPU of 24 GB has; of a 1B they stay on an H100: copies take time."""
+    asked = ["train.seq_len=4096", "train.global_batch_size=16", "offload.optimizer=host", "offload.weights=host"]
+    for model, machines, where in (("Llama-2-13b-hf", "1xRTX-4090", "host"), ("Llama-3.2-1B", "1xH100", "device")):
+        words = [*asked, "train.micro_batch_size=2", "precision=bf16"]
+        found = choose(load_recipe(None, words), load_spec(f"meta-llama/{model}"), parse_cluster(machines))
+        assert fits(found) and (found.offload.sums, found.batch.accumulation) == (where, 8)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "nothing frozen": ({"lora": None}, "here all are trained", "lora.rank=16"),
+    "nothing frozen": ({"lora": None}, "here all are updated on the device", "offload.optimizer=host"),
     "stages": (
         {"layout": Layout(pp=2), "pipeline": Pipeline("1f1b", 1, (16, 16))},
         "several in flight",
@@ -130,7 +170,7 @@ def test_a_70b_in_4_bits_on_two_gpus_of_24_gb() -> None:
     assert fits(there) and not fits(here)
     assert there.offload == Offload(weights="host") and there.why["offload.weights"] == "pinned"
     assert techniques.pins(load_recipe(None, ASKED), there)["offload.weights"] == ("host", "none")
-    assert "frozen weights on the host" in render.execution(there)
+    assert "weights of blocks on the host" in render.execution(there)
     found = {each.change: each for each in remedies(load_recipe(None, ASKED), SEVENTY_B, TWO_4090, here)}
     assert fits(found["offload.weights=host"].plan)
 
@@ -176,7 +216,11 @@ class Scaled(nn.Linear):
 def waiting(count: int, *, plain: bool = False) -> tuple[nn.Sequential, WaitingWeights, list[list[int]]]:
     """Blocks; and, as one computes forward or its backward begins, the numbers of those that are on the device."""
     torch.manual_seed(0)
-    model, waits, seen = nn.Sequential(*(Scaled() for _ in range(count))), WaitingWeights(), list[list[int]]()
+    model, waits, seen = (
+        nn.Sequential(*(Scaled() for _ in range(count))),
+        WaitingWeights(trained=False),
+        list[list[int]](),
+    )
 
     def look(*given: object) -> None:
         seen.append([i for i, block in enumerate(model) if block.weight.untyped_storage().nbytes()])

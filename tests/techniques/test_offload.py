@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Timer
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from shardwise.spec.recipe import Data, Recipe
 from shardwise.spec.units import show_bytes
 from shardwise.techniques.offload import check, host_weights, leave_early
 from shardwise.techniques.offload.host import HostWeights
+from shardwise.techniques.offload.sums import HostSums
 from tests.parity.cases import UNTIED
 
 ONE_B, EIGHT_B = load_spec("meta-llama/Llama-3.2-1B"), load_spec("meta-llama/Llama-3.1-8B")
@@ -400,6 +402,70 @@ def test_of_several_micro_batches_the_sum_leaves() -> None:
     gradient = host.of(module.first).grad
     assert gradient is not None and gradient.tolist() == [3.0, 3.0]
     assert host.copied == {("device", "host"): 16}, "once"
+
+
+def test_of_several_micro_batches_the_host_makes_the_sum() -> None:
+    """Each leaves; the first comes to its place, others through a buffer. A step begins anew."""
+    module, host_module = Two(), Two()
+    host = HostWeights(host_module.parameters(), early=True, cut=False, sums=True)
+    assert [buffer.numel() for buffer in host.tensors()[-2:]] == [8, 8]
+    for step in (1, 2):
+        for number, host.last in enumerate((False, False, True), 1):
+            x = torch.tensor([0.1 * number, 0.3 * step])
+            for each in (module, host_module):
+                each(x, both=number != 2).backward()
+            assert not any(parameter.grad is not None for parameter in host_module.parameters())
+        host.take_rest()
+        for own, right in zip(host_module.parameters(), module.parameters(), strict=True):
+            assert torch.equal(host.of(own).grad, right.grad) and right.grad is not None
+            right.grad = host.of(own).grad = None
+    assert host.copied == {("device", "host"): 2 * (3 + 2) * 8}
+
+
+class Arrived:
+    """A copy that is done when it is asked for a second time."""
+
+    def __init__(self) -> None:
+        self.done = Event()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(10)
+
+
+def test_what_has_not_been_copied_is_not_added_and_its_buffer_not_given_away() -> None:
+    """As on a GPU, where copies are done later: of two buffers a third gradient waits for the first."""
+    sums, total, copies = HostSums(8, pinned=False), torch.zeros(2), [Arrived() for _ in range(3)]
+    for number, copied in enumerate(copies[:2]):
+        room = sums.room(total)
+        sums.add(room.fill_(10.0**number), total, copied)  # type: ignore[arg-type]
+    assert total.tolist() == [0.0, 0.0]
+    timer = Timer(0.05, copies[0].done.set)
+    timer.start()
+    third = sums.room(total)
+    assert total.tolist() == [1.0, 1.0]
+    sums.add(third.fill_(100.0), total, copies[2])  # type: ignore[arg-type]
+    copies[2].done.set()
+    assert total.tolist() == [1.0, 1.0], "in their order"
+    copies[1].done.set()
+    sums.settle()
+    assert total.tolist() == [111.0, 111.0]
+
+
+SUMS: dict[str, tuple[bool, Plan]] = {
+    "one rank": (True, of_ranks(1)),
+    "shards": (True, of_ranks(8)),
+    "shards of moments": (False, replace(of_ranks(8), shard=Shard("zero1"))),
+    "shards in replicas": (False, replace(of_ranks(8), layout=Layout(dp_replicate=2, dp_shard=4))),
+    "replicas": (False, replace(of_ranks(1), layout=Layout(dp_replicate=2))),
+    "on the device": (False, of_ranks(1, offload=Offload())),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_when_the_host_can_make_sums(name: str) -> None:
+    possible, plan = SUMS[name]
+    found = check(EIGHT_B, replace(plan, offload=replace(plan.offload, sums="host")), parse_cluster("1xH100"))
+    assert [(each.code, each.where) for each in found] == ([] if possible else [("PLAN028", "offload.sums")])
 
 
 def test_scalars_of_cut_weights_wait_for_the_sum_over_replicas() -> None:

@@ -32,14 +32,14 @@ class Leaving:
         """A gradient of a backward is whole, where others add to it at the mark ``summed``, and in the ``last``, or in
         each where the host adds them up, leaves if it may already, by when the one before it has left; ``size`` bytes
         of it are copied."""
-        others = key in self.sizes
+        adds = self.sums and key in self.sizes
         self.sizes[key] = size
         if self.early and (last or self.sums):
             for gone in self.before:
                 self.tape.free(gone)
             self.before = [key]
             self._copy(size, summed)
-            if others:
+            if adds:
                 self.tape.record("out", "adds")
                 self.tape.wait("adds", "adds")
                 self.tape.add(Copy("host", "host", ADDED * size, "adds"))

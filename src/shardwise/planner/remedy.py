@@ -39,7 +39,7 @@ def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) ->
     share = MARGIN if peak_share(chosen) <= 1 else 1.0
     found: list[Remedy] = []
     beyond: list[Change] = []
-    for choices in (*([change] for change in _recipe_changes(recipe, cluster)), *_cluster_changes(cluster)):
+    for choices in (*_recipe_changes(recipe, cluster), *_cluster_changes(cluster)):
         for change in choices:
             remedy = _replanned(change, recipe, spec, share, chosen)
             if remedy is not None and peak_share(remedy.plan) <= share:
@@ -53,47 +53,58 @@ def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) ->
     return sorted(near, key=lambda remedy: peak_share(remedy.plan))[:CLOSEST]
 
 
-def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
+def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
+    """Of each list, the first that fits is shown."""
     optim, adapted = recipe.optim, recipe.lora.rank is not None
     pins = recipe.parallel.model_dump(
         include={"strategy", "dp_shard", "dp_replicate", "tp", "pp", "cp"}, exclude_defaults=True
     )
     if pins:
         free: dict[str, object] = {f"parallel.{key}": "auto" if key == "strategy" else None for key in pins}
-        yield free, cluster, "the split of the ranks is chosen for you"
+        yield [(free, cluster, "the split of the ranks is chosen for you")]
     if recipe.recompute.mode in ("none", "selective"):
-        yield {"recompute.mode": "full"}, cluster, "forward runs twice: a third more arithmetic"
+        yield [({"recompute.mode": "full"}, cluster, "forward runs twice: a third more arithmetic")]
     if recipe.offload.activations == "none" and recipe.recompute.mode in ("auto", "full"):
         waiting: dict[str, object] = {"offload.activations": "host", "recompute.mode": "full"}
-        yield waiting, cluster, "inputs of blocks wait on the host, copied beside what blocks compute"
+        yield [(waiting, cluster, "inputs of blocks wait on the host, copied beside what blocks compute")]
     if recipe.offload.weights == "none" and (adapted or recipe.model.frozen):
         fetched: dict[str, object] = {"offload.weights": "host"}
-        yield fetched, cluster, "frozen weights wait on the host, copied beside what blocks compute"
+        yield [(fetched, cluster, "frozen weights wait on the host, copied beside what blocks compute")]
     if (micro := recipe.train.micro_batch_size or 1) > 1:
         smaller: dict[str, object] = {"train.micro_batch_size": 1}
         if recipe.train.global_batch_size is None or recipe.train.gradient_accumulation_steps is not None:
             steps = micro * (recipe.train.gradient_accumulation_steps or 1)
             smaller["train.gradient_accumulation_steps"] = steps
-        yield smaller, cluster, "the same batch in smaller pieces: slower"
+        yield [(smaller, cluster, "the same batch in smaller pieces: slower")]
     if optim.name != "adamw8bit":
         packed: dict[str, object] = {"optim.name": "adamw8bit"} | ({"optim.moments": None} if optim.moments else {})
-        yield packed, cluster, "AdamW's moments in 8 bits: nearly the same updates"
+        yield [(packed, cluster, "AdamW's moments in 8 bits: nearly the same updates")]
     if optim.name == "adamw" and optim.moments != "bf16":
-        yield {"optim.moments": "bf16"}, cluster, "AdamW's moments in bf16: nearly the same updates"
-    if recipe.offload.optimizer == "none" and not adapted:
-        yield {"offload.optimizer": "host"}, cluster, "AdamW on the host: the same updates, at the rate of its memory"
+        yield [({"optim.moments": "bf16"}, cluster, "AdamW's moments in bf16: nearly the same updates")]
+    if not adapted:
+        updated: list[Change] = []
+        outside: dict[str, object] = {"offload.weights": "host"}
+        if recipe.offload.optimizer == "none":
+            words = "AdamW on the host: the same updates, at the rate of its memory"
+            updated, outside = (
+                [({"offload.optimizer": "host"}, cluster, words)],
+                {"offload.optimizer": "host", **outside},
+            )
+        if recipe.offload.weights == "none":
+            updated.append((outside, cluster, "weights of blocks on the host too, copied beside what blocks compute"))
+        yield updated
     if not adapted and recipe.model.config is None and recipe.model.init != "random":
-        yield {"lora.rank": 16}, cluster, "only adapters are trained"
+        yield [({"lora.rank": 16}, cluster, "only adapters are trained")]
         small = "only adapters are trained, over weights in 4 bits: less exact, and slower"
-        yield {"lora.rank": 16, "lora.frozen": "nf4"}, cluster, small
+        yield [({"lora.rank": 16, "lora.frozen": "nf4"}, cluster, small)]
     if adapted and recipe.lora.frozen != "nf4":
-        yield {"lora.frozen": "nf4"}, cluster, "frozen weights in 4 bits: less exact, and slower"
+        yield [({"lora.frozen": "nf4"}, cluster, "frozen weights in 4 bits: less exact, and slower")]
     if recipe.train.seq_len >= 256:
-        yield {"train.seq_len": recipe.train.seq_len // 2}, cluster, "half the context, half the tokens per step"
+        yield [({"train.seq_len": recipe.train.seq_len // 2}, cluster, "half the context, half the tokens per step")]
 
 
 def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
-    """More devices of the same kind, then larger ones that are as fast. Of each list, the first that fits is shown."""
+    """More devices of the same kind, then larger ones that are as fast. Likewise."""
     if cluster.kind != "cuda":
         return
     nodes, each = cluster.nodes, cluster.devices_per_node

@@ -166,7 +166,7 @@ class OffloadSection(Section):
     default in the run's own), are AdamW's moments and the weights that it updates, for which gradients come and new
     weights go back in every step; ``auto`` takes the host where no plan fits without. ``activations``: in host memory
     are, until backward needs them, the inputs of blocks, which are all that full recomputation keeps. ``weights``: in
-    host memory are the frozen weights of blocks, and on the GPU those of a block and of the next."""
+    host memory are those weights of blocks that are frozen, or updated there; on the GPU, a block's and the next's."""
 
     optimizer: Literal["auto", "none", "host", "nvme"] = "none"
     activations: Literal["none", "host"] = "none"
