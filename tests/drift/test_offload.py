@@ -38,9 +38,14 @@ LATE = {
 """Gradients leave when backward is over, those of many blocks that are alike."""
 
 
-def on_host(plan: Plan) -> Drift:
-    whole = replace(plan, precision=Precision("bf16"), remat=Remat("full"), offload=Offload("host"))
-    return drift(EIGHT_B, whole)
+ELSEWHERE: dict[str, Offload] = {
+    "one GPU, sums on the host": Offload("host", sums="host"),
+    "one GPU, weights and sums on the host": Offload("host", weights="host", sums="host"),
+}
+
+
+def on_host(plan: Plan, offload: Offload = Offload("host")) -> Drift:
+    return drift(EIGHT_B, replace(plan, precision=Precision("bf16"), remat=Remat("full"), offload=offload))
 
 
 @pytest.mark.matrix(4)
@@ -48,6 +53,14 @@ def on_host(plan: Plan) -> Drift:
 def test_peaks_of_eight_billion_parameters(name: str) -> None:
     """Within a thousandth, where 3 % are allowed elsewhere: when gradients leave is told."""
     found = on_host(LARGE[name])
+    assert found.differences() == []
+    assert abs(found.peak_error) < 1e-3
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_peaks_where_micro_batches_are_added_up_on_the_host(name: str) -> None:
+    found = on_host(LARGE["one GPU, accumulated"], ELSEWHERE[name])
     assert found.differences() == []
     assert abs(found.peak_error) < 1e-3
 
