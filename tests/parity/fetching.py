@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwise.models.config import ModelSpec
-from shardwise.spec.plan import Lora, Offload, Plan, Remat
+from shardwise.spec.plan import Lora, Offload, Pipeline, Plan, Remat
 from tests.covering import pairwise
 from tests.parity.offloading import LAYOUTS, MODELS, PRECISIONS
 from tests.parity.offloading import Case as Offloaded
 
-PLACES = {name: each for name, each in LAYOUTS.items() if name not in ("zero1", "zero2", "pp")}
+PLACES = {name: each for name, each in LAYOUTS.items() if name not in ("zero1", "zero2")}
 DENSE = replace(MODELS["adapters"], num_hidden_layers=4)
 EXPERTS = replace(MODELS["experts"], num_hidden_layers=4)
 UNEVEN = replace(DENSE, hidden_size=66, intermediate_size=509)  # of which two ranks hold different numbers of rows
@@ -22,7 +22,8 @@ FROZEN: dict[str, tuple[ModelSpec, Lora | None, tuple[str, ...]]] = {
     "experts": (EXPERTS, None, ("layers.*.experts.*",)),
     "nothing": (DENSE, None, ()),
 }
-KEPT = {"none": Remat(), "selective": Remat("selective"), "full": Remat("full"), "full, waiting": Remat("full")}
+KEPT = {"none": Remat(), "selective": Remat("selective"), "full": Remat("full")}
+"""Of the last, inputs of blocks wait too, where they may."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        if self.layout == "tp" and self.frozen == "uneven":
+        if self.frozen == "uneven" and self.layout not in ("one rank", "zero3"):
+            return False
+        if self.layout == "pp" and self.accumulation == 1:
             return False
         if self.frozen == "nothing":
             return self.optimizer != "none"
@@ -50,12 +53,15 @@ class Case:
     def plan(self) -> Plan:
         like = Offloaded(self.layout, "tied", self.precision, "adamw", self.accumulation, "host").plan
         _, lora, frozen = FROZEN[self.frozen]
-        activations = "host" if self.remat == "full, waiting" else "none"
+        activations = "host" if self.remat == "full" and self.layout != "pp" else "none"
         offload = Offload(self.optimizer, activations, "host")  # type: ignore[arg-type]
-        return replace(like, remat=KEPT[self.remat], lora=lora, frozen=frozen, offload=offload)
+        plan = replace(like, remat=KEPT[self.remat], lora=lora, frozen=frozen, offload=offload)
+        if self.layout != "pp":
+            return plan
+        return replace(plan, shard=replace(plan.shard, strategy="zero3"), pipeline=Pipeline("1f1b", 1, (2, 2)))
 
 
-AXES = PLACES, FROZEN, PRECISIONS, KEPT, (1, 2), ("none", "host", "nvme")
+AXES = PLACES, FROZEN, PRECISIONS, KEPT, (2, 1), ("none", "host", "nvme")
 """Of the fields of a case, in their order."""
 CASES = [Case(*values) for values in pairwise(*AXES, legal=lambda *values: Case(*values).possible)]
 

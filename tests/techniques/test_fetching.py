@@ -31,7 +31,7 @@ from shardwise.runtime.step import StepStats
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
-from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Offload, Plan, Precision, Remat, Shard
 from shardwise.techniques.offload import check
 from shardwise.techniques.offload.sizes import BUFFER_BYTES
 from shardwise.techniques.offload.weights import WaitingWeights
@@ -133,11 +133,6 @@ def test_where_sums_are_made_is_searched() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing frozen": ({"lora": None}, "here all are updated on the device", "offload.optimizer=host"),
-    "stages": (
-        {"layout": Layout(pp=2), "pipeline": Pipeline("1f1b", 1, (16, 16))},
-        "several in flight",
-        "parallel.pp=1",
-    ),
     "zero1": ({"layout": Layout(dp_shard=2), "shard": Shard("zero1")}, "`strategy: zero1`", "parallel.strategy=zero3"),
     "zero2": ({"layout": Layout(dp_shard=2), "shard": Shard("zero2")}, "`strategy: zero2`", "parallel.strategy=zero3"),
     "kept": (

@@ -90,11 +90,9 @@ class Pipelines:
     pinned: bool = True
 
     def degrees(self) -> Iterator[StagedDegrees]:
-        """All that the devices and the batch allow; none where inputs of blocks, or weights, wait on the host
-        (PLAN028)."""
+        """All that the devices and the batch allow; none where inputs of blocks wait on the host (PLAN028)."""
         recipe, spec, cluster = self.recipe, self.spec, self.cluster
-        waiting = {recipe.offload.activations, recipe.offload.weights} != {"none"}
-        if (recipe.parallel.pp and self.pinned) or waiting:
+        if (recipe.parallel.pp and self.pinned) or recipe.offload.activations != "none":
             return
         others = [technique for technique in techniques.ORDER if technique not in (pp, tp, cp, ep, shard)]
         for cut in _spread(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=self.pinned):

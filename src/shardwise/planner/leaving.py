@@ -107,11 +107,11 @@ class Inputs:
             _copy(self.tape, Copy("host", "device", self.sizes[before], "home"), ("come", before))
 
 
-class Waiting:
+class Fetching:
     """The weights of a stage's blocks that wait on the host, as techniques/offload/weights.py has them come and go."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
-        self.tape, self.sharded = tape, plan.sharded
+        self.tape, self.sharded, self.stays = tape, plan.sharded, plan.layout.pp == 1
         self.sizes = waiting_bytes(sheet, plan)
         order = sheet.order if self.sizes else ()
         self.backward = {number for number, kind in enumerate(order) if sheet.blocks[kind].backward}
@@ -123,7 +123,7 @@ class Waiting:
             self._come(name + 1)
 
     def after_forward(self, name: UnitName) -> None:
-        if self.sizes and (name != len(self.sizes) - 1 or name not in self.backward):
+        if self.sizes and (name != len(self.sizes) - 1 or name not in self.backward or not self.stays):
             self.tape.drop(("waiting", name))
 
     def before_backward(self, name: UnitName) -> None:

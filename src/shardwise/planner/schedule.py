@@ -24,7 +24,7 @@ from shardwise.planner.events import (
     TensorKey,
     UnitName,
 )
-from shardwise.planner.leaving import Inputs, Waiting
+from shardwise.planner.leaving import Fetching, Inputs
 from shardwise.planner.passes import GRADIENT, OUTPUT, Pass, Passes, put_off
 from shardwise.planner.replicated import Replicated
 from shardwise.planner.seconds.rates import Rates
@@ -191,7 +191,7 @@ class Step:
         own = tape if plan.layout.pp == 1 else Apart(tape, number)
         self.weights: Weights = (Sharded if plan.sharded else Replicated)(own, sheet, plan)
         self.passes = passes
-        self.inputs, self.waiting = Inputs(tape, self.units, plan), Waiting(tape, sheet, plan)
+        self.inputs, self.fetching = Inputs(tape, self.units, plan), Fetching(own, sheet, plan)
 
     def run(self, kind: str, micro_batch: int, *, last: bool = False) -> None:
         """A pass by the kind of its action."""
@@ -208,13 +208,13 @@ class Step:
         self.tape.add(Mark("start of forward"))
         for unit, name in enumerate(self.names):
             self.tape.add(Begin("forward", name, micro_batch, self.number))
-            self.waiting.before_forward(name)
+            self.fetching.before_forward(name)
             self.weights.before_forward(name)
             self.inputs.begins(self.at(micro_batch, unit))
             if name != "tail" or self.head:
                 self.play(Passes.forward, self.at(micro_batch, unit))
             self.inputs.ends(self.at(micro_batch, unit))
-            self.waiting.after_forward(name)
+            self.fetching.after_forward(name)
             self.weights.after_forward(name)
         self.play(Passes.tables, self.at(micro_batch, 0))
         self.tape.add(Mark("end of forward"))
@@ -223,7 +223,6 @@ class Step:
         """``last``: it is the last backward of this step."""
         self.weights.begin(last=last)
         self._backward(Passes.backward, micro_batch)
-        self.waiting.rest()
         if last and self.weights.plan.layout.pp == 1:
             self.weights.leaving.rest()
 
@@ -249,7 +248,7 @@ class Step:
             unit = self.units[number]
             if unit.backward or not isinstance(name, int):
                 self.tape.add(Begin("backward", name, micro_batch, self.number))
-                self.waiting.before_backward(name)
+                self.fetching.before_backward(name)
                 if name != "stem":
                     self.weights.before_backward(name)
                 self.inputs.again(self.at(micro_batch, number))
@@ -264,6 +263,7 @@ class Step:
             self.weights.after_backward(name)
         self.tape.add(Mark("gradient of the input"))
         self.weights.end()
+        self.fetching.rest()
 
     def at(self, micro_batch: int, unit: int, tensor: int | str = "") -> TensorKey:
         """The key of a tensor of a unit."""

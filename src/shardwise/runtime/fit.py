@@ -76,8 +76,8 @@ def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) ->
         fixes.append("recompute.mode=full")
     elif plan.offload.activations == "none" and plan.layout.pp == 1 and device.type == "cuda":
         fixes.append("offload.activations=host")
-    frozen = plan.lora is not None or plan.frozen
-    if frozen and plan.offload.weights == "none" and plan.layout.pp == 1 and device.type == "cuda":
+    elsewhere = plan.lora is not None or plan.frozen or plan.offload.optimizer != "none"
+    if elsewhere and plan.offload.weights == "none" and device.type == "cuda":
         fixes.append("offload.weights=host")
     if plan.layout.dp > 1 and plan.shard.strategy != "zero3":
         fixes.append("parallel.strategy=zero3")

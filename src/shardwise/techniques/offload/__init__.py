@@ -106,9 +106,6 @@ def _check_weights(plan: Plan) -> list[Problem]:
     if plan.lora is None and not plan.frozen and plan.offload.optimizer == "none":
         what = "weights wait on the host if they are frozen or updated there, and here all are updated on the device"
         fix = "offload.optimizer=host"
-    elif plan.layout.pp > 1:
-        what = "weights come from the host for one micro-batch at a time, and stages have several in flight"
-        fix = "parallel.pp=1"
     elif plan.sharded and (dial.strategy != "zero3" or dial.reshard_after_forward is not True):
         kept, fix = f"strategy: {dial.strategy}", "parallel.strategy=zero3"
         if dial.strategy == "zero3":
@@ -164,7 +161,7 @@ def waiting_weights(part: nn.Module, plan: Plan, device: torch.device) -> Waitin
         return None
     from shardwise.techniques.offload.weights import WaitingWeights
 
-    _WAITING[part] = WaitingWeights(trained=plan.offload.optimizer != "none")
+    _WAITING[part] = WaitingWeights(trained=plan.offload.optimizer != "none", stays=plan.layout.pp == 1)
     for _, block in numbered(part):
         block.to_empty(device=device)
         _WAITING[part].add(block)
@@ -306,16 +303,14 @@ def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None 
 
 
 def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
-    """Of several micro-batches a gradient is whole after the last. What backward read last goes before the next."""
+    """Of several micro-batches a gradient is whole after the last."""
     for part in parts:
         if part in _HOST_WEIGHTS:
             _HOST_WEIGHTS[part].last = last
-        if part in _WAITING:
-            _WAITING[part].rest()
 
 
-def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
-    """What backward read last of the frozen weights goes."""
+def rest(parts: Iterable[nn.Module]) -> None:
+    """Call after the backward of a micro-batch: what it read last of weights that wait goes."""
     for part in parts:
         if part in _WAITING:
             _WAITING[part].rest()

@@ -3,7 +3,8 @@ the optimizer updates them there.
 
 A weight keeps its tensor and loses its memory, as FSDP2's do: what autograd saved of it is filled again before backward
 reads it. Those of a block come while the block before it computes, in forward and in backward, and go when their block
-is done. Those of the last block stay from forward to backward, which begins with it.
+is done. Those of the last block stay from forward to backward, which begins with it, unless it is a stage's, which has
+several micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class _Fetched(NamedTuple):
 
 class WaitingWeights:
     """Of one part's blocks, each of which is added once it has memory on the device, in their order; of those weights
-    that are ``trained`` too, or of frozen ones alone. ``copied`` counts bytes by (from, to); ``rooms`` is all memory of
-    the host."""
+    that are ``trained`` too, or of frozen ones alone. If the last block ``stays``, it is there from forward to
+    backward; it does not where other micro-batches come between. ``copied`` counts bytes by (from, to); ``rooms`` is
+    all memory of the host."""
 
-    def __init__(self, *, trained: bool) -> None:
-        self.trained = trained
+    def __init__(self, *, trained: bool, stays: bool = True) -> None:
+        self.trained, self.stays = trained, stays
         self.copied: Counter[tuple[str, str]] = Counter()
         self.rooms: list[Tensor] = []
         self._blocks: list[list[_Fetched]] = []
@@ -82,7 +84,7 @@ class WaitingWeights:
             self._backward.add(number)
         else:
             self._backward.discard(number)
-        if not differentiated or number < len(self._blocks) - 1:
+        if not (differentiated and self.stays) or number < len(self._blocks) - 1:
             self._go(number)
 
     def _begins_backward(self, number: int) -> None:
