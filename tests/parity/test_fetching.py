@@ -17,10 +17,12 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Plan, Shard
 from shardwise.techniques.offload import host
 from shardwise.techniques.offload.weights import WaitingWeights
+from shardwise.techniques.pp.actions import SCHEDULES
 from tests.drift.compiled import compiler
 from tests.parity import drawn
 from tests.parity.cases import SEQ_LEN
-from tests.parity.fetching import CASES, EXPERTS, PLACES, Case
+from tests.parity.fetching import CASES, DENSE, EXPERTS, PLACES, Case
+from tests.parity.pipes import layout_of, pipeline
 from tests.parity.test_waiting import as_planned, differ, same_to_the_bit
 
 STEPS = 2
@@ -62,6 +64,18 @@ def test_compiled_blocks(ranks: RankPool, layout: str) -> None:
     case = next(case for case in CASES if case.layout == layout and case.frozen == "uneven")
     for found, right in ranks.run(compiled_steps, case, world=case.plan.layout.world):
         assert differ(found, right) == []
+
+
+@pytest.mark.matrix(6)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(ranks: RankPool, schedule: str) -> None:
+    """Trained weights of stages, of two or four blocks each, beside what several micro-batches have kept of them."""
+    spec = replace(DENSE, num_hidden_layers=8)
+    batch = Batch(1, SCHEDULES[schedule].least_micro_batches(2), SEQ_LEN)
+    plan = Plan(layout_of(schedule, 2), batch, **pipeline(schedule, 2, spec))
+    plan = replace(plan, offload=Offload("host", weights="host"))
+    same_to_the_bit(ranks, spec, plan, without(plan))
+    as_planned(spec, plan)
 
 
 def test_experts_of_blocks_without_backward_stay_away(ranks: RankPool) -> None:
