@@ -49,14 +49,16 @@ LONG = (
     "tests/techniques/optim/test_rounding.py",
 )
 """Files that take longest, the longest first."""
+LARGE = 4
+"""Cases, of a matrix of which the half that meets most pairs is run before every change, and the rest now and then."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``matrix(n)``, `make test` runs one case in n; the others are marked ``prove``. Of one marked
-    ``rare(n)``, `make prove` runs one case in n; the others are marked ``big``. Long files come first, so that no
-    worker is left with one at the end."""
-    for mark, sampled_as, left_as in (("matrix", None, "prove"), ("rare", "prove", "big")):
+    """Of a test marked ``matrix(n)``, `make test` runs one case in n, and `make prove` the others, or of a large matrix
+    those of its half; what is left is marked ``big``. Of one marked ``rare(n)``, `make prove` runs one case in n. Long
+    files come first, so that no worker is left with one at the end."""
+    for mark in ("matrix", "rare"):
         matrices: defaultdict[str, list[pytest.Function]] = defaultdict(list)
         for item in items:
             if isinstance(item, pytest.Function) and item.get_closest_marker(mark) is not None:
@@ -64,10 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for cases in matrices.values():
             marker = cases[0].get_closest_marker(mark)
             assert marker is not None
-            sampled = sample([tuple(map(str, case.callspec.params.values())) for case in cases], marker.args[0])
+            values = [tuple(map(str, case.callspec.params.values())) for case in cases]
+            tested = proved = sample(values, marker.args[0])
+            if mark == "matrix":
+                proved = sample(values, 2) if len(cases) >= LARGE else set(range(len(cases)))
             for place, case in enumerate(cases):
-                if (marked := sampled_as if place in sampled else left_as) is not None:
-                    case.add_marker(marked)
+                if mark == "rare" or place not in tested:
+                    case.add_marker("prove" if place in proved else "big")
     items.sort(key=lambda item: LONG.index(path) if (path := item.nodeid.partition("::")[0]) in LONG else len(LONG))
 
 

@@ -159,7 +159,12 @@ def test_train_says_what_would_fit() -> None:
             "1xH100",
             "`offload.weights=host` (24.8 GiB), or `lora.frozen=nf4` (54.5 GiB), or 2 devices instead of 1 (",
         ),
-        (["seq_len=512"], "1x3090", "no single change is enough; the closest are 32 devices instead of 1 ("),
+        (
+            ["seq_len=512"],
+            "1x3090",
+            "no single change is enough; the closest are `offload.optimizer=host offload.weights=host` (23.0 GiB), or "
+            "32 devices instead of 1 (",
+        ),
     ):
         recipe = load_recipe(None, ["model=meta-llama/Llama-3.1-70B", *words])
         with pytest.raises(ConfigError) as caught:

@@ -118,7 +118,7 @@ def test_the_launcher_is_killed_and_no_rank_outlives_it(make: Make, whole: Job) 
     job.same_as(whole)
 
 
-@pytest.mark.prove
+@pytest.mark.rare(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_to_the_launcher_saves_and_stops(make: Make, whole: Job, number: signal.Signals) -> None:
     """SIGTERM to the launcher alone, as from a scheduler; Ctrl-C to all, as from a terminal. It comes while one rank is

@@ -49,7 +49,7 @@ SIDES = (
 )
 
 
-@pytest.mark.rare(4)
+@pytest.mark.rare(8)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("place", range(len(SIDES)))
 def test_K1_K2_a_run_goes_on_under_another_layout(ranks: RankPool, tmp_path: Path, place: int) -> None:

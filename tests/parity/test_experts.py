@@ -57,7 +57,7 @@ def test_e6_e7_e9_c17_gradients_of_a_sample(ranks: RankPool) -> None:
     proved(ranks, [*SAMPLE])
 
 
-@pytest.mark.prove
+@pytest.mark.rare(2)
 @pytest.mark.parametrize("group", GROUPS)
 def test_gradients(ranks: RankPool, group: str) -> None:
     proved(ranks, [name for name in GROUPS[group] if name not in SAMPLE])
