@@ -56,6 +56,7 @@ WITH_TORCH = {
     "shardwise.techniques.offload.host",
     "shardwise.techniques.offload.scratch",
     "shardwise.techniques.offload.streamed",
+    "shardwise.techniques.offload.sums",
     "shardwise.techniques.lora.adapter",
     "shardwise.techniques.constants",
     "shardwise.techniques.tp.cut_norm",
@@ -298,6 +299,7 @@ NAMED_BY_THE_RUNTIME = {
 WITHIN_A_STEP = (
     "before_waiting",
     "before_micro_batch",
+    "after_micro_batch",
     "before_input_gradients",
     "after_weight_gradients",
     "after_backward",

@@ -29,11 +29,12 @@ def test_within_a_step_each_technique_is_called_that_has_something_to_do(monkeyp
             vars(technique)[moment] = lambda *args, moment=moment, **named: called.append((name, moment, *named))
         return technique
 
-    moments = ("before_waiting", "before_micro_batch", "after_backward", "after_inference")
-    order = (acting("a", *moments), acting("silent"), acting("b", *moments[:3]), acting("c", "after_inference"))
+    moments = ("before_waiting", "before_micro_batch", "after_micro_batch", "after_backward", "after_inference")
+    order = (acting("a", *moments), acting("silent"), acting("b", *moments[:4]), acting("c", "after_inference"))
     monkeypatch.setattr(techniques, "ORDER", order)
     techniques.before_waiting([], PLAN)
     techniques.before_micro_batch([], PLAN, last=True)
+    techniques.after_micro_batch([], PLAN)
     techniques.after_backward([], PLAN, Meshes())
     techniques.after_inference([], PLAN)
     assert called == [
@@ -41,6 +42,8 @@ def test_within_a_step_each_technique_is_called_that_has_something_to_do(monkeyp
         ("b", "before_waiting"),
         ("a", "before_micro_batch", "last"),
         ("b", "before_micro_batch", "last"),
+        ("a", "after_micro_batch"),
+        ("b", "after_micro_batch"),
         ("b", "after_backward"),
         ("a", "after_backward"),
         ("a", "after_inference"),

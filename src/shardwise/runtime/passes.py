@@ -20,7 +20,7 @@ from shardwise.runtime.pipeline import PipelineRank
 from shardwise.spec.layout import last_stage_rank
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
-from shardwise.techniques import offload, pp
+from shardwise.techniques import pp
 from shardwise.techniques.compile import Switched
 
 Made = TypeVar("Made")
@@ -97,7 +97,7 @@ def _one_part_after_another(
         loss = forward(parts, batch, score)
         rules.enter("backward")
         (loss.value if scale is None else loss.value * scale).backward()
-        offload.rest(parts)
+        techniques.after_micro_batch(parts, rules.plan)
         shares.append(loss.detached())
     return shares
 

@@ -22,7 +22,7 @@ from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.methods.loss import Loss
 from shardwise.models.blocks import spec_of
-from shardwise.techniques import offload, pp
+from shardwise.techniques import pp
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.pp.actions import Action, Message, Way, forward_actions
 from shardwise.techniques.pp.later import LaterProduct
@@ -153,7 +153,7 @@ class PipelineRank(Generic[Made]):
         with nullcontext() if later is None else later.collecting(kept.later):
             assert kept.root is not None
             torch.autograd.backward([kept.root], [grad])
-        offload.rest([part])
+        techniques.after_micro_batch([part], plan)
         kept.hidden = kept.root = None
         if later is None:
             del self.kept[action.stage, action.micro]

@@ -9,9 +9,10 @@ A technique is a module with six functions. One that has no effect returns what 
     cost      (sheet, plan) -> sheet                    its effect between units, on paper
     apply     (parts, plan, meshes) -> parts            its effect on the model's parts
 
-It may have three more, where it has something to do within a step:
+It may have four more, where it has something to do within a step:
 
     before_micro_batch  (parts, plan, last)             before each forward that a backward follows
+    after_micro_batch   (parts, plan)                   after each backward
     after_backward      (parts, plan, meshes)           after the last backward of a step: sums gradients
     after_inference     (parts, plan)                   after forwards that no backward follows
 
@@ -240,6 +241,12 @@ def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) ->
     its step decides what it sends and frees."""
     for act in _those_with("before_micro_batch"):
         act(parts, plan, last=last)
+
+
+def after_micro_batch(parts: Sequence[nn.Module], plan: Plan) -> None:
+    """Call after each backward, or the first half of one."""
+    for act in _those_with("after_micro_batch"):
+        act(parts, plan)
 
 
 def before_input_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:

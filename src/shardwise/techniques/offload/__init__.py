@@ -309,8 +309,8 @@ def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) ->
             _HOST_WEIGHTS[part].last = last
 
 
-def rest(parts: Iterable[nn.Module]) -> None:
-    """Call after the backward of a micro-batch: what it read last of weights that wait goes."""
+def after_micro_batch(parts: Sequence[nn.Module], plan: Plan) -> None:
+    """What its backward read last of weights that wait goes."""
     for part in parts:
         if part in _WAITING:
             _WAITING[part].rest()
