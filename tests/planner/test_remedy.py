@@ -77,7 +77,7 @@ def test_where_no_single_change_is_enough_the_closest_are_named() -> None:
     asked = load_recipe(None, [MODEL, "seq_len=4096"])
     cluster = parse_cluster("1x4090")
     found = remedies(asked, SEVENTY_B, cluster, choose(asked, SEVENTY_B, cluster))
-    closest = ["--cluster 4x8xRTX-4090+100Gb/node", "lora.rank=16 lora.frozen=nf4"]
+    closest = ["offload.optimizer=host offload.weights=host", "--cluster 4x8xRTX-4090+100Gb/node"]
     assert [remedy.change for remedy in found[:2]] == closest and len(found) == 3
     assert 1 < share(found[0].plan) <= share(found[1].plan) <= share(found[2].plan)
 

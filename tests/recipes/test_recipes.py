@@ -162,8 +162,9 @@ def test_all_weights_run_small_with_the_optimizer_on_the_host(tmp_path: Path) ->
 
 def test_all_weights_beyond_the_gpu_run_small(tmp_path: Path) -> None:
     """The recipe's own settings, in this process; losses and norms are to the bit what they are without."""
-    records, lines = [{"text": f"{i} is {'odd' if i % 2 else 'even'}"} for i in range(40)], {}
-    words = [*small_words(tmp_path, records), "train.global_batch_size=4"]
+    records, lines = [{"prompt": f"{i} is {'odd' if i % 2 else 'even'}"} for i in range(40)], {}
+    words = [*small_words(tmp_path, records), "train.global_batch_size=4", "train.micro_batch_size=2"]
+    words += ["data.tokenizer.path=null"]
     for asked in ("host", "none"):
         outside = [] if asked == "host" else ["offload.optimizer=none", "offload.activations=none"]
         own = [*words, f"run.name={asked}", f"offload.weights={asked}", *outside]

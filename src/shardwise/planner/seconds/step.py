@@ -53,14 +53,23 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     late_s = max(0.0, max(now.at_s[stream] for stream in ("out", "adds")) - now.at_s["compute"])
     waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)  # in passes, for copies: no axis is waited for
     found = _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, late_s, copies_s(costed, plan, rates))
+    return _waited(found, waited_s, passes_s(costed, plan, rates))
+
+
+def _waited(found: Seconds, waited_s: float, copied_s: float) -> Seconds:
+    """The same with what passes copy, for some of which the device waits."""
+    times = {"compute_s": -waited_s, "offload_s": waited_s, "copied_s": copied_s}
+    return replace(found, **{name: vars(found)[name] + seconds for name, seconds in times.items()})
+
+
+def passes_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
+    """What it takes to copy what leaves and comes within the passes of a step: inputs of blocks, weights, and the
+    gradients of micro-batches before the last."""
     inputs = offload.tiers(costed, plan, 0).get("host", {}).get("activations", 0)
     moved_s = sum(inputs / rate for rate in rates.host_link_bytes_per_s)
     moved_s += offload.fetched_bytes(costed, plan) / rates.host_link_bytes_per_s[1]
-    moved_s *= plan.batch.accumulation
-    if plan.offload.sums == "host":
-        moved_s += (plan.batch.accumulation - 1) * copies_s(costed, plan, rates)[0]
-    times = {"compute_s": -waited_s, "offload_s": waited_s, "copied_s": moved_s}
-    return replace(found, **{name: vars(found)[name] + seconds for name, seconds in times.items()})
+    early_s = copies_s(costed, plan, rates)[0] if plan.offload.sums == "host" else 0.0
+    return plan.batch.accumulation * moved_s + (plan.batch.accumulation - 1) * early_s
 
 
 def copies_s(costed: Sheet, plan: Plan, rates: Rates) -> tuple[float, float]:
@@ -90,7 +99,9 @@ def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seco
     _send_last(now, last, wires_of(plan.layout, cluster))
     optimizer_s = max(optimizer(sheet, plan, rates, unfused=traits.unfused) for sheet in times.sheets)
     copied_s = max(copies_s(sheet, plan, rates) for sheet in times.sheets)
-    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, copied_s[0], copied_s)
+    waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)
+    found = _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, copied_s[0], copied_s)
+    return _waited(found, waited_s, max(passes_s(sheet, plan, rates) for sheet in times.sheets))
 
 
 def _summed(plan: Plan, cluster: Cluster, traits: Traits, now: Elapsed, optimizer_s: float) -> Seconds:

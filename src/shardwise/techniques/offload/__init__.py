@@ -65,7 +65,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
     asked = recipe.offload.optimizer
     others = {"activations": recipe.offload.activations, "weights": recipe.offload.weights}
     pinned = {f"offload.{what}": "pinned" for what, where in others.items() if where != "none"}
-    plan = replace(plan, offload=Offload("none", **others), why={**plan.why, **pinned})
+    plan = replace(plan, offload=Offload("none", others["activations"], others["weights"]), why={**plan.why, **pinned})
     if asked in ("auto", "none"):
         yield plan
     if asked != "none":
@@ -244,13 +244,13 @@ def _waiting(block: Unit, place: Place, trained: bool) -> tuple[int, int]:
 
 
 def fetched_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Bytes of weights that come from the host for one micro-batch: of each block for its forward, and but for the
-    last, which stays, for its backward."""
+    """Bytes of weights that come from the host for one micro-batch: of each block for its forward, and for its
+    backward, but for the last where it stays."""
     if plan.offload.weights == "none":
         return 0
     exact = [size for _, size in waiting_bytes(sheet, plan)]
     again = [size for size, kind in zip(exact, sheet.order, strict=True) if sheet.blocks[kind].backward]
-    return sum(exact) + sum(again[:-1])
+    return sum(exact) + sum(again if plan.layout.pp > 1 else again[:-1])
 
 
 def trained_bytes(sheet: Sheet, plan: Plan) -> int:

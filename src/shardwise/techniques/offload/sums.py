@@ -23,7 +23,7 @@ class HostSums:
 
     def room(self, like: Tensor) -> Tensor:
         """Room for a gradient like this one, once what came there before has been added."""
-        self.buffers, self._added = ([*them[1:], them[0]] for them in (self.buffers, self._added))  # type: ignore[assignment]
+        self.buffers, self._added = ([*them[1:], them[0]] for them in (self.buffers, self._added))
         if (before := self._added[0]) is not None:
             before.result()
         return self.buffers[0][: like.nbytes].view(like.dtype).view(like.shape)
