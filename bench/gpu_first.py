@@ -282,23 +282,24 @@ def memory(on: Device) -> Lines:
 
 
 def on_host(on: Device) -> Lines:
-    """Losses and gradient norms of steps with the optimizer on the host, and with blocks' inputs there, against those
-    with all on the device: five in fp64, two in fp32, whose rounding AdamW's first updates blow up; then, in bf16, how
-    long a step takes and the most that is allocated, predicted and measured."""
+    """Losses and gradient norms of steps with the optimizer on the host, and with blocks' inputs and weights there,
+    against those with all on the device: five in fp64, two in fp32, whose rounding AdamW's first updates blow up; then,
+    in bf16, how long a step takes and the most that is allocated, predicted and measured."""
     with world(Layout(), "cpu" if on.rehearse else "cuda", 60.0):
         for name, steps, limit in (("fp64", 5, 1e-9), ("fp32", 2, 1e-4)):
             precision = Precision("fp64", "fp64", "fp64") if name == "fp64" else Precision()
             plan = Plan(batch=Batch(2, 2, 64, 24), precision=precision, remat=Remat("full"))
             right = parity.take_steps(0, ONE, plan, steps, on.device)
-            for offload in (Offload("host"), Offload("none", "host"), Offload(weights="host")):
-                if offload.weights != "none":
+            outside = Offload("host", weights="host", sums="host")
+            for offload in (Offload("host"), Offload("none", "host"), outside, Offload(weights="host")):
+                if offload.optimizer == "none" and offload.weights != "none":
                     plan = replace(plan, lora=Lora(4, 8.0))
                     right = parity.take_steps(0, ONE, plan, steps, on.device)
                 found = parity.take_steps(0, ONE, replace(plan, offload=offload), steps, on.device)
                 pairs = zip(right.losses + right.norms, found.losses + found.norms, strict=True)
                 off = max(abs(b / a - 1) for a, b in pairs)
                 wrong = "" if off <= limit else " WRONG"
-                yield f"{name}, {offload.words[0]}: losses and norms differ by {off:.1e} at most{wrong}"
+                yield f"{name}, {' and '.join(offload.words)}: losses and norms differ by {off:.1e} at most{wrong}"
     model = gpu.REHEARSAL if on.rehearse else gpu.REHEARSAL | {
         "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6,
         "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096,

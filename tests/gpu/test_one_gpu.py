@@ -146,10 +146,16 @@ def test_training_in_fp64_is_that_of_a_cpu(alone: torch.device, spec: ModelSpec,
     assert max(e.error for e in (found.loss, found.norm, found.gradient, found.weight)) < 1e-9, found
 
 
-ON_HOST = [plans.Offload("host"), plans.Offload("none", "host"), plans.Offload("host", "host")]
+ON_HOST = {
+    "optimizer": plans.Offload("host"),
+    "inputs": plans.Offload("none", "host"),
+    "both": plans.Offload("host", "host"),
+    "weights": plans.Offload("host", weights="host"),
+    "weights and sums": plans.Offload("host", weights="host", sums="host"),
+}
 
 
-@pytest.mark.parametrize("offload", ON_HOST, ids=["optimizer", "inputs", "both"])
+@pytest.mark.parametrize("offload", ON_HOST.values(), ids=ON_HOST)
 @pytest.mark.parametrize(("precision", "steps", "limit"), [(FP64, 5, 1e-9), (FP32, 2, 1e-4)], ids=["fp64", "fp32"])
 def test_training_with_what_is_on_the_host(
     alone: torch.device, precision: Precision, steps: int, limit: float, offload: plans.Offload
@@ -243,10 +249,11 @@ def test_memory_is_what_the_plan_says(alone: torch.device, weights: Any, remat: 
     assert abs(predicted / measured - 1) < PEAK_TOLERANCE, f"{predicted:,} predicted, {measured:,} measured"
 
 
-@pytest.mark.parametrize("offload", ON_HOST, ids=["optimizer", "inputs", "both"])
+@pytest.mark.parametrize("offload", ON_HOST.values(), ids=ON_HOST)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_memory_with_what_is_on_the_host(alone: torch.device, accumulation: int, offload: plans.Offload) -> None:
-    """Gradients leave as they are made, or stay until the second micro-batch is done; inputs while blocks compute."""
+    """Gradients leave as they are made, or stay until the second micro-batch is done, unless the host adds them up;
+    inputs leave while blocks compute, for which weights come."""
     plan = Plan(batch=Batch(4, accumulation, 2048, 1024), precision=BF16, remat=Remat("full"), offload=offload)
     found = predict(LARGE, plan, device="cuda")
     predicted, measured = found.peak_bytes - found.state["host"], peak_bytes(plan, alone)
