@@ -129,6 +129,7 @@ def test_where_sums_are_made_is_searched() -> None:
         words = [*asked, "train.micro_batch_size=2", "precision=bf16"]
         found = choose(load_recipe(None, words), load_spec(f"meta-llama/{model}"), parse_cluster(machines))
         assert fits(found) and (found.offload.sums, found.batch.accumulation) == (where, 8)
+        assert ("offload.sums" in found.why) is (where == "host")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {

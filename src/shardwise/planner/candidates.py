@@ -189,7 +189,8 @@ def _with_batches(
             continue
         found.append(made)
         if accumulation > 1 and offload.leave_each(made):
-            found.append(replace(made, offload=replace(made.offload, sums="host")))
+            why = {**made.why, "offload.sums": "searched: with sums on the device no plan fits, or none is as fast"}
+            found.append(replace(made, offload=replace(made.offload, sums="host"), why=why))
     return found, None if found else problem
 
 

@@ -82,17 +82,12 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     if optim.name == "adamw" and optim.moments != "bf16":
         yield [({"optim.moments": "bf16"}, cluster, "AdamW's moments in bf16: nearly the same updates")]
     if not adapted:
-        updated: list[Change] = []
-        outside: dict[str, object] = {"offload.weights": "host"}
-        if recipe.offload.optimizer == "none":
-            words = "AdamW on the host: the same updates, at the rate of its memory"
-            updated, outside = (
-                [({"offload.optimizer": "host"}, cluster, words)],
-                {"offload.optimizer": "host", **outside},
-            )
-        if recipe.offload.weights == "none":
-            updated.append((outside, cluster, "weights of blocks on the host too, copied beside what blocks compute"))
-        yield updated
+        here = recipe.offload.optimizer == "none"
+        moments: dict[str, object] = {"offload.optimizer": "host"} if here else {}
+        alone: Change = moments, cluster, "AdamW on the host: the same updates, at the rate of its memory"
+        weights: dict[str, object] = {**moments, "offload.weights": "host"}
+        both: Change = weights, cluster, "weights of blocks on the host too, copied beside what blocks compute"
+        yield [alone] * here + [both] * (recipe.offload.weights == "none")
     if not adapted and recipe.model.config is None and recipe.model.init != "random":
         yield [({"lora.rank": 16}, cluster, "only adapters are trained")]
         small = "only adapters are trained, over weights in 4 bits: less exact, and slower"
