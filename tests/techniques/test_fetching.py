@@ -132,6 +132,13 @@ def test_where_sums_are_made_is_searched() -> None:
         assert ("offload.sums" in found.why) is (where == "host")
 
 
+@pytest.mark.parametrize("asked", [["offload.weights=host", "offload.optimizer=host"], ["offload.activations=host"]])
+def test_where_nothing_fits_the_smallest_plan_is_told(asked: list[str]) -> None:
+    """And not that what waits is refused beside other settings, all of which would hold more."""
+    found = choose(load_recipe(None, ["train.seq_len=4096", *asked]), load_spec("Llama-3.1-405B"), TWO_4090)
+    assert not fits(found) and "this is the smallest" in found.why["shard.strategy"]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing frozen": ({"lora": None}, "here all are updated on the device", "offload.optimizer=host"),
     "zero1": ({"layout": Layout(dp_shard=2), "shard": Shard("zero1")}, "`strategy: zero1`", "parallel.strategy=zero3"),

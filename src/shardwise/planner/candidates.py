@@ -169,7 +169,8 @@ def _legal(
             problems = techniques.check(spec, whole, cluster)
             refused += problems
             found += [whole] * (not problems)
-    return found, refused
+    # What cannot be beside something outside the device would hold more than what can.
+    return found, [problem for problem in refused if not (found and problem.code == "PLAN028")]
 
 
 def _with_batches(
