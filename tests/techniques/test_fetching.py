@@ -33,6 +33,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.plan import Batch, Lora, Offload, Plan, Precision, Remat, Shard
 from shardwise.techniques.offload import check
+from shardwise.techniques.offload.host import HostWeights
 from shardwise.techniques.offload.sizes import BUFFER_BYTES
 from shardwise.techniques.offload.weights import WaitingWeights
 from tests.parity.fetching import DENSE
@@ -247,6 +248,22 @@ def test_two_blocks_are_here_at_a_time() -> None:
     assert waits.copied == {("host", "device"): 7 * 64} and len(waits.rooms) == 4
     waits.rest()
     assert not any(block.weight.untyped_storage().nbytes() for block in model)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_is_updated_elsewhere_reaches_what_waits(on_disk: bool, tmp_path: Path) -> None:
+    """Whichever optimizer has updated it; of what does not wait, the device."""
+    model, waits = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), WaitingWeights(trained=True)
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    waits.add(model[0])
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        put(parameter, value)
+    host = HostWeights(model.parameters(), early=False, cut=False, directory=tmp_path if on_disk else None)
+    for parameter in model.parameters():
+        host.of(parameter).data.add_(1.0)
+    host.give_back()
+    assert all(torch.equal(kept(p), value + 1.0) for p, value in zip(model.parameters(), values, strict=True))
+    assert host.copied == {("host", "device"): 80}, "those of the second alone"
 
 
 def test_forwards_alone_leave_nothing_here() -> None:

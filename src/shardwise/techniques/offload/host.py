@@ -154,12 +154,11 @@ class HostWeights:
         self._leaving = None
 
     def give_back(self) -> None:
-        """The device gets the updated weights, but for those that wait, all at once; what it is given to do next waits
-        for them."""
+        """The device gets the updated weights, all at once; what it is given to do next waits for them. Those that wait
+        on the host get them there."""
         with torch.no_grad():
             for parameter, copy in self.copies.items():
-                if waits(parameter):
-                    continue
                 values = local(copy)
-                local(parameter).copy_(values, non_blocking=True)
-                self.copied["host", "device"] += values.nbytes
+                local(kept(parameter)).copy_(values, non_blocking=True)
+                if not waits(parameter):
+                    self.copied["host", "device"] += values.nbytes
