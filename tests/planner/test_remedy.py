@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.models.load import load_spec
 from shardwise.planner.compare import MARGIN, TIE, TIGHT, seconds
-from shardwise.planner.remedy import remedies
+from shardwise.planner.remedy import _recipe_changes, remedies
 from shardwise.planner.search import Search, choose
 from shardwise.spec.cluster import Device, parse_cluster
 from shardwise.spec.load import load_recipe
@@ -80,6 +80,16 @@ def test_where_no_single_change_is_enough_the_closest_are_named() -> None:
     closest = ["offload.optimizer=host offload.weights=host", "--cluster 4x8xRTX-4090+100Gb/node"]
     assert [remedy.change for remedy in found[:2]] == closest and len(found) == 3
     assert 1 < share(found[0].plan) <= share(found[1].plan) <= share(found[2].plan)
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["model.frozen=[layers.0.*]"], ["lora.rank=16"]], ids=["all", "some", "adapters"]
+)
+@pytest.mark.parametrize("tier", ["none", "host", "nvme"])
+def test_no_change_is_named_twice(tier: str, words: list[str]) -> None:
+    asked = load_recipe(None, [MODEL, f"offload.optimizer={tier}", *words])
+    changes = [str(change[0]) for each in _recipe_changes(asked, parse_cluster("1x4090")) for change in each]
+    assert len(changes) == len(set(changes)) and sum("offload.weights" in change for change in changes) >= 1
 
 
 def test_pins_that_stand_in_the_way() -> None:

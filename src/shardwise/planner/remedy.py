@@ -87,7 +87,7 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
         alone: Change = moments, cluster, "AdamW on the host: the same updates, at the rate of its memory"
         weights: dict[str, object] = {**moments, "offload.weights": "host"}
         both: Change = weights, cluster, "weights of blocks on the host too, copied beside what blocks compute"
-        yield [alone] * here + [both] * (recipe.offload.weights == "none")
+        yield [alone] * here + [both] * (recipe.offload.weights == "none" and (here or not recipe.model.frozen))
     if not adapted and recipe.model.config is None and recipe.model.init != "random":
         yield [({"lora.rank": 16}, cluster, "only adapters are trained")]
         small = "only adapters are trained, over weights in 4 bits: less exact, and slower"
