@@ -93,7 +93,7 @@ def test_what_full_recomputation_keeps_may_wait_on_the_host_of_a_gpu(monkeypatch
     assert fix not in fit.out_of_memory(there, torch.device("cuda", 0), "training", CUBLAS).fix
 
 
-def test_frozen_weights_may_wait_on_the_host_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_may_wait_on_the_host_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     for named, device, plan in (
@@ -102,6 +102,9 @@ def test_frozen_weights_may_wait_on_the_host_of_a_gpu(monkeypatch: pytest.Monkey
         (False, "cuda", Plan()),
         (False, "cpu", Plan(lora=Lora())),
         (False, "cuda", Plan(lora=Lora(), offload=Offload(weights="host"))),
+        (True, "cuda", Plan(offload=Offload("host"))),
+        (True, "cuda", Plan(Layout(dp_shard=2), shard=Shard("zero3"), lora=Lora())),
+        (False, "cuda", Plan(Layout(dp_shard=2), shard=Shard("zero2"), lora=Lora())),
     ):
         fix = fit.out_of_memory(plan, torch.device(device, 0), "training", CUBLAS).fix
         assert ("offload.weights=host" in fix) is named

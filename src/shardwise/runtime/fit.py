@@ -77,7 +77,8 @@ def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) ->
     elif plan.offload.activations == "none" and plan.layout.pp == 1 and device.type == "cuda":
         fixes.append("offload.activations=host")
     elsewhere = plan.lora is not None or plan.frozen or plan.offload.optimizer != "none"
-    if elsewhere and plan.offload.weights == "none" and device.type == "cuda":
+    comes = elsewhere and plan.shard.strategy in ("ddp", "zero3")  # PLAN028
+    if comes and plan.offload.weights == "none" and device.type == "cuda":
         fixes.append("offload.weights=host")
     if plan.layout.dp > 1 and plan.shard.strategy != "zero3":
         fixes.append("parallel.strategy=zero3")
