@@ -50,7 +50,7 @@ LONG = (
 )
 """Files that take longest, the longest first."""
 LARGE = 4
-"""Cases, of a matrix of which the half that meets most pairs is run before every change, and the rest now and then."""
+"""Cases, of a matrix of which one half is run before every change, and the other now and then."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -22,6 +22,7 @@ from shardwise.planner.compare import fits, seconds
 from shardwise.planner.price import price
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import Search, choose
+from shardwise.planner.seconds import step
 from shardwise.planner.seconds.step import timed
 from shardwise.prove.parity import CPU
 from shardwise.runtime.build import build_parts
@@ -31,7 +32,7 @@ from shardwise.runtime.step import StepStats
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
-from shardwise.spec.plan import Batch, Lora, Offload, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques.offload import check
 from shardwise.techniques.offload.host import HostWeights
 from shardwise.techniques.offload.sizes import BUFFER_BYTES
@@ -121,6 +122,29 @@ def test_trained_weights_by_hand(tier: str, m: int) -> None:
     bus = 0.8 * 63e9
     copied = m * (63 * 2 * BLOCK + whole) + STEM + TAIL
     assert seconds(timed(EIGHT_B, found, cluster)).copied_s == pytest.approx(copied / bus)
+
+
+def test_sums_that_are_made_slowly_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all micro-batches but the first, two reads and a write a number; quick ones are hidden."""
+    plan = replace(ONE, lora=None, batch=Batch(1, 4, 8192), offload=Offload("host", weights="host", sums="host"))
+    found, known, waited = price(EIGHT_B, plan, H100), step.rates_of, []
+    for rate in (1e12, 1e9):
+        monkeypatch.setattr(step, "rates_of", lambda *given, rate=rate: replace(known(*given), host_bytes_per_s=rate))
+        waited.append(seconds(timed(EIGHT_B, found, H100)).offload_s)
+    added = 3 * 3 * (32 * 2 * BLOCK + STEM + TAIL) / 1e9
+    assert waited[0] < added / 100 and waited[1] - waited[0] == pytest.approx(added, rel=0.1)
+
+
+@pytest.mark.parametrize("rate", [63e9, 1e9])
+def test_what_copies_of_stages_take(rate: float) -> None:
+    """Of the slower stage's blocks twice for each micro-batch; a slow bus is waited for, and along no axis."""
+    plan = replace(ONE, layout=Layout(pp=2), pipeline=Pipeline("1f1b", 1, (16, 16)), batch=Batch(1, 4, 8192))
+    two = parse_cluster("2xH100")
+    cluster = replace(two, device=replace(two.device, host_link_bytes_per_s=rate))
+    found = seconds(timed(EIGHT_B, price(EIGHT_B, plan, cluster), cluster))
+    copied = 4 * 2 * 16 * BLOCK / (0.8 * rate)
+    assert found.copied_s == pytest.approx(copied) and "" not in found.exposed_s
+    assert found.offload_s > 0.5 * copied if rate == 1e9 else 0 < found.offload_s < 0.2 * copied
 
 
 def test_where_sums_are_made_is_searched() -> None:

@@ -26,6 +26,8 @@ from shardwise.planner.search import choose
 from shardwise.planner.seconds.step import timed
 from shardwise.prove import certify
 from shardwise.prove.pool import RankPool
+from shardwise.prove.shrink import shrink
+from shardwise.prove.world import SMALL
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
@@ -34,6 +36,7 @@ from shardwise.spec.recipe import Data, Recipe
 from shardwise.spec.units import show_bytes
 from shardwise.techniques.offload import check, host_weights, leave_early
 from shardwise.techniques.offload.host import HostWeights
+from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.sums import HostSums
 from tests.parity.cases import UNTIED
 
@@ -302,20 +305,25 @@ def test_of_what_is_not_there_the_answer_names_what_is(line: str, tmp_path: Path
     assert "`offload.optimizer: host`" in str(raised.value)
 
 
-EARLY: dict[str, tuple[bool, Plan]] = {
-    "one rank": (True, of_ranks(1)),
-    "shards": (True, of_ranks(8)),
-    "replicas": (False, replace(of_ranks(1), layout=Layout(dp_replicate=2))),
-    "tensor parallelism": (False, replace(of_ranks(2), layout=Layout(dp_shard=2, tp=2))),
-    "stages": (False, replace(of_ranks(1), layout=Layout(pp=2))),
-    "on the device": (False, of_ranks(1, offload=Offload())),
+LEAVE: dict[str, tuple[bool, bool, Plan]] = {
+    "one rank": (True, True, of_ranks(1)),
+    "shards": (True, True, of_ranks(8)),
+    "shards of moments": (True, False, replace(of_ranks(8), shard=Shard("zero1"))),
+    "shards in replicas": (True, False, replace(of_ranks(8), layout=Layout(dp_replicate=2, dp_shard=4))),
+    "replicas": (False, False, replace(of_ranks(1), layout=Layout(dp_replicate=2))),
+    "tensor parallelism": (False, False, replace(of_ranks(2), layout=Layout(dp_shard=2, tp=2))),
+    "stages": (False, False, replace(of_ranks(1), layout=Layout(pp=2))),
+    "on the device": (False, False, of_ranks(1, offload=Offload())),
 }
+"""Whether gradients leave in backward, and in that of each micro-batch, so that the host can make sums."""
 
 
-@pytest.mark.parametrize("name", EARLY)
+@pytest.mark.parametrize("name", LEAVE)
 def test_when_gradients_leave(name: str) -> None:
-    early, plan = EARLY[name]
+    early, each, plan = LEAVE[name]
     assert leave_early(plan) is early
+    found = check(EIGHT_B, replace(plan, offload=replace(plan.offload, sums="host")), parse_cluster("1xH100"))
+    assert [(each.code, each.where) for each in found] == ([] if each else [("PLAN028", "offload.sums")])
 
 
 class Two(nn.Module):
@@ -451,23 +459,6 @@ def test_what_has_not_been_copied_is_not_added_and_its_buffer_not_given_away() -
     assert total.tolist() == [111.0, 111.0]
 
 
-SUMS: dict[str, tuple[bool, Plan]] = {
-    "one rank": (True, of_ranks(1)),
-    "shards": (True, of_ranks(8)),
-    "shards of moments": (False, replace(of_ranks(8), shard=Shard("zero1"))),
-    "shards in replicas": (False, replace(of_ranks(8), layout=Layout(dp_replicate=2, dp_shard=4))),
-    "replicas": (False, replace(of_ranks(1), layout=Layout(dp_replicate=2))),
-    "on the device": (False, of_ranks(1, offload=Offload())),
-}
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_when_the_host_can_make_sums(name: str) -> None:
-    possible, plan = SUMS[name]
-    found = check(EIGHT_B, replace(plan, offload=replace(plan.offload, sums="host")), parse_cluster("1xH100"))
-    assert [(each.code, each.where) for each in found] == ([] if possible else [("PLAN028", "offload.sums")])
-
-
 def test_scalars_of_cut_weights_wait_for_the_sum_over_replicas() -> None:
     for cut in (False, True):
         scalar, row = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(2))
@@ -493,6 +484,16 @@ def test_frozen_weights_are_not_copied() -> None:
     found = host_weights([module], of_ranks(1))
     assert found is not None and list(found.copies) == [module.second] and len(found.tensors()) == 2
     assert host_weights([module], of_ranks(1, offload=Offload())) is None
+
+
+def test_drift_of_a_large_model_writes_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers are fake: the optimizer is on the host in place of the file, and the certificate says so."""
+    spec = replace(UNTIED, hidden_size=512, intermediate_size=2048, vocab_size=4096)
+    plan = Plan(Layout(), Batch(1, 2, 64), Shard(), offload=Offload("nvme", weights="host", sums="host"))
+    assert parameter_count(spec) > SMALL
+    monkeypatch.setattr(Scratch, "__init__", lambda self, directory, sizes: pytest.fail("a file"))
+    assert certify._drift(spec, plan, 0, {}) == []
+    assert any("file on NVMe" in line for line in shrink(spec, plan).unseen)
 
 
 @pytest.mark.prove

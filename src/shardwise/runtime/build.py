@@ -65,7 +65,7 @@ def build_parts(spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.devic
 
 def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device, plan: Plan | None = None) -> None:
     """Allocate meta parameters, tie weights again that ``to_empty`` separated, and fill buffers that follow from the
-    config. Where frozen weights wait on the host, no more than those of a block are on the device at a time."""
+    config. Where weights of blocks wait on the host, no more than those of a block are on the device at a time."""
     for part in parts:
         if plan is None or offload.waiting_weights(part, plan, device) is None:
             part.to_empty(device=device)
