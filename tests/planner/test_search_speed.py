@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import cache
 
 import pytest
 
@@ -32,20 +31,23 @@ told = {"fits": fits(plan), "world": plan.layout.world, "sequences": plan.batch.
 """
 
 
-@cache
 def measured(program: str, *words: str) -> dict[str, float]:
-    """What a process that runs ``program`` tells, and what it took: the faster of two."""
+    """What a process that runs ``program`` tells, and what it took."""
     command = [sys.executable, "-c", program + MEASURED, *words]
-    ran = [subprocess.run(command, capture_output=True, text=True, check=True, timeout=120) for _ in range(2)]
-    found: list[dict[str, float]] = [json.loads(done.stdout) for done in ran]
-    return min(found, key=lambda each: each["s"])
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    found: dict[str, float] = json.loads(ran.stdout)
+    return found
 
 
 @pytest.mark.parametrize("sequences", [2_048, 16_384])
 def test_a_search_over_16384_gpus(sequences: int) -> None:
     """2,048 sequences leave one degree of tensor parallelism to search, 16,384 all of them."""
-    torch = measured("import torch; told = {}")
-    found = measured(SEARCHED, "meta-llama/Llama-3.1-405B", "2048x8xH100+3.2Tb/node", "8192", str(sequences))
+    model, cluster = "meta-llama/Llama-3.1-405B", "2048x8xH100+3.2Tb/node"
+    each = [
+        (measured("import torch; told = {}"), measured(SEARCHED, model, cluster, "8192", str(sequences)))
+        for _ in range(3)  # by turns, so that a busy machine slows both; the quickest of each
+    ]
+    torch, found = (min(ran, key=lambda one: one["s"]) for ran in zip(*each, strict=True))
     assert (found["fits"], found["world"], found["sequences"]) == (True, 16_384, sequences)
     assert torch["torch"] and not found["torch"]
     assert found["kib"] < 500 * 1024 and found["s"] <= 2 * torch["s"]
