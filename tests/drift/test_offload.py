@@ -16,12 +16,13 @@ from tests.parity.offloading import CASES, Case
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_setting_that_it_meets(case: Case) -> None:
-    """On the first rank and the last."""
+    """On the first rank and the last. Of a fraction, the first stage may have nothing on the host."""
     for rank in sorted({0, case.plan.layout.world - 1}):
         found = drift(case.spec, case.plan, rank)
         assert found.differences() == []
         times = case.accumulation if case.sums == "host" else 1
-        assert found.measured.copied["device", "host"] == times * found.measured.copied["host", "device"] > 0
+        out, home = (found.measured.copied.get(way, 0) for way in (("device", "host"), ("host", "device")))
+        assert out == times * home > 0 or (case.layout, case.fraction, rank, out, home) == ("pp", 0.5, 0, 0, 0)
 
 
 EIGHT_B = load_spec("Llama-3.1-8B")
@@ -39,6 +40,7 @@ LATE = {
 
 
 ELSEWHERE: dict[str, Offload] = {
+    "one GPU, two blocks in five on the host": Offload("host", optimizer_fraction=0.4),
     "one GPU, sums on the host": Offload("host", sums="host"),
     "one GPU, weights and sums on the host": Offload("host", weights="host", sums="host"),
 }
@@ -60,7 +62,7 @@ def test_peaks_of_eight_billion_parameters(name: str) -> None:
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_peaks_where_micro_batches_are_added_up_on_the_host(name: str) -> None:
+def test_peaks_where_more_is_said_of_the_host(name: str) -> None:
     found = on_host(LARGE["one GPU, accumulated"], ELSEWHERE[name])
     assert found.differences() == []
     assert abs(found.peak_error) < 1e-3

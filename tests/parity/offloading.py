@@ -47,6 +47,7 @@ class Case:
     accumulation: int
     tier: str
     sums: str = "device"
+    fraction: float = 1.0
 
     @property
     def spec(self) -> ModelSpec:
@@ -54,7 +55,7 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        if self.tier == "nvme" and self.optimizer != "adamw":
+        if self.tier == "nvme" and (self.optimizer != "adamw" or self.fraction < 1):
             return False
         if self.sums == "host" and (self.accumulation == 1 or not leave_each(self.plan)):
             return False
@@ -75,13 +76,15 @@ class Case:
             PRECISIONS[self.precision],
             sequence_parallel=layout.tp > 1,
             optim=OPTIMIZERS[self.optimizer],
-            offload=Offload(self.tier, sums=self.sums),  # type: ignore[arg-type]
+            offload=Offload(self.tier, sums=self.sums, optimizer_fraction=self.fraction),  # type: ignore[arg-type]
             lora=LORA.get(self.model),
             pipeline=Pipeline("1f1b", 1, (1, 1)) if layout.pp > 1 else Pipeline(),
         )
 
 
-AXES = LAYOUTS, MODELS, PRECISIONS, OPTIMIZERS, (1, 2), TIERS, ("device", "host")
+FRACTIONS = (1.0, 0.5)
+"""Of two blocks the second."""
+AXES = LAYOUTS, MODELS, PRECISIONS, OPTIMIZERS, (1, 2), TIERS, ("device", "host"), FRACTIONS
 """Of the fields of a case, in their order."""
 CASES = [Case(*values) for values in pairwise(*AXES, legal=lambda *values: Case(*values).possible)]
 

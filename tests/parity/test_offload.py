@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +27,7 @@ from shardwise.techniques.offload.sums import HostSums
 from tests.parity import drawn
 from tests.parity.cases import FP64, SEQ_LEN
 from tests.parity.moving import goes_on
-from tests.parity.offloading import CASES, LAYOUTS, Case
+from tests.parity.offloading import CASES, FRACTIONS, LAYOUTS, Case
 from tests.parity.pairwise import DENSE
 
 STEPS = 3
@@ -39,8 +40,8 @@ def without(plan: Plan) -> Plan:
 
 def test_every_layout_is_met() -> None:
     assert {case.layout for case in CASES} == LAYOUTS.keys()
-    assert len(CASES) <= 31
-    assert {offload.leave_early(case.plan) for case in CASES} == {False, True}
+    assert len(CASES) <= 32
+    assert {(offload.leave_early(case.plan), case.fraction) for case in CASES} == {*product((False, True), FRACTIONS)}
 
 
 @pytest.mark.matrix(8)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from threading import Event, Timer
 
@@ -58,9 +59,14 @@ def test_auto_leaves_on_the_device_what_fits() -> None:
 
 
 def test_auto_takes_the_host_where_nothing_else_fits() -> None:
-    chosen = planned(EIGHT_B, "auto")
-    assert chosen.offload == Offload("host") and fits(chosen)
+    """Of no more blocks than have to leave."""
+    chosen, all_of_it = planned(EIGHT_B, "auto"), planned(EIGHT_B, "host")
+    assert chosen.offload == Offload("host", optimizer_fraction=0.75) and fits(chosen)
     assert chosen.why["offload.optimizer"] == "searched: no plan without it fits, or is as fast"
+    assert chosen.why["offload.optimizer_fraction"].startswith("searched")
+    assert all_of_it.offload == Offload("host") and seconds(chosen).step_s < 0.9 * seconds(all_of_it).step_s
+    less = planned(EIGHT_B, "host", H100, "offload.optimizer_fraction=0.5")
+    assert less.why["offload.optimizer_fraction"] == "pinned" and peak_share(less) > 1
     without = planned(EIGHT_B, "none")
     assert peak_share(without) > 1.5 and without.estimate.host == {}
 
@@ -72,7 +78,7 @@ def test_auto_takes_the_host_where_a_step_is_shorter() -> None:
         asked: planned(EIGHT_B, asked, parse_cluster("8xRTX-4090"), "global_batch=32") for asked in ("none", "auto")
     }
     assert all(map(fits, found.values())) and found["none"].layout.tp > 1
-    assert found["auto"].offload == Offload("host") and found["auto"].layout.tp == 1
+    assert found["auto"].offload.optimizer == "host" and found["auto"].layout.tp == 1
     assert seconds(found["auto"]).step_s < 0.7 * seconds(found["none"]).step_s
 
 
@@ -93,7 +99,7 @@ def test_a_host_that_is_too_small() -> None:
     """16 bytes a parameter are 119.7 GiB: of 149 they are tight, in 100 they do not fit. Then the plan that is told is
     the one that holds least of the device, which is not what is named."""
     tight, small = (replace(H100, host_memory_bytes=gib * 2**30) for gib in (149, 100))
-    assert 0.8 < peak_share(planned(EIGHT_B, "auto", tight)) < 0.81
+    assert 0.8 < peak_share(planned(EIGHT_B, "host", tight)) < 0.81
     chosen = planned(EIGHT_B, "host", small)
     assert peak_share(chosen) == pytest.approx(1.197, abs=1e-3) and chosen.estimate.peak_bytes < 40 * 2**30
     recipe = load_recipe(None, ["offload.optimizer=host", "train.seq_len=4096", "train.global_batch_size=2"])
@@ -150,6 +156,53 @@ def test_bytes_on_both_tiers_by_hand() -> None:
 def test_bytes_a_parameter_in_other_dtypes(more: dict[str, object], host: dict[str, int]) -> None:
     found = price(EIGHT_B, of_ranks(1, **more), H100).estimate.host
     assert {name: size // P for name, size in found.items()} == host
+
+
+BLOCK = sum(prod(shape) for name, shape in parameter_shapes(EIGHT_B).items() if name.startswith("layers.0."))
+BLOCK_WEIGHTS = sum(name.startswith("layers.0.") for name in parameter_shapes(EIGHT_B))
+
+
+@pytest.mark.parametrize(("fraction", "blocks"), [(0.4, 12), (0.5, 16), (0.04, 1), (0.99, 31)])
+def test_a_fraction_by_hand(fraction: float, blocks: int) -> None:
+    """So many of 32 blocks, rounded down, have on the host what all have there otherwise; the device has the rest, and
+    updates it at the same time. Half of that is longer on the host, at 110 GB/s, than the rest on the device."""
+    outside = Offload("host", optimizer_fraction=fraction)
+    plan, without = of_ranks(1, offload=outside), of_ranks(1, offload=Offload())
+    moved, counts = blocks * BLOCK, 4 * blocks * BLOCK_WEIGHTS
+    found = price(EIGHT_B, plan, H100).estimate
+    assert found.host == {"weights": 4 * moved, "gradients": 4 * moved, "moments": 8 * moved + counts}
+    assert found.memory["moments"] == 8 * (P - moved) + 4 * (WEIGHTS - blocks * BLOCK_WEIGHTS)
+    part, whole = (seconds(timed(EIGHT_B, each, H100)) for each in (plan, without))
+    assert part.optimizer_s == pytest.approx(max(40 * moved / 1.1e11, whole.optimizer_s * (P - moved) / P), rel=0.01)
+    assert part.copied_s == pytest.approx(2 * 4 * moved / (0.8 * 63e9))
+
+
+def test_blocks_on_the_host_are_spread_evenly() -> None:
+    moved = [number for number in range(20) if Offload("host", optimizer_fraction=0.3).moves(number)]
+    assert moved == [3, 6, 9, 13, 16, 19]
+    assert not any(map(Offload(optimizer_fraction=0.3).moves, range(20))) and all(map(Offload("nvme").moves, range(20)))
+
+
+@pytest.mark.parametrize(
+    ("outside", "says", "fix"),
+    [
+        (Offload("host", optimizer_fraction=0.02), "0.02 of 32 blocks is less than one", "at least 0.032"),
+        (Offload("nvme", optimizer_fraction=0.5), "not on NVMe", "`offload.optimizer=host`"),
+        (Offload("host", weights="host", optimizer_fraction=0.5), "weights that wait on the host", "leave it out"),
+    ],
+    ids=["less than a block", "on NVMe", "weights that wait"],
+)
+def test_a_fraction_that_cannot_be(outside: Offload, says: str, fix: str) -> None:
+    [problem] = check(EIGHT_B, of_ranks(1, offload=outside), H100)
+    assert (problem.code, problem.where) == ("PLAN028", "offload.optimizer_fraction")
+    assert says in problem.what and fix in (problem.fix or "")
+
+
+def test_a_fraction_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_recipe(None, ["offload.optimizer_fraction=0.5"])
+    [problem] = raised.value.problems
+    assert problem.code == "CFG008" and "has no effect with `offload.optimizer: none`" in problem.what
 
 
 def test_ranks_of_a_node_share_its_memory() -> None:

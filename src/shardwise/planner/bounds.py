@@ -32,12 +32,14 @@ from shardwise.techniques.pp.actions import SCHEDULES
 class Sizes(NamedTuple):
     """What plans have in common that differ in the dial and in their micro-batches: operations of products a token, the
     bytes of all weights as they are gathered (four-bit codes stay so) and of those in blocks, and the numbers in
-    weights that are trained, before they are sharded."""
+    weights that are trained, before they are sharded, and in those that the device updates where the host updates
+    others."""
 
     flops: int
     gathered: int
     blocks: int
     trained: int
+    stays: int
 
 
 class BlockSeconds(NamedTuple):
@@ -130,7 +132,7 @@ class LowerBounds:
         gathered = sizes.gathered * (plan.shard.strategy in ("zero1", "zero2"))
         gradients = sizes.trained * BYTES[plan.precision.weights] // slices
         if offload.leave_early(plan) and (plan.batch.accumulation == 1 or plan.offload.sums == "host"):
-            gradients = 0
+            gradients = sizes.stays * BYTES[plan.precision.weights] // slices
         room = share * self.cluster.device.memory_bytes - sum(fixed_bytes(plan, self.cluster).values())
         held = self.states[key] + max(gradients, gathered)
         return held <= room * plan.layout.pp and (plan.layout.pp == 1 or self._first_rank_bytes(plan) <= room)
@@ -152,7 +154,8 @@ class LowerBounds:
                 state += sum(prod(map(int, weight.shape)) * BYTES[weight.used_as] for weight in weights)
             if plan.sharded and plan.shard.strategy == "zero1":
                 gradients = trained * BYTES[plan.precision.reduce]
-            even = all(block.weights[0].shape == costed.blocks[0].weights[0].shape for block in costed.blocks)
+            first = costed.blocks[0]
+            even = all(b.weights[0].shape == first.weights[0].shape and not b.stays for b in costed.blocks)
             alike = len(costed.order) if even and len(costed.blocks) < 3 else float("inf")
             self.blocks[key] = state / alike, gradients / alike, costed.blocks[least]
         state_bytes, gradient_bytes, block = self.blocks[key]
@@ -242,19 +245,20 @@ class LowerBounds:
         if key not in self.sizes:
             costed = self._costed(whole)
             weights = [
-                (prod(map(int, weight.shape)) * times, weight, unit.name)
+                (prod(map(int, weight.shape)) * times, weight, unit)
                 for unit, times in costed.repeated()
                 for weight in unit.weights
             ]
             flops = sum(times * _flops(unit) for unit, times in costed.repeated())
             if whole.layout.ep > 1:  # what other ranks than those of fsdp have: not counted, so a bound
                 weights = [each for each in weights if not is_expert(each[1].name)]
-            gathered = [(n * BYTES[weight.used_as], name) for n, weight, name in weights]
+            gathered = [(n * BYTES[weight.used_as], unit.name) for n, weight, unit in weights]
             self.sizes[key] = Sizes(
                 flops,
                 sum(size for size, _ in gathered),
                 sum(size for size, name in gathered if name == "block"),
                 sum(n for n, weight, _ in weights if weight.trained),
+                sum(n for n, weight, unit in weights if weight.trained and unit.stays),
             )
         return self.sizes[key]
 
@@ -276,7 +280,8 @@ class LowerBounds:
 
 def _on_device(costed: Sheet, plan: Plan) -> dict[str, int]:
     """What of weights and moments the device holds."""
-    return offload.on_device(optim.state_bytes(costed, plan), costed, plan)
+    state, moved = (optim.state_bytes(each, plan) for each in (costed, offload.elsewhere(costed)))
+    return offload.on_device(state, moved["moments"], costed, plan)
 
 
 def _alive(plan: Plan) -> int:

@@ -21,18 +21,23 @@ ADDED = 3
 class Leaving:
     """As techniques/offload/host.py does it; nothing where the optimizer is on the device."""
 
-    def __init__(self, tape: Tape, plan: Plan) -> None:
+    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
+        names: list[UnitName] = ["stem", *range(len(sheet.order))]
+        units = sheet.stem, *(sheet.blocks[kind] for kind in sheet.order)
+        self.staying = {name for name, unit in zip(names, units, strict=True) if unit.stays}
         self.tape, self.on_host, self.early = tape, plan.offload.optimizer != "none", leave_early(plan)
         self.sums = plan.offload.sums == "host"
         self.sizes: dict[Hashable, int] = {}  # what of each is copied, where that is not all of it
         self.before: list[Hashable] = []
-        self.bucketed: dict[Hashable, Hashable] = {}  # the last of the gradients that a bucket has
+        self.bucketed: dict[Hashable, list[Hashable]] = {}  # the gradients that a bucket has
 
     def whole(self, key: Hashable, size: int, *, last: bool, summed: Hashable = None) -> None:
         """A gradient of a backward is whole, where others add to it at the mark ``summed``, and in the ``last``, or in
         each where the host adds them up, leaves if it may already, by when the one before it has left; ``size`` bytes
         of it are copied."""
         adds = self.sums and key in self.sizes
+        if _unit_of(key) in self.staying:
+            return
         self.sizes[key] = size
         if self.early and (last or self.sums):
             for gone in self.before:
@@ -45,15 +50,24 @@ class Leaving:
                 self.tape.add(Copy("host", "host", ADDED * size, "adds"))
 
     def rest(self) -> None:
-        """After the last backward of a step: what has not left, leaves, that of a unit after that of another."""
+        """After the last backward of a step: what has not left, leaves, that of a unit after that of another. A bucket
+        is there until all of it has."""
         of_unit: dict[UnitName, dict[Hashable, int]] = {}
+        staying = set[Hashable]()
         for key, (category, size, tier) in self.tape.alive.items() if self.on_host else ():
             if category == "gradients" and tier == "device":
-                of_unit.setdefault(_unit_of(self.bucketed.get(key, key)), {})[key] = self.sizes.get(key, size)
+                each = self.bucketed.get(key, [key])
+                leaves = [one for one in each if _unit_of(one) not in self.staying]
+                if len(leaves) < len(each):
+                    staying.add(key)
+                if leaves:
+                    whole = self.sizes.get(key, size) if key not in staying else sum(self.sizes[one] for one in leaves)
+                    of_unit.setdefault(_unit_of(each[-1]), {})[key] = whole
         for unit, sizes in of_unit.items():
             self.tape.add(Begin("leaving", unit))
             for key, size in sizes.items():
-                self.tape.free(key)
+                if key not in staying:
+                    self.tape.free(key)
                 if key not in self.before:
                     self._copy(size)
         self.before = []

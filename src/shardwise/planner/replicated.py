@@ -79,7 +79,7 @@ class Replicated(Weights):
         total = sum(self.size[name] for name in names)
         if len(names) > 1:
             self.tape.make(("bucket", index), "gradients", total)
-            self.leaving.bucketed["bucket", index] = "grad", names[-1]
+            self.leaving.bucketed["bucket", index] = [("grad", name) for name in names]
             for name in names:
                 self.tape.free(("grad", name))
             self.copy(total)

@@ -159,11 +159,11 @@ def stage_of(sheet: Sheet, stage: Stage, plan: Plan, kind: Kind, rates: Rates | 
 
 def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     """What is there before the first forward pass and stays."""
-    state = optim.state_bytes(sheet, plan)
-    for tier, held in offload.tiers(sheet, plan, state["moments"]).items():
+    state, moved = (optim.state_bytes(each, plan) for each in (sheet, offload.elsewhere(sheet)))
+    for tier, held in offload.tiers(sheet, plan, moved["moments"]).items():
         for category, size in held.items():
             tape.make((tier, category), category, size, tier)
-    for category, size in offload.on_device(state, sheet, plan).items():
+    for category, size in offload.on_device(state, moved["moments"], sheet, plan).items():
         tape.make(("state", category), category, size)
     # Token ids, labels and positions, 8 bytes each; of pairs, each token's answer; of cut rows, its document's length.
     batch, each = plan.batch, 8 * (3 + (plan.loss == "dpo") + (plan.layout.cp > 1))
@@ -174,8 +174,8 @@ def _end(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     """What is sent once, after the last backward pass, and the weights that the host has updated."""
     for sent in sheet.step:
         tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
-    if plan.offload.optimizer != "none":
-        tape.add(Copy("host", "device", offload.returned_bytes(sheet, plan), "home"))
+    if plan.offload.optimizer != "none" and (size := offload.returned_bytes(sheet, plan)):
+        tape.add(Copy("host", "device", size, "home"))
 
 
 class Step:

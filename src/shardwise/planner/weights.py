@@ -33,7 +33,7 @@ class Weights:
         ends = sheet.stem.weights[:1] if sheet.tied else sheet.tail.weights[-1:]
         self.output = ends[0] if ends else None
         self.last, self.half = True, False
-        self.leaving = Leaving(tape, plan)
+        self.leaving = Leaving(tape, sheet, plan)
 
     def before_waiting(self, names: Iterable[Hashable]) -> None:
         """What stays whole for a step is gathered before its first forward, where that comes from another rank."""

@@ -73,7 +73,7 @@ def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", un
     if plan.layout.pp > 1:  # between two passes messages are posted and sent: the peak tells
         start = end
     state = optim.state_bytes(costed, plan)
-    state["weights"] = offload.on_device(state, costed, plan)["weights"]
+    state["weights"] = offload.on_device(state, 0, costed, plan)["weights"]
     if plan.offload != Offload():
         state["host"] = span.on("host").top_bytes
     copied: dict[tuple[str, str], int] = {}

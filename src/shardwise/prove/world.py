@@ -202,8 +202,7 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
     result.state["moments"] = _storage_bytes(moments)
     on_host = [room for each in moved for room in each.rooms]
     if state.host:
-        counts = [states["step"] for states in state.optimizer.state.values()]
-        on_host += [*state.host.tensors(), *(counts if state.host.scratch else moments)]
+        on_host += [*state.host.tensors(), *state.host.states(state.optimizer.state)]
     if copied:
         result.state["host"] = _storage_bytes(on_host)
     result.copied = dict(sum(copied, Counter()))

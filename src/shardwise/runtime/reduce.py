@@ -29,7 +29,7 @@ def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:
     ``ranks``: of this rank's stage. Summed over the world it is the square of the true global norm. Padding is not part
     of a local shard, and a tied parameter is one parameter, so neither counts twice.
     """
-    groups: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    groups: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
     seen: set[int] = set()
     for parameter in parameters:
         gradient = parameter.grad
@@ -38,9 +38,9 @@ def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:
         seen.add(id(parameter))
         shard = local(gradient)
         if shard.numel():
-            groups.setdefault((replication(gradient, ranks), shard.dtype), []).append(shard)
+            groups.setdefault((replication(gradient, ranks), shard.dtype, shard.device), []).append(shard)
     squares = []
-    for (copies, dtype), shards in groups.items():
+    for (copies, dtype, _), shards in groups.items():
         wide = torch.promote_types(dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(shards, 2, dtype=wide))
         squares.append(norms.double().square().sum() / copies)
@@ -68,10 +68,10 @@ def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
 
 def scale_gradients(parameters: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every gradient in place, shard by shard, with no DTensor operation."""
-    shards: dict[torch.dtype, list[Tensor]] = {}
+    shards: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in {id(parameter): parameter for parameter in parameters}.values():
         if parameter.grad is not None:
             shard = local(parameter.grad)
-            shards.setdefault(shard.dtype, []).append(shard)
-    for dtype, group in shards.items():
-        torch._foreach_mul_(group, factor.to(torch.promote_types(dtype, torch.float32)))
+            shards.setdefault((shard.dtype, shard.device), []).append(shard)
+    for (dtype, device), group in shards.items():
+        torch._foreach_mul_(group, factor.to(device, torch.promote_types(dtype, torch.float32)))

@@ -111,18 +111,27 @@ class Offload:
     """``optimizer``: where moments are, and copies of the weights that are updated there: ``none`` on the device,
     ``host`` in the host's memory, ``nvme`` in files. ``activations``: where the inputs of blocks that are computed
     again wait for backward. ``weights``: where those weights of blocks that the device does not update are while other
-    blocks compute. ``sums``: where gradients of several micro-batches are added up."""
+    blocks compute. ``sums``: where gradients of several micro-batches are added up. ``optimizer_fraction``: of how many
+    blocks the optimizer is on the host; below 1 that of embedding and output layer is not."""
 
     optimizer: Literal["none", "host", "nvme"] = "none"
     activations: Literal["none", "host"] = "none"
     weights: Literal["none", "host"] = "none"
     sums: Literal["device", "host"] = "device"
+    optimizer_fraction: float = 1.0
+
+    def moves(self, number: int) -> bool:
+        """Whether the optimizer of the block of this number is not on the device: of those up to any block, the
+        fraction, rounded down."""
+        up_to, with_it = (int(count * self.optimizer_fraction) for count in (number, number + 1))
+        return self.optimizer != "none" and with_it > up_to
 
     @property
     def words(self) -> list[str]:
         """What is outside the device, and where."""
         places = {"host": "the host", "nvme": "NVMe"}
-        found = {"the optimizer": self.optimizer, "inputs of blocks": self.activations}
+        part = f"{self.optimizer_fraction:.0%} of " * (self.optimizer_fraction < 1)
+        found = {f"{part}the optimizer": self.optimizer, "inputs of blocks": self.activations}
         found["weights of blocks"] = self.weights
         found["sums of gradients"] = "none" if self.sums == "device" else self.sums
         return [f"{what} on {places[where]}" for what, where in found.items() if where != "none"]
@@ -273,6 +282,7 @@ class Plan:
         """The dtypes of weights and moments, in words."""
         dtype = "int8" if self.optim.name == "adamw8bit" else self.optim.moments or self.precision.weights
         moments = dtype + {"none": "", "host": " on the host", "nvme": " on NVMe"}[self.offload.optimizer]
+        moments += f" ({self.offload.optimizer_fraction:.0%})" * (self.offload.optimizer_fraction < 1)
         if self.lora is None:
             return f"weights {self.precision.weights}, moments {moments}"
         frozen = f"nf4 and {self.lora.frozen}" if self.lora.nf4 else self.lora.frozen

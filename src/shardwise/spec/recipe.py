@@ -164,20 +164,27 @@ class OptimSection(Section):
 class OffloadSection(Section):
     """What is kept outside the GPU's memory. ``optimizer``: in host memory, or on NVMe in files in ``directory`` (by
     default in the run's own), are AdamW's moments and the weights that it updates, for which gradients come and new
-    weights go back in every step; ``auto`` takes the host where no plan fits without. ``activations``: in host memory
-    are, until backward needs them, the inputs of blocks, which are all that full recomputation keeps. ``weights``: in
-    host memory are those weights of blocks that are frozen, or updated there; on the GPU, a block's and the next's."""
+    weights go back in every step; ``auto`` takes the host where no plan fits without. ``optimizer_fraction``: of how
+    many blocks, spread evenly, while the GPU updates the others and both ends of the model; null: all, and with
+    ``auto`` searched. ``activations``: in host memory are, until backward needs them, the inputs of blocks, which are
+    all that full recomputation keeps. ``weights``: in host memory are those weights of blocks that are frozen, or
+    updated there; on the GPU, a block's and the next's."""
 
     optimizer: Literal["auto", "none", "host", "nvme"] = "none"
+    optimizer_fraction: float | None = Field(default=None, gt=0, le=1)
     activations: Literal["none", "host"] = "none"
     weights: Literal["none", "host"] = "none"
     directory: str | None = None
 
     def contradictions(self) -> list[Problem]:
-        if self.directory is None or self.optimizer == "nvme":
-            return []
-        what = f"`offload.directory` has no effect with `offload.optimizer: {self.optimizer}`"
-        return [Problem("CFG008", what, "offload.directory", "`offload.optimizer: nvme`, or leave it out")]
+        problems, where = [], f"`offload.optimizer: {self.optimizer}`"
+        if self.directory is not None and self.optimizer != "nvme":
+            what, fix = f"`offload.directory` has no effect with {where}", "`offload.optimizer: nvme`, or leave it out"
+            problems.append(Problem("CFG008", what, "offload.directory", fix))
+        if self.optimizer_fraction is not None and self.optimizer == "none":
+            what, fix = f"`offload.optimizer_fraction` has no effect with {where}", "`offload.optimizer: host`"
+            problems.append(Problem("CFG008", what, "offload.optimizer_fraction", f"{fix}, or leave it out"))
+        return problems
 
 
 class LoraSection(Section):

@@ -228,7 +228,8 @@ KEPT_UNITS = 128
 @dataclass(frozen=True, eq=False)
 class Unit:
     """``saved`` are the tensors that live from forward to backward (``input`` among them where it is saved).
-    ``window`` is how many positions a query of its attention sees at most. ``forward_plain`` are the forward operations
+    ``window`` is how many positions a query of its attention sees at most. ``stays``: the device updates its weights,
+    though the host updates those of others. ``forward_plain`` are the forward operations
     with what each frees when nothing is saved: what runs under recompute. A unit equals itself only, so that what a
     rewriting made of it is found again without a look at all that is in it."""
 
@@ -247,6 +248,7 @@ class Unit:
     recompute: bool = False
     saved_ops: frozenset[int] = frozenset()
     window: int | None = None
+    stays: bool = False
 
     def bound(self, sizes: Sizes) -> Unit:
         """The same unit with the numbers that its symbols stand for."""

@@ -201,20 +201,21 @@ def _send_last(now: Elapsed, costed: Sheet, wires: Wires) -> None:
 def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False) -> float:
     """Seconds of clipping and of AdamW, which read and write what the rank holds of weights, gradients and moments. Not
     fused, AdamW reads or writes a number of the weights' dtype ``UNFUSED`` times, and gradients are scaled in memory,
-    as they are on the host. From NVMe each number is read and written."""
-    numbers = offload.trained_numbers(costed)
+    as they are on the host. From NVMe each number is read and written. What the device updates, it does while the host
+    updates the rest."""
+    numbers, elsewhere_s = offload.trained_numbers(costed), 0.0
     tensors = sum(times * sum(weight.trained for weight in unit.weights) for unit, times in costed.repeated())
     weight = BYTES[plan.precision.weights]
     moment = 1 if plan.optim.name == "adamw8bit" else BYTES[plan.optim.moments or plan.precision.weights]
-    moved = numbers * (weight + 2 * weight + 4 * moment + weight)  # the norm reads gradients a first time
-    if unfused:
-        moved = numbers * weight * UNFUSED
+    moved = weight * UNFUSED if unfused else weight + 2 * weight + 4 * moment + weight  # the norm reads gradients first
     if plan.offload.optimizer != "none":
-        on_host_s = (moved + 2 * numbers * weight) / rates.host_bytes_per_s
-        streamed = numbers * (weight + 2 * moment) if plan.offload.optimizer == "nvme" else 0
-        return max(on_host_s, sum(streamed / rate for rate in rates.disk_bytes_per_s))
+        elsewhere = offload.trained_numbers(offload.elsewhere(costed))
+        streamed = elsewhere * (weight + 2 * moment) if plan.offload.optimizer == "nvme" else 0
+        on_host_s = elsewhere * (moved + 2 * weight) / rates.host_bytes_per_s
+        elsewhere_s = max(on_host_s, sum(streamed / rate for rate in rates.disk_bytes_per_s))
+        tensors, numbers = tensors * (numbers - elsewhere) // max(1, numbers), numbers - elsewhere
     kernels = -(-tensors // 64) * 4 if rates.cuda else 2 * tensors
-    return rates.updated_s(moved, kernels)
+    return max(elsewhere_s, rates.updated_s(numbers * moved, kernels))
 
 
 def band(plan: Plan, cluster: Cluster, step_s: float, exposed_s: float) -> tuple[float, float, str]:

@@ -90,13 +90,12 @@ def state_bytes(state: TrainState) -> dict[str, int]:
     """Bytes of the weights' and moments' local shards on this rank (each moment with its step count). What is kept on
     the host counts where the device is the host."""
     weights, kept = state.parameters().values(), state.optimizer.state
-    moments = [value for weight in weights for value in kept.get(state.updated(weight), {}).values()]
+    here = [weight for weight in weights if state.updated(weight) is weight]
+    moments = [value for weight in here for value in kept.get(weight, {}).values()]
     moved = [room for each in offload.moved(state.parts) for room in each.rooms]
     found = {"weights": _storage_bytes(weights), "moments": _storage_bytes(moments)}
     if state.host:
-        if state.host.scratch:
-            moments = [states["step"] for states in kept.values()]
-        found["moments"], moved = 0, [*moved, *state.host.tensors(), *moments]
+        moved += [*state.host.tensors(), *state.host.states(kept)]
     if moved:
         found["offloaded"] = 0 if any(local(weight).is_cuda for weight in weights) else _storage_bytes(moved)
     return found

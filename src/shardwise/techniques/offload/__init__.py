@@ -7,6 +7,11 @@
     nvme                the same, but moments and weights in a file      the same, piece by piece; and the file is read
                         (scratch.py, streamed.py)                        and written
 
+    offload.optimizer_fraction
+    0.4                 the optimizer of two blocks in five is on        of these blocks
+                        the host; the device updates the others,
+                        at the same time, and both ends of the model
+
     offload.activations
     host                what full recomputation keeps, the inputs    each to the host, while its block computes; back,
                         of blocks, in memory of the host             while backward computes the block after it
@@ -55,6 +60,9 @@ if TYPE_CHECKING:
     from shardwise.techniques.offload.host import HostWeights
     from shardwise.techniques.offload.weights import WaitingWeights
 
+FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+"""That are tried where ``auto`` puts the optimizer on the host."""
+
 _HOST_WEIGHTS: WeakKeyDictionary[nn.Module, HostWeights] = WeakKeyDictionary()
 _MOVED_INPUTS: WeakKeyDictionary[nn.Module, MovedInputs] = WeakKeyDictionary()
 _WAITING: WeakKeyDictionary[nn.Module, WaitingWeights] = WeakKeyDictionary()
@@ -62,7 +70,7 @@ _WAITING: WeakKeyDictionary[nn.Module, WaitingWeights] = WeakKeyDictionary()
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
     """What the recipe says; ``auto`` tries the device and the host."""
-    asked = recipe.offload.optimizer
+    asked, fraction = recipe.offload.optimizer, recipe.offload.optimizer_fraction
     others = {"activations": recipe.offload.activations, "weights": recipe.offload.weights}
     pinned = {f"offload.{what}": "pinned" for what, where in others.items() if where != "none"}
     plan = replace(plan, offload=Offload("none", others["activations"], others["weights"]), why={**plan.why, **pinned})
@@ -71,20 +79,52 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
     if asked != "none":
         why = {"offload.optimizer": "searched: no plan without it fits, or is as fast" if asked == "auto" else "pinned"}
         on_host = replace(plan.offload, optimizer="host" if asked == "auto" else asked)
-        yield replace(plan, offload=on_host, why={**plan.why, **why})
+        for each in FRACTIONS if asked == "auto" and fraction is None else (fraction or 1.0,):
+            told = (
+                "pinned" if fraction else "searched: with a smaller one no plan fits, and with a larger none is faster"
+            )
+            both = {**why, "offload.optimizer_fraction": told} if each < 1 else why
+            yield replace(plan, offload=replace(on_host, optimizer_fraction=each), why={**plan.why, **both})
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
     planned, asked = plan.offload, recipe.offload
     return {
         "offload.optimizer": (planned.optimizer, asked.optimizer),
+        "offload.optimizer_fraction": (
+            planned.optimizer_fraction,
+            asked.optimizer_fraction or planned.optimizer_fraction,
+        ),
         "offload.activations": (planned.activations, asked.activations),
         "offload.weights": (planned.weights, asked.weights),
     }
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
-    return [*_check_optimizer(plan), *_check_activations(plan), *_check_weights(plan), *_check_sums(plan)]
+    return [
+        *_check_optimizer(plan),
+        *_check_fraction(plan, spec.num_hidden_layers),
+        *_check_activations(plan),
+        *_check_weights(plan),
+        *_check_sums(plan),
+    ]
+
+
+def _check_fraction(plan: Plan, blocks: int) -> list[Problem]:
+    fraction, fix = plan.offload.optimizer_fraction, "leave it out: the optimizer of all blocks is then there"
+    if fraction == 1 or plan.offload.optimizer == "none":
+        return []
+    if not any(map(plan.offload.moves, range(blocks))):
+        what = f"a fraction of {fraction} of {blocks} blocks is less than one of them"
+        fix = f"at least {-(-1000 // blocks) / 1000}"
+    elif plan.offload.optimizer == "nvme":
+        what = f"a fraction of {fraction} of the optimizer can be on the host, not on NVMe"
+        fix = f"`offload.optimizer=host`, or {fix}"
+    elif plan.offload.weights != "none":
+        what = f"weights that wait on the host are updated there, all of them, and not a fraction of {fraction}"
+    else:
+        return []
+    return [Problem("PLAN028", what, "offload.optimizer_fraction", fix)]
 
 
 def _check_activations(plan: Plan) -> list[Problem]:
@@ -139,8 +179,29 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Nothing: what is on the host, :func:`host_bytes` says, and planner/weights.py when gradients leave."""
-    return sheet
+    """Says which units the device updates, where the host updates others. What is on the host, :func:`tiers` says, and
+    planner/leaving.py when gradients leave."""
+    if plan.offload.optimizer == "none" or plan.offload.optimizer_fraction == 1:
+        return sheet
+    each = zip(sheet.order, sheet.place.blocks, strict=True)
+    order = tuple(kind if plan.offload.moves(number) else kind + len(sheet.blocks) for kind, number in each)
+    blocks = (*sheet.blocks, *map(_staying, sheet.blocks))
+    return replace(sheet, stem=_staying(sheet.stem), blocks=blocks, order=order, tail=_staying(sheet.tail))
+
+
+@lru_cache(maxsize=KEPT_UNITS)
+def _staying(unit: Unit) -> Unit:
+    return replace(unit, stays=True)
+
+
+def elsewhere(sheet: Sheet) -> Sheet:
+    """The sheet without the weights that the device updates where the host updates others."""
+    return sheet.rewritten(_moved) if any(unit.stays for unit in sheet.units) else sheet
+
+
+@lru_cache(maxsize=KEPT_UNITS)
+def _moved(unit: Unit) -> Unit:
+    return replace(unit, weights=()) if unit.stays else unit
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
@@ -193,8 +254,8 @@ def leave_each(plan: Plan) -> bool:
 
 def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
     """What is kept beside the device at the sheet's place, by tier and category: of each trained weight a copy and its
-    gradient, and the ``moments``, whose bytes the optimizer knows, with a count of 4 bytes a weight. On NVMe gradients
-    and counts stay in memory, and the blocks that are on their way."""
+    gradient, and the ``moments`` of these, whose bytes the optimizer knows, with a count of 4 bytes a weight. On NVMe
+    gradients and counts stay in memory, and the blocks that are on their way."""
     trained = trained_bytes(sheet, plan)
     found: dict[Tier, dict[str, int]] = {}
     if plan.offload.optimizer == "host":
@@ -217,11 +278,12 @@ def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
     return found
 
 
-def on_device(state: dict[str, int], sheet: Sheet, plan: Plan) -> dict[str, int]:
-    """What the device holds all the time of the weights and moments at the sheet's place."""
+def on_device(state: dict[str, int], moved: int, sheet: Sheet, plan: Plan) -> dict[str, int]:
+    """What the device holds all the time of the weights and moments at the sheet's place; so many bytes of moments are
+    ``moved`` elsewhere."""
     waits = sum(padded for padded, _ in waiting_bytes(sheet, plan))
-    moments = {"moments": 0} if plan.offload.optimizer != "none" else {}
-    return {**state, "weights": state["weights"] - waits, **moments}
+    moved = moved if plan.offload.optimizer != "none" else 0
+    return {**state, "weights": state["weights"] - waits, "moments": state["moments"] - moved}
 
 
 def waiting_bytes(sheet: Sheet, plan: Plan) -> list[tuple[int, int]]:
@@ -255,7 +317,7 @@ def fetched_bytes(sheet: Sheet, plan: Plan) -> int:
 
 def trained_bytes(sheet: Sheet, plan: Plan) -> int:
     """Bytes of the trained weights at the sheet's place, without padding, whose gradients are copied to the host."""
-    return trained_numbers(sheet) * BYTES[plan.precision.weights]
+    return trained_numbers(elsewhere(sheet)) * BYTES[plan.precision.weights]
 
 
 def returned_bytes(sheet: Sheet, plan: Plan) -> int:
@@ -266,9 +328,8 @@ def returned_bytes(sheet: Sheet, plan: Plan) -> int:
 
 
 def largest_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Bytes of the largest trained weight at the sheet's place, without padding."""
-    units = (sheet.stem, *sheet.blocks, sheet.tail)
-    return max(_largest(unit, sheet.place) for unit in units) * BYTES[plan.precision.weights]
+    """Bytes of the largest weight at the sheet's place that the host updates, without padding."""
+    return max(_largest(unit, sheet.place) for unit in elsewhere(sheet).units) * BYTES[plan.precision.weights]
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
@@ -294,6 +355,10 @@ def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None 
     from shardwise.techniques.offload.host import HostWeights
 
     trained = [parameter for _, parameter in each_named(parts) if parameter.requires_grad]
+    if plan.offload.optimizer_fraction < 1:
+        blocks = [block for part in parts for number, block in numbered(part) if plan.offload.moves(number)]
+        moved = {parameter for block in blocks for parameter in block.parameters()}
+        trained = [parameter for parameter in trained if parameter in moved]
     on_disk = plan.offload.optimizer == "nvme"
     where = (directory or Path(gettempdir())) if on_disk else None
     early, sums = leave_early(plan), plan.offload.sums == "host"

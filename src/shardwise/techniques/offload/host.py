@@ -4,7 +4,7 @@ values it gets."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import proxy
@@ -95,8 +95,8 @@ class HostWeights:
         return self._pinned[-1].view(values.dtype).view(values.shape)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer updates in place of a parameter."""
-        return self.copies[parameter]
+        """What the optimizer updates in place of a parameter; itself, where it is not updated on the host."""
+        return self.copies.get(parameter, parameter)
 
     def tensors(self) -> list[Tensor]:
         """What is in memory: the room for gradients, and the copies, but for weights that wait there anyhow; of a file,
@@ -104,6 +104,11 @@ class HostWeights:
         copies = [copy for parameter, copy in self.copies.items() if not waits(parameter)]
         buffers = self._sums.buffers if self._sums else []
         return [*self._gradients.values(), *(self._rooms if self.scratch else copies), *buffers]
+
+    def states(self, states: Mapping[Any, Mapping[str, Tensor]]) -> list[Tensor]:
+        """Of the optimizer's states by what it updates, those of copies that are in memory: of a file, the counts."""
+        own = [states.get(copy, {}) for copy in self.copies.values()]
+        return [value for each in own for name, value in each.items() if name == "step" or not self.scratch]
 
     def read(self) -> None:
         """The copies take the values of the weights, which have been filled anew."""

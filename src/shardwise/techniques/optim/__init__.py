@@ -144,17 +144,19 @@ def itself(parameter: nn.Parameter) -> nn.Parameter:
 
 def grouped(parts: Sequence[nn.Module], optim: OptimSection, updated: Updated = itself) -> list[dict[str, Any]]:
     """The trained parameters of ``parts``, or what is ``updated`` in their place, in groups that are trained alike.
-    Plain and sharded parameters are in separate ones: the fused kernel does not take both at once."""
+    Plain and sharded parameters are in separate ones: the fused kernel does not take both at once. Those that are
+    updated themselves come first: a GPU is then at work while the host updates others."""
     from torch.distributed.tensor import DTensor
 
-    groups: dict[tuple[Settings, bool], list[tuple[str, nn.Parameter]]] = {}
+    groups: dict[tuple[Settings, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in each_named(parts):
         if parameter.requires_grad:
-            group = groups.setdefault((settings(name, optim), isinstance(parameter, DTensor)), [])
-            group.append((name, updated(parameter)))
+            target = updated(parameter)
+            kind = settings(name, optim), isinstance(parameter, DTensor), target is not parameter
+            groups.setdefault(kind, []).append((name, target))
     given: list[dict[str, Any]] = [
         {"params": parameters, "base_lr": chosen.learning_rate, "weight_decay": chosen.weight_decay}
-        for (chosen, _), parameters in groups.items()
+        for (chosen, *_), parameters in sorted(groups.items(), key=lambda group: group[0][2])
     ]
     if not given:  # a stage of a pipeline may have nothing to train
         given = [{"params": [], "base_lr": optim.learning_rate, "weight_decay": optim.weight_decay}]
