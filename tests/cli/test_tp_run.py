@@ -213,6 +213,7 @@ def test_a_group_over_several_nodes_is_legal_and_warned_of(
     assert "on several nodes" not in capfd.readouterr().err
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("kind", "tp", "said"),
     [

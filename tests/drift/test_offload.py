@@ -25,7 +25,8 @@ def test_every_setting_that_it_meets(case: Case) -> None:
         assert out == times * home > 0 or (case.layout, case.fraction, rank, out, home) == ("pp", 0.5, 0, 0, 0)
 
 
-EIGHT_B = load_spec("Llama-3.1-8B")
+WIDE = replace(load_spec("Llama-3.1-8B"), num_hidden_layers=10)
+"""2.8 B parameters, in blocks of 0.22 B."""
 LARGE = {
     "one GPU": Plan(Layout(), Batch(1, 1, 4096), Shard()),
     "one GPU, accumulated": Plan(Layout(), Batch(1, 2, 4096), Shard()),
@@ -48,12 +49,12 @@ ELSEWHERE: dict[str, Offload] = {
 
 def on_host(plan: Plan, offload: Offload | None = None) -> Drift:
     outside = offload or Offload("host")
-    return drift(EIGHT_B, replace(plan, precision=Precision("bf16"), remat=Remat("full"), offload=outside))
+    return drift(WIDE, replace(plan, precision=Precision("bf16"), remat=Remat("full"), offload=outside))
 
 
 @pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", LARGE)
-def test_peaks_of_eight_billion_parameters(name: str) -> None:
+def test_peaks_of_wide_models(name: str) -> None:
     """Within a thousandth, where 3 % are allowed elsewhere: when gradients leave is told."""
     found = on_host(LARGE[name])
     assert found.differences() == []

@@ -254,6 +254,7 @@ def test_15_what_fits_one_device_takes_no_technique() -> None:
 SIZES = (ONE_B, SEVENTY_B, FOUR_HUNDRED_B)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("cluster", "holds"), [("16x8xH100+3.2Tb/node", 3), ("16x8xH100+400Gb/node", 3), ("16x8xL40S+100Gb/node", 2)]
 )

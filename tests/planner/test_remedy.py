@@ -23,6 +23,7 @@ def share(plan: Plan) -> float:
     return plan.estimate.peak_bytes / plan.estimate.capacity_bytes
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("words", "cluster", "expected"),
     [
@@ -109,6 +110,7 @@ def test_pins_that_stand_in_the_way() -> None:
         assert change in names and not any(name.startswith("--cluster") for name in names)
 
 
+@pytest.mark.prove
 def test_where_it_is_close_only_what_stays_below_the_margin_is_a_remedy() -> None:
     words = [MODEL, "seq_len=4096", "global_batch=64", "parallel.tp=1"]
     cluster = parse_cluster("2x8xRTX-PRO-6000+200Gb/node")

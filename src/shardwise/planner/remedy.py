@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
@@ -179,7 +178,8 @@ def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | N
     other = Recipe.model_validate(changed)
     if cross_check(other, lambda key: key):
         return None
-    found = [_planned(each, spec, machines, share) for each in _near(other, chosen)]
+    stages = frozenset({1, chosen.layout.pp})
+    found = [_planned(Search(each, spec, machines, stages=stages), share) for each in _near(other, chosen)]
     if not (plans := [plan for plan in found if plan]):
         return None
     words = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
@@ -188,20 +188,18 @@ def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | N
 
 
 def _near(recipe: Recipe, chosen: Plan) -> Iterator[Recipe]:
-    """The recipe with stages, and ranks that share rows, as many as in ``chosen`` or none, where it leaves them
-    open."""
+    """The recipe with ranks that share rows as many as in ``chosen`` or none, where it leaves them open."""
     asked, layout = recipe.parallel, chosen.layout
-    stages, ranks = ({1, layout.pp} if asked.pp is None else {asked.pp}), {asked.cp or 1}
+    ranks = {asked.cp or 1}
     if asked.cp is None and asked.cp_kind == "auto":
         ranks |= {layout.cp}
-    for pp, cp in product(sorted(stages), sorted(ranks)):
+    for cp in sorted(ranks):
         kind = chosen.cp_kind if cp == layout.cp > 1 else asked.cp_kind
-        yield recipe.model_copy(update={"parallel": asked.model_copy(update={"pp": pp, "cp": cp, "cp_kind": kind})})
+        yield recipe.model_copy(update={"parallel": asked.model_copy(update={"cp": cp, "cp_kind": kind})})
 
 
-def _planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, share: float | None) -> Plan | None:
+def _planned(search: Search, share: float | None) -> Plan | None:
     try:
-        search = Search(recipe, spec, cluster)
-        return search.chosen if share is None or search.could_fit(share) else None
+        return search.best if share is None or search.could_fit(share) else None
     except ConfigError:
         return None

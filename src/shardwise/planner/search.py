@@ -60,12 +60,14 @@ def uncollected() -> Iterator[None]:
 
 @dataclass
 class Search:
-    """One recipe on one cluster. ``pinned``: as the recipe splits the ranks, or in every way."""
+    """One recipe on one cluster. ``pinned``: as the recipe splits the ranks, or in every way. ``stages``: how many are
+    tried where the recipe leaves them open, if not any number."""
 
     recipe: Recipe
     spec: ModelSpec
     cluster: Cluster
     pinned: bool = True
+    stages: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
         self.known = Comparison(self.spec, self.cluster)
@@ -82,7 +84,9 @@ class Search:
     @cached_property
     def pipelines(self) -> list[StagedDegrees]:
         """Degrees and schedules of pipelines that are tried where the recipe pins none."""
-        return [*self._pipelines.degrees()]
+        if self.stages == frozenset({1}):
+            return []
+        return [one for one in self._pipelines.degrees() if not self.stages or one.staged.layout.pp in self.stages]
 
     @cached_property
     def _pipelines(self) -> Pipelines:
@@ -121,20 +125,22 @@ class Search:
     def chosen(self) -> Plan:
         """The plan to run, with why. Raises ConfigError where none fits and the recipe's pins rule out others."""
         with uncollected():
-            fitting = self._fitting(MARGIN) or self._fitting(TIGHT)
-        if not fitting and (refused := self._candidates[1]):
-            raise ConfigError(*dict.fromkeys(refused))
-        if not fitting:
-            smallest = self.known.smallest(self.all)
-            estimate = smallest.estimate
-            share = f"{show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity_bytes)}"
-            reason = f"derived: no plan stays below {MARGIN:.0%} of the memory; this is the smallest ({share})"
-            return self._explained(self.known.timed(smallest), reason)
-        best = simplest(fitting)
-        if not fits(best):
-            reason = f"derived: no plan stays below {MARGIN:.0%} of the memory; this is the fastest below {TIGHT:.0%}"
-            return self._explained(best, reason)
-        return self._explained(self.known.with_larger_chunks(best), self._reason(best, fitting))
+            return self._explained(self.best, self._reason())
+
+    @cached_property
+    def best(self) -> Plan:
+        """The same without why, which others have to be looked at for."""
+        with uncollected():
+            fitting = self.fitting
+            if not fitting and (refused := self._candidates[1]):
+                raise ConfigError(*dict.fromkeys(refused))
+            best = simplest(fitting) if fitting else self.known.timed(self.known.smallest(self.all))
+            return self.known.with_larger_chunks(best) if fits(best) else best
+
+    @cached_property
+    def fitting(self) -> list[Plan]:
+        """What may be taken, below the margin of memory; if there is nothing, what is tight."""
+        return self._fitting(MARGIN) or self._fitting(TIGHT)
 
     def _fitting(self, share: float) -> list[Plan]:
         """What may be taken: the fastest without a pipeline, and pipelines that are faster by more than runs differ."""
@@ -164,14 +170,21 @@ class Search:
             return True
         return any(self._able(degrees, share) for degrees in self.pipelines)
 
-    def _reason(self, best: Plan, fitting: list[Plan]) -> str:
-        """Why this plan, in the figures by which it was chosen: beside it the fastest of another kind without stages.
-        Of these all are known by now; pipelines were searched for one that is faster than the best, and for no more."""
+    def _reason(self) -> str:
+        """Why the best plan, in the figures by which it was chosen: beside it the fastest of another kind without
+        stages. Of these all are known by now; pipelines were searched for one that is faster than the best, and for no
+        more."""
+        best, fitting, below = self.best, self.fitting, f"derived: no plan stays below {MARGIN:.0%} of the memory; this"
+        if not fitting:
+            share = f"{show_bytes(best.estimate.peak_bytes)} of {show_bytes(best.estimate.capacity_bytes)}"
+            return f"{below} is the smallest ({share})"
+        if not fits(best):
+            return f"{below} is the fastest below {TIGHT:.0%}"
         if best.layout.size("loss") == 1 and best.layout.pp == 1:
             return "derived: there is one data-parallel rank, and nothing to shard over others"
         fastest = min(fitting, key=lambda plan: seconds(plan).step_s)
-        step = show_seconds(seconds(self.known.with_larger_chunks(best)).step_s)
-        if fastest is not best:
+        step = show_seconds(seconds(best).step_s)
+        if simplest(fitting) is not fastest:
             differs = f" and recompute {fastest.remat.mode}" if fastest.remat != best.remat else ""
             return f"searched: {step} a step, within {TIE:.0%} of {name(fastest)}{differs}, and simpler"
         reason = f"searched: {step} a step, the fastest that fits"
