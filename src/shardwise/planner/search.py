@@ -153,14 +153,15 @@ class Search:
         """The best plan of each kind, by seconds; behind them those of kinds of which none fits, the smallest of
         each."""
         found = []
-        for each in KINDS:
-            own = [plan for plan in self.all if kind(plan) == each]
-            more = self.piped(tp="tp" in each) if "pp" in each and not own else []
-            own = own or ([] if more or "pp" not in each else self._lean_pipelines(tp="tp" in each))
-            if fitting := more or self.known.fastest(own):
-                found.append(self.known.with_larger_chunks(simplest(fitting)))
-            elif own:
-                found.append(self.known.timed(self.known.smallest(own)))
+        with uncollected():
+            for each in KINDS:
+                own = [plan for plan in self.all if kind(plan) == each]
+                more = self.piped(tp="tp" in each) if "pp" in each and not own else []
+                own = own or ([] if more or "pp" not in each else self._lean_pipelines(tp="tp" in each))
+                if fitting := more or self.known.fastest(own):
+                    found.append(self.known.with_larger_chunks(simplest(fitting)))
+                elif own:
+                    found.append(self.known.timed(self.known.smallest(own)))
         return sorted(found, key=lambda plan: (not fits(plan), seconds(plan).step_s))
 
     def could_fit(self, share: float) -> bool:

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -103,11 +104,17 @@ def _added(layer: str, shape: tuple[int, ...], lora: Lora, ranks: int) -> dict[s
     return sizes | {f"{layer}.lora_a.weight": (ranks, wide_in), f"{layer}.lora_b.weight": (wide_out, lora.rank)}
 
 
+@lru_cache(maxsize=64)
+def _roles(spec: ModelSpec) -> tuple[str, ...]:
+    """Of linear layers."""
+    return tuple(dict.fromkeys(role(name) for name in parameter_shapes(spec) if is_adaptable(name)))
+
+
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.lora is None:
         return []
     problems, stacks = [], _stacks(spec)
-    roles = list(dict.fromkeys(role(name) for name in parameter_shapes(spec) if is_adaptable(name)))
+    roles = _roles(spec)
     for name in plan.lora.targets:
         if name not in roles:
             near = get_close_matches(name, roles, 1)
