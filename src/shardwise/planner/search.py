@@ -139,15 +139,15 @@ class Search:
 
     @cached_property
     def fitting(self) -> list[Plan]:
-        """What may be taken, below the margin of memory; if there is nothing, what is tight."""
-        return self._fitting(MARGIN) or self._fitting(TIGHT)
-
-    def _fitting(self, share: float) -> list[Plan]:
-        """What may be taken: the fastest without a pipeline, and pipelines that are faster by more than runs differ."""
-        found = self.known.fastest(self.all, share)
-        best = min(found, key=lambda plan: seconds(plan).step_s, default=None)
-        limit_s = seconds(self.known.with_larger_chunks(best)).step_s if best else float("inf")
-        return found + self.piped(limit_s / (1 + TIE), share)
+        """What may be taken: the fastest without a pipeline, and pipelines that are faster by more than runs differ;
+        below the margin of memory, or if there is nothing, of what is tight."""
+        for share in (MARGIN, TIGHT):
+            found = self.known.fastest(self.all, share)
+            best = min(found, key=lambda plan: seconds(plan).step_s, default=None)
+            limit_s = seconds(self.known.with_larger_chunks(best)).step_s if best else float("inf")
+            if found := found + self.piped(limit_s / (1 + TIE), share):
+                return found
+        return []
 
     def families(self) -> list[Plan]:
         """The best plan of each kind, by seconds; behind them those of kinds of which none fits, the smallest of
