@@ -16,13 +16,13 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo       install into $(VENV) and train the quickstart (3 to 5 minutes on two cores)"
 	@echo "make test       the tests: every module, and a sample of every proof (10 to 15 minutes on two cores)"
-	@echo "make prove      half of the proofs' matrices: drift, parity, kills, faults (20 to 27 minutes)"
+	@echo "make prove      a third of the proofs' matrices: drift, parity, kills, faults (20 to 27 minutes)"
 	@echo "make check      the whole gate: format, lint, types, import contracts, tests, proofs"
 	@echo "make fix        format, and mend what the linter can"
 	@echo "make bench      the measurements that docs/benchmarks.md quotes"
 	@echo "make gpu        the tests that need a CUDA device"
 	@echo "make gpu-first  the first ten minutes on a CUDA device: build/gpu-first.md"
-	@echo "make prove-big  the other half, and proofs that take minutes or many GiB"
+	@echo "make prove-big  the rest of them, and proofs that take minutes or many GiB"
 
 # Installed once, and again when what is to be installed changes.
 $(STAMP): pyproject.toml constraints.txt

@@ -50,13 +50,13 @@ LONG = (
 )
 """Files that take longest, the longest first."""
 LARGE = 4
-"""Cases, of a matrix of which one half is run before every change, and the other now and then."""
+"""Cases, of a matrix of which a third is run before every change, and the rest now and then."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked ``matrix(n)``, `make test` runs one case in n, and `make prove` the others, or of a large matrix
-    those of its half; what is left is marked ``big``. Of one marked ``rare(n)``, `make prove` runs one case in n. Long
+    those of a third; what is left is marked ``big``. Of one marked ``rare(n)``, `make prove` runs one case in n. Long
     files come first, so that no worker is left with one at the end."""
     for mark in ("matrix", "rare"):
         matrices: defaultdict[str, list[pytest.Function]] = defaultdict(list)
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             values = [tuple(map(str, case.callspec.params.values())) for case in cases]
             tested = proved = sample(values, marker.args[0])
             if mark == "matrix":
-                proved = sample(values, 2) if len(cases) >= LARGE else set(range(len(cases)))
+                proved = sample(values, 3) if len(cases) >= LARGE else set(range(len(cases)))
             for place, case in enumerate(cases):
                 if mark == "rare" or place not in tested:
                     case.add_marker("prove" if place in proved else "big")

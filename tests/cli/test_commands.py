@@ -129,6 +129,7 @@ def test_a_plan_in_json_is_the_one_that_is_written(shardwise: Run) -> None:
     assert len(facts["settings"]) >= 5
 
 
+@pytest.mark.prove
 def test_a_tight_plan_ends_with_what_leaves_more_room(shardwise: Run) -> None:
     words = ("--model", "meta-llama/Llama-3.1-70B", "--lora", "16", "--seq-len", "32768")
     code, out, _ = shardwise("plan", *words, "--cluster", "8xH100", "parallel.tp=1", "parallel.cp=1")

@@ -103,6 +103,7 @@ def on_host(spec: ModelSpec, cluster: str, gib: int, **train: object) -> Plan:
     return Search(Recipe.model_validate(asked), spec, machines).chosen
 
 
+@pytest.mark.prove
 def test_4_a_70b_on_two_nodes_of_eight_cards_of_96_gb() -> None:
     """ "Shard in the node, replicate across" is 131 GiB of state a card: overruled. Shards over all 16 fit tightly, and
     wait for the network two thirds of a step. With moments on the hosts stages fit, three times as fast; shards in the
@@ -284,6 +285,7 @@ def test_11_stages_are_across_nodes(cluster: str, most_tp: int) -> None:
     assert 1 < layout.tp <= most_tp
 
 
+@pytest.mark.prove
 def test_8_a_405b_on_64_gpus() -> None:
     """Overruled: 16 bytes a parameter are 94.5 GiB of each of 64, and 126 blocks are not 8 alike stages. 128 H100 hold
     it in another layout, and so do 64 H200, with recomputation."""

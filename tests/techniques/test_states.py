@@ -52,6 +52,7 @@ def parameters(spec: ModelSpec, plan: Plan) -> Iterator[tuple[str, torch.Tensor,
             yield name, parameter, plan.layout
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_placements_and_the_norms_share_follow_from_the_table(layout: str, adapters: str) -> None:
