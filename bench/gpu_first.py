@@ -290,8 +290,8 @@ def on_host(on: Device) -> Lines:
             precision = Precision("fp64", "fp64", "fp64") if name == "fp64" else Precision()
             plan = Plan(batch=Batch(2, 2, 64, 24), precision=precision, remat=Remat("full"))
             right = parity.take_steps(0, ONE, plan, steps, on.device)
-            outside = Offload("host", weights="host", sums="host")
-            for offload in (Offload("host"), Offload("none", "host"), outside, Offload(weights="host")):
+            half, outside = Offload("host", optimizer_fraction=0.5), Offload("host", weights="host", sums="host")
+            for offload in (Offload("host"), half, Offload("none", "host"), outside, Offload(weights="host")):
                 if offload.optimizer == "none" and offload.weights != "none":
                     plan = replace(plan, lora=Lora(4, 8.0))
                     right = parity.take_steps(0, ONE, plan, steps, on.device)

@@ -148,6 +148,7 @@ def test_training_in_fp64_is_that_of_a_cpu(alone: torch.device, spec: ModelSpec,
 
 ON_HOST = {
     "optimizer": plans.Offload("host"),
+    "half of the optimizer": plans.Offload("host", optimizer_fraction=0.5),
     "inputs": plans.Offload("none", "host"),
     "both": plans.Offload("host", "host"),
     "weights": plans.Offload("host", weights="host"),

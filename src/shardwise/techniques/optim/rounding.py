@@ -103,7 +103,8 @@ class RoundedAdamW(Optimizer):
     def write(self, target: Tensor, value: Tensor) -> None:
         """Copy ``value`` into ``target``, unless this step is skipped. That is decided on the device, without the
         host."""
-        target.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, target, value))
+        skip = None if self.found_inf is None else self.found_inf.to(target.device) > 0
+        target.copy_(value if skip is None else torch.where(skip, target, value))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -142,7 +143,9 @@ class RoundedAdamW(Optimizer):
         if self.grad_scale is not None:
             grad = grad / self.grad_scale
         if self.found_inf is not None:
-            grad = torch.where(self.found_inf > 0, 0.0, grad)  # what is not finite has no code in 8 bits
+            grad = torch.where(
+                self.found_inf.to(grad.device) > 0, 0.0, grad
+            )  # what is not finite has no code in 8 bits
         first.lerp_(grad, 1 - beta1)
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         denominator = (second / (1 - beta2 ** step.double())).sqrt_().add_(group["eps"])
