@@ -112,7 +112,7 @@ class Fetching:
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.sharded, self.stays = tape, plan.sharded, plan.layout.pp == 1
-        self.sizes = waiting_bytes(sheet, plan)
+        self.sizes, self.in_file = waiting_bytes(sheet, plan), plan.offload.weights == "nvme"
         order = sheet.order if self.sizes else ()
         self.backward = {number for number, kind in enumerate(order) if sheet.blocks[kind].backward}
 
@@ -144,6 +144,9 @@ class Fetching:
         if name < len(self.sizes) and ("waiting", name) not in self.tape.alive:
             padded, exact = self.sizes[name]
             self.tape.make(("waiting", name), "gathered", padded)
+            if self.in_file:
+                _copy(self.tape, Copy("disk", "host", exact, "disk"), ("read", name))
+                self.tape.wait("home", ("read", name))
             _copy(self.tape, Copy("host", "device", exact, "home"), ("waiting", name))
 
     def _await(self, name: int, *, computes: bool = True) -> None:

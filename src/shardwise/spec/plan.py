@@ -115,7 +115,7 @@ class Offload:
 
     optimizer: Literal["none", "host", "nvme"] = "none"
     activations: Literal["none", "host"] = "none"
-    weights: Literal["none", "host"] = "none"
+    weights: Literal["none", "host", "nvme"] = "none"
     sums: Literal["device", "host"] = "device"
 
     @property
@@ -126,6 +126,11 @@ class Offload:
         found["weights of blocks"] = self.weights
         found["sums of gradients"] = "none" if self.sums == "device" else self.sums
         return [f"{what} on {places[where]}" for what, where in found.items() if where != "none"]
+
+    @property
+    def without_files(self) -> Offload:
+        """The same with all that is in files in memory of the host."""
+        return Offload(**{what: "host" if where == "nvme" else where for what, where in vars(self).items()})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -187,8 +192,8 @@ class Seconds:
 class Estimate:
     """What the planner predicts: of memory, for the fullest rank, bytes at the moment of the peak, by category; of
     ``host``, what a rank holds in host memory, and of ``host_bytes`` all ranks of a node, of which that is the
-    capacity; ``disk_bytes`` are what they keep on the node's disks, and write there in every step; of ``seconds``, for
-    the slowest."""
+    capacity; ``disk_bytes`` are what they keep on the node's disks, and ``written_bytes`` what of it they write there in
+    every step; of ``seconds``, for the slowest."""
 
     memory: dict[str, int] = field(default_factory=dict, hash=False)
     peak_bytes: int = 0
@@ -200,6 +205,7 @@ class Estimate:
     host_bytes: int = 0
     host_capacity_bytes: int = 0
     disk_bytes: int = 0
+    written_bytes: int = 0
 
     @property
     def share(self) -> float:
