@@ -12,6 +12,7 @@ from shardwise.planner.tape import Tape
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques.offload import blocks_again, leave_early, waiting_bytes
+from shardwise.techniques.offload.sizes import STAGED_BLOCKS
 from shardwise.techniques.shard.unit_bytes import ExpertsOf
 
 ADDED = 3
@@ -113,6 +114,7 @@ class Fetching:
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.sharded, self.stays = tape, plan.sharded, plan.layout.pp == 1
         self.sizes, self.in_file = waiting_bytes(sheet, plan), plan.offload.weights == "nvme"
+        self.read: list[int] = []  # since the backward before, of those in a file
         order = sheet.order if self.sizes else ()
         self.backward = {number for number, kind in enumerate(order) if sheet.blocks[kind].backward}
 
@@ -139,15 +141,26 @@ class Fetching:
         """After a backward: what it read last."""
         for name in range(len(self.sizes)):
             self.tape.drop(("waiting", name))
+        self.read = []
 
     def _come(self, name: int) -> None:
         if name < len(self.sizes) and ("waiting", name) not in self.tape.alive:
             padded, exact = self.sizes[name]
             self.tape.make(("waiting", name), "gathered", padded)
             if self.in_file:
-                _copy(self.tape, Copy("disk", "host", exact, "disk"), ("read", name))
-                self.tape.wait("home", ("read", name))
+                self._read(name, exact)
             _copy(self.tape, Copy("host", "device", exact, "home"), ("waiting", name))
+
+    def _read(self, name: int, size: int) -> None:
+        """It is copied once it has been read, into what the block before the one before it has been copied out of."""
+        if len(self.read) < STAGED_BLOCKS:
+            _copy(self.tape, Copy("disk", "host", size, "disk"), ("read", name))
+        else:
+            self.tape.wait("disk", ("waiting", self.read[-STAGED_BLOCKS]))
+            self.tape.add(Copy("disk", "host", size, "disk"))
+            self.tape.record("disk", ("read", name))
+        self.tape.wait("home", ("read", name))
+        self.read.append(name)
 
     def _await(self, name: int, *, computes: bool = True) -> None:
         for stream in ["compute"] * computes + ["gather"] * self.sharded:

@@ -178,7 +178,11 @@ class OffloadSection(Section):
         if self.directory is None or "nvme" in (self.optimizer, self.weights):
             return []
         what = f"`offload.directory` has no effect with `offload.optimizer: {self.optimizer}`"
-        return [Problem("CFG008", what, "offload.directory", "`offload.optimizer: nvme` or `weights: nvme`, or leave it out")]
+        return [
+            Problem(
+                "CFG008", what, "offload.directory", "`offload.optimizer: nvme` or `weights: nvme`, or leave it out"
+            )
+        ]
 
 
 class LoraSection(Section):
