@@ -1,4 +1,4 @@
-"""Weights of blocks in a file: rooms are used by turns, none before it has been copied out of; errors, and full disks."""
+"""Weights of blocks in a file: rooms are used by turns, none before it has been copied out of; errors, full disks."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Offload:
     @property
     def without_files(self) -> Offload:
         """The same with all that is in files in memory of the host."""
-        return Offload(**{what: "host" if where == "nvme" else where for what, where in vars(self).items()})  # type: ignore[arg-type]
+        return Offload(**{what: "host" if where == "nvme" else where for what, where in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ class Seconds:
 class Estimate:
     """What the planner predicts: of memory, for the fullest rank, bytes at the moment of the peak, by category; of
     ``host``, what a rank holds in host memory, and of ``host_bytes`` all ranks of a node, of which that is the
-    capacity; ``disk_bytes`` are what they keep on the node's disks, and ``written_bytes`` what of it they write there in
-    every step; of ``seconds``, for the slowest."""
+    capacity; ``disk_bytes`` are what they keep on the node's disks, and ``written_bytes`` what of it every step writes;
+    of ``seconds``, for the slowest."""
 
     memory: dict[str, int] = field(default_factory=dict, hash=False)
     peak_bytes: int = 0

@@ -166,8 +166,8 @@ class OffloadSection(Section):
     default in the run's own), are AdamW's moments and the weights that it updates, for which gradients come and new
     weights go back in every step; ``auto`` takes the host where no plan fits without. ``activations``: in host memory
     are, until backward needs them, the inputs of blocks, which are all that full recomputation keeps. ``weights``: in
-    host memory, or on NVMe, are those weights of blocks that are frozen, or updated there; on the GPU, a block's and the
-    next's."""
+    host memory, or on NVMe, are those weights of blocks that are frozen, or updated there; on the GPU, a block's and
+    the next's."""
 
     optimizer: Literal["auto", "none", "host", "nvme"] = "none"
     activations: Literal["none", "host"] = "none"

@@ -65,16 +65,15 @@ _WAITING: WeakKeyDictionary[nn.Module, WaitingWeights] = WeakKeyDictionary()
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
     """What the recipe says; ``auto`` tries the device and the host."""
     asked = recipe.offload.optimizer
-    others = {"activations": recipe.offload.activations, "weights": recipe.offload.weights}
-    pinned = {f"offload.{what}": "pinned" for what, where in others.items() if where != "none"}
-    plan = replace(plan, offload=Offload("none", others["activations"], others["weights"]), why={**plan.why, **pinned})
+    others = Offload("none", recipe.offload.activations, recipe.offload.weights)
+    pinned = {f"offload.{what}": "pinned" for what in ("activations", "weights") if vars(others)[what] != "none"}
+    plan = replace(plan, offload=others, why={**plan.why, **pinned})
     if asked in ("auto", "none"):
         yield plan
     if asked != "none":
         why = {"offload.optimizer": "searched: no plan without it fits, or is as fast" if asked == "auto" else "pinned"}
-        other = "nvme" if recipe.offload.weights == "nvme" else "host"
-        on_host = replace(plan.offload, optimizer=other if asked == "auto" else asked)
-        yield replace(plan, offload=on_host, why={**plan.why, **why})
+        there = asked if asked != "auto" else "nvme" if others.weights == "nvme" else "host"
+        yield replace(plan, offload=replace(others, optimizer=there), why={**plan.why, **why})
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:

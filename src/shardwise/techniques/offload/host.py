@@ -59,11 +59,8 @@ class HostWeights:
             pinned = any(values.is_cuda for values in held.values())
             self._sums = HostSums(max(values.nbytes for values in held.values()), pinned=pinned)
         if directory is not None:
-            sizes = [
-                [0 if one in self._places else values.nbytes, *[values.nbytes] * len(STATES)]
-                for one, values in held.items()
-            ]
-            self.scratch = Scratch(directory, [size for each in sizes for size in each])
+            sizes = ([0 if key in self._places else one.nbytes, one.nbytes, one.nbytes] for key, one in held.items())
+            self.scratch = Scratch(directory, [size for three in sizes for size in three])
         for number, (parameter, values) in enumerate(held.items()):
             first = local(kept(parameter))
             if self.scratch and parameter not in self._places:

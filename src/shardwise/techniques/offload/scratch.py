@@ -32,8 +32,8 @@ def whole_pages(size: int) -> int:
 
 class Scratch:
     """A file in ``directory`` with room for places of so many bytes (``sizes``), each of whole pages. ``direct``: it is
-    read and written past the page cache. ``held``: what is in it, in words. Raises OutputError OUT003 where the disk has
-    no room, OUT002 where it cannot be written."""
+    read and written past the page cache. Raises OutputError OUT003 where the disk has no room, OUT002 where it cannot
+    be written, which say what is ``held`` in it."""
 
     def __init__(self, directory: Path, sizes: Sequence[int], held: str = "the optimizer") -> None:
         self.begins = [0]

@@ -36,8 +36,9 @@ class FileBlock(NamedTuple):
 
 
 class StreamedAdamW(Optimizer):
-    """AdamW of ``groups`` of parameters whose weights and moments are in files: of each three ``places``. A thread works in each of the ``rooms``. ``give``: called with each updated piece of a
-    parameter, flat, where it begins, and the parameter. ``found_inf`` skips a step, as the fused kernel's does."""
+    """AdamW of ``groups`` of parameters whose weights and moments are in files: of each three ``places``. A thread
+    works in each of the ``rooms``. ``give``: called with each updated piece of a parameter, flat, where it begins, and
+    the parameter. ``found_inf`` skips a step, as the fused kernel's does."""
 
     def __init__(
         self,
