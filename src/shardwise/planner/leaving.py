@@ -147,29 +147,23 @@ class Fetching:
         if name < len(self.sizes) and ("waiting", name) not in self.tape.alive:
             padded, exact = self.sizes[name]
             self.tape.make(("waiting", name), "gathered", padded)
-            if self.in_file:
-                self._read(name, exact)
+            if self.in_file:  # into the room out of which the block before the one before it has been copied
+                used = ("waiting", self.read[-STAGED_BLOCKS]) if len(self.read) >= STAGED_BLOCKS else None
+                _copy(self.tape, Copy("disk", "host", exact, "disk"), ("read", name), used)
+                self.tape.wait("home", ("read", name))
+                self.read.append(name)
             _copy(self.tape, Copy("host", "device", exact, "home"), ("waiting", name))
-
-    def _read(self, name: int, size: int) -> None:
-        """It is copied once it has been read, into what the block before the one before it has been copied out of."""
-        if len(self.read) < STAGED_BLOCKS:
-            _copy(self.tape, Copy("disk", "host", size, "disk"), ("read", name))
-        else:
-            self.tape.wait("disk", ("waiting", self.read[-STAGED_BLOCKS]))
-            self.tape.add(Copy("disk", "host", size, "disk"))
-            self.tape.record("disk", ("read", name))
-        self.tape.wait("home", ("read", name))
-        self.read.append(name)
 
     def _await(self, name: int, *, computes: bool = True) -> None:
         for stream in ["compute"] * computes + ["gather"] * self.sharded:
             self.tape.wait(stream, ("waiting", name))
 
 
-def _copy(tape: Tape, copy: Copy, mark: tuple[str, int]) -> None:
-    """Behind what has been computed so far."""
-    tape.record("compute", ("given", *mark))
-    tape.wait(copy.stream, ("given", *mark))
+def _copy(tape: Tape, copy: Copy, mark: tuple[str, int], after: Hashable = None) -> None:
+    """Behind this mark, or what has been computed so far."""
+    if after is None:
+        after = ("given", *mark)
+        tape.record("compute", after)
+    tape.wait(copy.stream, after)
     tape.add(copy)
     tape.record(copy.stream, mark)

@@ -177,12 +177,9 @@ class OffloadSection(Section):
     def contradictions(self) -> list[Problem]:
         if self.directory is None or "nvme" in (self.optimizer, self.weights):
             return []
-        what = f"`offload.directory` has no effect with `offload.optimizer: {self.optimizer}`"
-        return [
-            Problem(
-                "CFG008", what, "offload.directory", "`offload.optimizer: nvme` or `weights: nvme`, or leave it out"
-            )
-        ]
+        what, fix = "`offload.directory` has no effect", "`offload.optimizer: nvme`, `offload.weights: nvme`"
+        what += f" with `offload.optimizer: {self.optimizer}` and `offload.weights: {self.weights}`"
+        return [Problem("CFG008", what, "offload.directory", fix + ", or leave it out")]
 
 
 class LoraSection(Section):

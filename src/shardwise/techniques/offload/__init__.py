@@ -252,32 +252,24 @@ def waiting_bytes(sheet: Sheet, plan: Plan) -> list[tuple[int, int]]:
     if plan.offload.weights == "none":
         return []
     each = [_waiting(block, sheet.place, plan.offload.optimizer != "none") for block in sheet.blocks]
-    return [each[kind] for kind in sheet.order]
+    return [each[kind][:2] for kind in sheet.order]
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _waiting(block: Unit, place: Place, trained: bool) -> tuple[int, int]:
+def _waiting(block: Unit, place: Place, trained: bool) -> tuple[int, int, int]:
     weights = [weight for weight in block.weights if trained or not weight.trained]
     padded, exact = (
-        sum(weight.local_numel(place, padded=padded) * BYTES[weight.dtype] for weight in weights)
+        [weight.local_numel(place, padded=padded) * BYTES[weight.dtype] for weight in weights]
         for padded in (True, False)
     )
-    return padded, exact
+    return sum(padded), sum(exact), sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in exact)
 
 
 def staged_bytes(sheet: Sheet, plan: Plan) -> int:
     """Memory of the host through which weights come from files, one a stage: whole pages for its largest block."""
-    trained = plan.offload.optimizer != "none"
-    pages = [_pages_bytes(block, sheet.place, trained) for block in sheet.blocks]
+    pages = [_waiting(block, sheet.place, plan.offload.optimizer != "none")[2] for block in sheet.blocks]
     stages = [sheet.of_stage(stage) for stage in sheet.place.stages] or [sheet]
     return sum(STAGED_BLOCKS * (max((pages[kind] for kind in one.order), default=0) + PAGE_BYTES) for one in stages)
-
-
-@lru_cache(maxsize=8 * KEPT_UNITS)
-def _pages_bytes(block: Unit, place: Place, trained: bool) -> int:
-    weights = [weight for weight in block.weights if trained or not weight.trained]
-    exact = (weight.local_numel(place, padded=False) * BYTES[weight.dtype] for weight in weights)
-    return sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in exact)
 
 
 def fetched_bytes(sheet: Sheet, plan: Plan) -> int:

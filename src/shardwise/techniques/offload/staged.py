@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -20,29 +20,23 @@ class StagedBlocks:
     GPU's host, pinned ones. Raises OutputError as Scratch does."""
 
     def __init__(self, directory: Path, sizes: Sequence[Sequence[int]], *, pinned: bool) -> None:
-        self.scratch = Scratch(directory, [size for block in sizes for size in block], "the weights file")
         self.sizes = sizes
-        self.firsts = [*accumulate(map(len, sizes), initial=0)]
-        largest = max((self._end(number) - self._begin(number) for number in range(len(sizes))), default=0)
-        self._rooms = [aligned(largest, pinned=pinned) for _ in range(STAGED_BLOCKS)]
-        self.rooms = [room for _, room in self._rooms]
-        self.copied: list[torch.cuda.Event | None] = [None] * STAGED_BLOCKS  # when a copy out of each room is done
-        self._turn = 0
+        self.scratch = Scratch(directory, [size for block in sizes for size in block], "the weights file")
+        self.firsts = [*accumulate(map(len, sizes), initial=0)]  # places of blocks, and behind the last
+        self.pages = [self.scratch.begins[end] - self.scratch.begins[first] for first, end in pairwise(self.firsts)]
+        views = [aligned(max(self.pages, default=0), pinned=pinned) for _ in range(STAGED_BLOCKS)]
+        self.views, self.rooms = [view for view, _ in views], [room for _, room in views]
+        self.copied: list[torch.cuda.Event | None] = [None] * STAGED_BLOCKS
         self._coming: dict[int, tuple[int, Future[None]]] = {}
+        self._turn = 0
         self._thread = ThreadPoolExecutor(1)
-
-    def _begin(self, number: int) -> int:
-        return self.scratch.begins[self.firsts[number]]
-
-    def _end(self, number: int) -> int:
-        return self.scratch.begins[self.firsts[number + 1]]
 
     def read(self, number: int) -> bool:
         """Have a block read, unless it is in a room or on its way there already: whether it is read now."""
         if number in self._coming:
             return False
         self._turn = (self._turn + 1) % STAGED_BLOCKS
-        self._coming = {other: (room, done) for other, (room, done) in self._coming.items() if room != self._turn}
+        self._coming = {other: coming for other, coming in self._coming.items() if coming[0] != self._turn}
         done = self._thread.submit(self._fill, number, self._turn, self.copied[self._turn])
         self._coming[number] = self._turn, done
         return True
@@ -51,17 +45,16 @@ class StagedBlocks:
         """When what was in the room has been copied out of it."""
         if copied is not None:
             copied.synchronize()
-        view, _ = self._rooms[room]
-        self.scratch.read(self.firsts[number], 0, view[: self._end(number) - self._begin(number)])
+        self.scratch.read(self.firsts[number], 0, self.views[room][: self.pages[number]])
 
     def take(self, number: int) -> tuple[int, list[Tensor]]:
         """The room that has a block, which has been asked for, and there its weights as bytes; waits until it has been
-        read. From here on ``copied`` says until when the room is in use. Raises OSError where it could not be read."""
+        read. Until when it is copied, ``copied`` is to say of the room. Raises OSError where it could not be read."""
         room, done = self._coming.pop(number)
         done.result()
-        flat, first = self.rooms[room], self.firsts[number]
-        begins = [begin - self._begin(number) for begin in self.scratch.begins[first:]]
-        return room, [flat[begin : begin + size] for begin, size in zip(begins, self.sizes[number], strict=False)]
+        begins, first = self.scratch.begins, self.firsts[number]
+        flat = (self.rooms[room][begin - begins[first] :] for begin in begins[first:])
+        return room, [values[:size] for values, size in zip(flat, self.sizes[number], strict=False)]
 
     def forget(self) -> None:
         """What was read and not taken: the file may be written before it is asked for again."""
