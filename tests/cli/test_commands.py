@@ -217,7 +217,8 @@ def test_a_disk_that_cannot_hold_the_optimizer_is_told_before_anything_starts(
     assert (
         shardwise(*words, "offload=nvme")[0] == 0 and shardwise(*words, "offload=nvme", "offload.directory=/d")[0] == 0
     )
-    assert [directory for directory, _ in asked] == [Path("runs/a"), Path("/d")]
+    assert shardwise(*words, "offload.weights=nvme", "lora.rank=4", "offload.directory=/w")[0] == 0
+    assert [directory for directory, _ in asked] == [Path("runs/a"), Path("/d"), Path("/w")]
     assert all(needed > 2**20 for _, needed in asked)
 
 

@@ -55,8 +55,9 @@ def plan(strategy: str = "zero3", world: int = 2) -> Plan:
         layout, stages = Layout(dp_shard=world // 2, pp=2), Pipeline("1f1b", 1, (1, 1))
         return Plan(layout, Batch(2, ROWS // world, SEQ_LEN, 64), Shard("zero1"), pipeline=stages)
     batch = Batch(2, ROWS // (2 * world), SEQ_LEN, 64)
-    if strategy == "nvme-zero3":
-        return Plan(Layout(dp_shard=world), batch, Shard("zero3"), offload=Offload("nvme"))
+    if strategy in ("nvme-zero3", "weights-zero3"):
+        offload = Offload("nvme", weights="nvme" if strategy == "weights-zero3" else "none")
+        return Plan(Layout(dp_shard=world), batch, Shard("zero3"), offload=offload)
     if strategy == "ep-zero3":
         return Plan(Layout(dp_shard=world, ep=2), batch, Shard("zero3"))
     if strategy == "hsdp":

@@ -55,8 +55,13 @@ def test_killed_within_a_save(make: Make, whole: Job) -> None:
 @pytest.mark.prove
 def test_it_goes_on_in_memory(make: Make, whole: Job) -> None:
     """And what was begun on NVMe ends as what was always in memory."""
-    job = make("nvme-left", strategy="nvme-zero3")
-    assert job.train(job.write(**NVME), {rank: f"count:7:{rank}" for rank in range(2)}) == [KILLED] * 2
+    job = make("nvme-left", strategy="weights-zero3")
+    assert (
+        job.train(
+            job.write(offload={"optimizer": "nvme", "weights": "nvme"}), {rank: f"count:7:{rank}" for rank in range(2)}
+        )
+        == [KILLED] * 2
+    )
     other = replace(job, strategy="zero3")
     assert other.train(other.write()) == [0, 0]
     assert other.begun_at() == [0, SAVE]

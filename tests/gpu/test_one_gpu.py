@@ -153,6 +153,7 @@ ON_HOST = {
     "both": plans.Offload("host", "host"),
     "weights": plans.Offload("host", weights="host"),
     "weights and sums": plans.Offload("host", weights="host", sums="host"),
+    "on NVMe": plans.Offload("nvme", weights="nvme"),
 }
 
 
@@ -171,13 +172,14 @@ def test_training_with_what_is_on_the_host(
     )
 
 
+@pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("remat", [Remat(), Remat("full")], ids=str)
-def test_training_with_frozen_weights_on_the_host(alone: torch.device, remat: Remat, compile: bool) -> None:
+def test_training_with_frozen_weights_elsewhere(alone: torch.device, remat: Remat, compile: bool, tier: Any) -> None:
     """To the rounding of fp64: the same kernels on the same numbers, whose sums on a GPU may be in another order."""
     plan = replace(tiny(FP64, remat, compile), batch=Batch(2, 2, 64, 24), lora=plans.Lora(4, 8.0))
-    on_host = replace(plan, offload=plans.Offload(weights="host"))
-    right, found = (parity.take_steps(0, ONE, each, 5, alone) for each in (plan, on_host))
+    elsewhere = replace(plan, offload=plans.Offload(weights=tier))
+    right, found = (parity.take_steps(0, ONE, each, 5, alone) for each in (plan, elsewhere))
     assert found.losses == pytest.approx(right.losses, rel=1e-9)
     assert found.norms == pytest.approx(right.norms, rel=1e-9)
 
@@ -261,12 +263,13 @@ def test_memory_with_what_is_on_the_host(alone: torch.device, accumulation: int,
     assert abs(predicted / measured - 1) < PEAK_TOLERANCE, f"{predicted:,} predicted, {measured:,} measured"
 
 
+@pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("nf4", [False, True])
-def test_memory_with_frozen_weights_on_the_host(alone: torch.device, nf4: bool) -> None:
+def test_memory_with_frozen_weights_elsewhere(alone: torch.device, nf4: bool, tier: Any) -> None:
     """A block's and the next one's are here."""
     lora = plans.Lora(16, 32.0, frozen="bf16", nf4=nf4)
     plan = Plan(batch=Batch(4, 1, 2048, 1024), precision=BF16, remat=Remat("full"), lora=lora)
-    plan = replace(plan, offload=plans.Offload(weights="host"))
+    plan = replace(plan, offload=plans.Offload(weights=tier))
     found = predict(LARGE, plan, device="cuda")
     predicted, measured = found.peak_bytes - found.state["host"], peak_bytes(plan, alone)
     assert abs(predicted / measured - 1) < PEAK_TOLERANCE, f"{predicted:,} predicted, {measured:,} measured"

@@ -1,4 +1,4 @@
-"""Plans in which weights wait on the host, in layouts that meet every pair of settings at least once:
+"""Plans in which weights wait on the host or on NVMe, in layouts that meet every pair of settings at least once:
 ``python -m tests.parity.fetching`` prints them."""
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Case:
     remat: str
     accumulation: int
     optimizer: str
+    weights: str
 
     @property
     def spec(self) -> ModelSpec:
@@ -41,6 +42,8 @@ class Case:
 
     @property
     def possible(self) -> bool:
+        if (self.optimizer, self.weights) == ("host", "nvme"):
+            return False  # refused
         if self.frozen == "uneven" and self.layout not in ("one rank", "zero3"):
             return False
         if self.layout == "pp" and self.accumulation == 1:
@@ -54,14 +57,14 @@ class Case:
         like = Offloaded(self.layout, "tied", self.precision, "adamw", self.accumulation, "host").plan
         _, lora, frozen = FROZEN[self.frozen]
         activations = "host" if self.remat == "full" and self.layout != "pp" else "none"
-        offload = Offload(self.optimizer, activations, "host")  # type: ignore[arg-type]
+        offload = Offload(self.optimizer, activations, self.weights)  # type: ignore[arg-type]
         plan = replace(like, remat=KEPT[self.remat], lora=lora, frozen=frozen, offload=offload)
         if self.layout != "pp":
             return plan
         return replace(plan, shard=replace(plan.shard, strategy="zero3"), pipeline=Pipeline("1f1b", 1, (2, 2)))
 
 
-AXES = PLACES, FROZEN, PRECISIONS, KEPT, (2, 1), ("none", "host", "nvme")
+AXES = PLACES, FROZEN, PRECISIONS, KEPT, (2, 1), ("none", "host", "nvme"), ("host", "nvme")
 """Of the fields of a case, in their order."""
 CASES = [Case(*values) for values in pairwise(*AXES, legal=lambda *values: Case(*values).possible)]
 

@@ -1,4 +1,4 @@
-"""Weights that wait on the host: a run is bit by bit what it is without, whatever it is beside."""
+"""Weights that wait on the host or on NVMe: a run is bit by bit what it is without, whatever it is beside."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
 from shardwise.distributed.slices import kept
 from shardwise.prove import parity
@@ -16,6 +17,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Plan, Shard
 from shardwise.techniques.offload import host
+from shardwise.techniques.offload.staged import StagedBlocks
 from shardwise.techniques.offload.weights import WaitingWeights
 from shardwise.techniques.pp.actions import SCHEDULES
 from tests.drift.compiled import compiler
@@ -33,7 +35,7 @@ def without(plan: Plan) -> Plan:
 
 
 def test_every_layout_is_met() -> None:
-    assert {case.layout for case in CASES} == PLACES.keys() and len(CASES) <= 30
+    assert {case.layout for case in CASES} == PLACES.keys() and len(CASES) <= 31
 
 
 @pytest.mark.matrix(8)
@@ -46,7 +48,7 @@ def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_held_and_copied(case: Case) -> None:
     for copied in as_planned(case.spec, case.plan):
-        assert copied["host", "device"] > 0
+        assert copied["host", "device"] > 0 and (copied["disk", "host"] > 0) is (case.weights == "nvme")
 
 
 def compiled_steps(rank: int, world: int, case: Case) -> list[parity.Trace]:
@@ -69,11 +71,13 @@ def test_compiled_blocks(ranks: RankPool, layout: str) -> None:
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(ranks: RankPool, schedule: str) -> None:
-    """Trained weights of stages, of two or four blocks each, beside what several micro-batches have kept of them."""
-    spec = replace(DENSE, num_hidden_layers=8)
+    """Trained weights of stages, of two or four blocks each, beside what several micro-batches have kept of them; under
+    every other schedule in files."""
+    spec = replace(DENSE, num_hidden_layers=8, intermediate_size=96)  # small: fake tensors are in no file
     batch = Batch(1, SCHEDULES[schedule].least_micro_batches(2), SEQ_LEN)
     plan = Plan(layout_of(schedule, 2), batch, **pipeline(schedule, 2, spec))
-    plan = replace(plan, offload=Offload("host", weights="host"))
+    tier = ("host", "nvme")[[*SCHEDULES].index(schedule) % 2]
+    plan = replace(plan, offload=Offload(tier, weights=tier))  # type: ignore[arg-type]
     same_to_the_bit(ranks, spec, plan, without(plan))
     as_planned(spec, plan)
 
@@ -121,19 +125,55 @@ def of_copies() -> AbstractContextManager[Any]:
     return patch.object(host, "kept", lambda parameter: kept(parameter).clone())
 
 
-FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
-    "the weights of another block": (of_another_block, "uneven"),
-    "nothing copied for backward": (not_copied_again, "uneven"),
-    "updates that do not reach what waits": (of_copies, "nothing"),
+def from_another_place() -> AbstractContextManager[Any]:
+    """Of a file the block before is read."""
+    fill = StagedBlocks._fill
+    return patch.object(StagedBlocks, "_fill", lambda self, number, *given: fill(self, max(0, number - 1), *given))
+
+
+def before_it_is_copied() -> AbstractContextManager[Any]:
+    """The next block is read into a room out of which the one before is still to be copied."""
+    take = StagedBlocks.take
+
+    def taken(self: StagedBlocks, number: int) -> tuple[int, list[Tensor]]:
+        room, values = take(self, number)
+        self._fill((number + 1) % len(self.sizes), room, None)
+        return room, values
+
+    return patch.object(StagedBlocks, "take", taken)
+
+
+@contextmanager
+def not_written() -> Iterator[None]:
+    """Updates of weights do not reach the file from which the next forward reads."""
+    made = StagedBlocks.__init__
+
+    def begin(self: StagedBlocks, *given: Any, **more: Any) -> None:
+        made(self, *given, **more)
+        self.scratch.write = lambda *given: None  # type: ignore[method-assign]
+
+    with patch.object(StagedBlocks, "__init__", begin):
+        yield
+
+
+FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]] = {
+    "the weights of another block": (of_another_block, "uneven", "host"),
+    "nothing copied for backward": (not_copied_again, "uneven", "host"),
+    "updates that do not reach what waits": (of_copies, "nothing", "host"),
+    "a block from another place of the file": (from_another_place, "nothing", "nvme"),
+    "a room that is filled again too early": (before_it_is_copied, "nothing", "nvme"),
+    "updates that do not reach the file": (not_written, "nothing", "nvme"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(name: str) -> None:
     """What the proof above compares is not equal."""
-    plant, frozen = FAULTS[name]
+    plant, frozen, tier = FAULTS[name]
     case = next(case for case in CASES if case.layout == "one rank" and case.frozen == frozen)
-    right = drawn.take_steps(0, case.spec, without(case.plan), STEPS)
+    optimizer = tier if frozen == "nothing" else "none"
+    plan = replace(case.plan, offload=Offload(optimizer, weights=tier))  # type: ignore[arg-type]
+    right = drawn.take_steps(0, case.spec, without(plan), STEPS)
     with plant():
-        found = drawn.take_steps(0, case.spec, case.plan, STEPS)
+        found = drawn.take_steps(0, case.spec, plan, STEPS)
     assert differ(found, right)

@@ -62,7 +62,8 @@ SUMMED = replace(ZERO3, offload=Offload("host", sums="host"))
 STAGED = replace(ONE, layout=Layout(pp=2), pipeline=Pipeline("1f1b", 1, (1, 1)))
 ON_NVME = replace(ZERO3, offload=Offload("nvme"))
 FOUR = replace(ZERO3, layout=Layout(dp_shard=4), batch=Batch(1, 2, SEQ_LEN, 7))
-SIDES = (ZERO3, without(ONE), ON_NVME, STAGED, without(FOUR))
+WITH_WEIGHTS = replace(ZERO3, offload=Offload("nvme", weights="nvme"))
+SIDES = (ZERO3, without(ONE), ON_NVME, STAGED, without(FOUR), WITH_WEIGHTS)
 
 
 @pytest.mark.matrix(5)

@@ -117,6 +117,20 @@ def test_inputs_of_blocks_leave_and_come_back_beside_what_is_computed() -> None:
             assert freed, "within the block's forward"
 
 
+def test_weights_are_read_a_block_ahead_into_rooms_that_are_free() -> None:
+    """Each read is over before the copy to the device begins, and begins when the copy before the last is over."""
+    plan = Plan(batch=Batch(1, 2, 256), frozen=("layers.*.mlp.*",), offload=Offload(weights="nvme"))
+    events = schedule(techniques.cost(sheet_of(SPEC, plan), plan), plan)
+    is_over = replayed(events)
+    copies = [(i, event.source) for i, event in enumerate(events) if isinstance(event, Copy)]
+    reads, copied = ([i for i, source in copies if source == tier] for tier in ("disk", "host"))
+    assert len(reads) == len(copied) == 2 * 9
+    for number, (read, copy) in enumerate(zip(reads, copied, strict=True)):
+        assert is_over(read, copy) and (number < 2 or is_over(copied[number - 2], read))
+        following = next(i for i, event in enumerate(events[read:], read) if isinstance(event, Compute))
+        assert is_over(read, following) is (number % 9 == 0), "but for the first of a pass, it computes meanwhile"
+
+
 def test_a_host_gives_back_what_it_has_been_sent() -> None:
     """Two buckets leave in one stream and come home in another: each is waited for on its own, not all at once."""
     tape = Tape()

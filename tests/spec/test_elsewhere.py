@@ -311,6 +311,9 @@ zero_optimization: {stage: 3, overlap_comm: true, reduce_bucket_size: 5e8, offlo
     beyond = "{device: nvme, nvme_path: /scratch, pin_memory: true}, offload_param: {device: cpu, pin_memory: true}"
     all_out = read(tmp_path, kept.replace("{device: cpu}", beyond)).recipe.offload
     assert (all_out.optimizer, all_out.directory, all_out.weights) == ("nvme", "/scratch", "host")
+    weights = "{device: none}, offload_param: {device: nvme, nvme_path: /scratch}"
+    waiting = read(tmp_path, kept.replace("{device: cpu}", weights)).recipe.offload
+    assert (waiting.optimizer, waiting.directory, waiting.weights) == ("none", "/scratch", "nvme")
     assert (recipe.parallel.strategy, recipe.precision.compute, recipe.optim.name) == ("zero3", "bf16", "adamw")
     assert (recipe.train.gradient_accumulation_steps, recipe.optim.learning_rate) == (4, 1e-4)
 

@@ -55,6 +55,7 @@ WITH_TORCH = {
     "shardwise.techniques.offload.weights",
     "shardwise.techniques.offload.host",
     "shardwise.techniques.offload.scratch",
+    "shardwise.techniques.offload.staged",
     "shardwise.techniques.offload.streamed",
     "shardwise.techniques.offload.sums",
     "shardwise.techniques.lora.adapter",

@@ -15,7 +15,6 @@ from shardwise import techniques
 from shardwise.cli import render
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import kept, put
-from shardwise.errors import ConfigError
 from shardwise.models.load import load_spec
 from shardwise.planner.bounds import LowerBounds
 from shardwise.planner.compare import fits, seconds
@@ -65,6 +64,9 @@ def test_what_waits_by_hand() -> None:
     eight = parse_cluster("8xH100")
     sharded = price(EIGHT_B, shards, eight).estimate
     assert sharded.host == {"weights": 4 * BLOCK} and sharded.host_bytes == 32 * BLOCK
+    in_file = price(EIGHT_B, replace(ONE, offload=Offload(weights="nvme")), H100).estimate
+    assert in_file.memory == there.memory and in_file.host == {"buffers": 2 * (BLOCK + 4096)}, "whole pages, and one"
+    assert in_file.disk_bytes == 32 * BLOCK and in_file.written_bytes == 0
     copies = price(EIGHT_B, replace(ONE, layout=Layout(dp_replicate=8)), eight).estimate
     assert copies.host_bytes == 8 * 32 * BLOCK
 
@@ -86,6 +88,27 @@ def test_what_copies_take(m: int) -> None:
         assert found.step_s == pytest.approx(without.step_s + found.offload_s, rel=0.01)
 
 
+@pytest.mark.parametrize("m", [1, 5])
+def test_what_reading_takes(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what is computed no time, but for the first block of a micro-batch, which is read and then copied. From a
+    disk that is slower than the computation, block after block is read without a pause."""
+    plan, known, bus = replace(ONE, batch=Batch(1, m, 8192)), step.rates_of, 0.8 * 63e9
+    plan = replace(plan, offload=Offload(weights="nvme"))
+    cluster = replace(H100, device=replace(H100.device, host_link_bytes_per_s=63e9))
+    found, computed = price(EIGHT_B, plan, cluster), seconds(timed(EIGHT_B, replace(plan, offload=Offload()), cluster))
+    for rate in (63e9, 1e9):
+        monkeypatch.setattr(
+            step, "rates_of", lambda *given, rate=rate: replace(known(*given), disk_bytes_per_s=(rate, 1))
+        )
+        took = seconds(timed(EIGHT_B, found, cluster))
+        assert took.copied_s == pytest.approx(m * 63 * BLOCK * (1 / bus + 1 / rate))
+        if rate == 63e9:
+            assert took.offload_s == pytest.approx(m * BLOCK * (1 / bus + 1 / rate), rel=0.3)
+        else:
+            assert took.step_s == pytest.approx(m * 63 * BLOCK / rate, rel=0.02)
+        assert took.step_s == pytest.approx(computed.step_s + took.offload_s, rel=0.01)
+
+
 def test_what_has_no_backward_comes_once() -> None:
     """The first eight blocks, frozen whole below all that is trained."""
     plan = replace(ONE, lora=None, frozen=("embed.*", "layers.[0-7].*"))
@@ -97,14 +120,15 @@ def test_what_has_no_backward_comes_once() -> None:
 STEM, TAIL = 4 * 128_256 * 4096, 4 * (128_256 + 1) * 4096
 
 
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize(("tier", "weights"), [("host", "host"), ("nvme", "host"), ("nvme", "nvme")])
 @pytest.mark.parametrize("m", [1, 4])
-def test_trained_weights_by_hand(tier: str, m: int) -> None:
-    """In fp32. On the host the optimizer's copies are what waits there; on NVMe they are in the file. Of the device's
+def test_trained_weights_by_hand(tier: str, weights: str, m: int) -> None:
+    """In fp32. On the host the optimizer's copies are what waits there; on NVMe they are in the file, and so is, if it
+    is to be, what waits: once. Of the device's
     weights the ends stay, which alone are copied back after the step; gradients of each micro-batch leave, and those
     after the first go through two buffers to their sums."""
     plan = replace(ONE, lora=None, batch=Batch(1, m, 8192), remat=Remat("full"))
-    where = Offload(tier, weights="host", sums="host" if m > 1 else "device")  # type: ignore[arg-type]
+    where = Offload(tier, weights=weights, sums="host" if m > 1 else "device")  # type: ignore[arg-type]
     found = price(EIGHT_B, replace(plan, offload=where), H100)
     blocks, whole, memory = 32 * 2 * BLOCK, 32 * 2 * BLOCK + STEM + TAIL, found.estimate.memory
     assert memory["weights"] == STEM + TAIL and memory["gathered"] == 2 * BLOCK + 2 * 4096, "a block, and a norm"
@@ -117,11 +141,15 @@ def test_trained_weights_by_hand(tier: str, m: int) -> None:
         assert found.estimate.host == right | ({"buffers": buffers} if buffers else {})
     else:
         right = {"weights": blocks, "gradients": whole, "moments": counts, "buffers": buffers + BUFFER_BYTES}
-        assert found.estimate.host == right and found.estimate.disk_bytes == 3 * whole
+        if weights == "nvme":
+            right["buffers"] += 2 * (right.pop("weights") // 32 + 4096)
+        assert found.estimate.host == right
+        assert found.estimate.disk_bytes == found.estimate.written_bytes == 3 * whole
     cluster = replace(H100, device=replace(H100.device, host_link_bytes_per_s=63e9))
     bus = 0.8 * 63e9
-    copied = m * (63 * 2 * BLOCK + whole) + STEM + TAIL
-    assert seconds(timed(EIGHT_B, found, cluster)).copied_s == pytest.approx(copied / bus)
+    copied = (m * (63 * 2 * BLOCK + whole) + STEM + TAIL) / bus
+    copied += m * 63 * 2 * BLOCK / 5e9 if weights == "nvme" else 0.0
+    assert seconds(timed(EIGHT_B, found, cluster)).copied_s == pytest.approx(copied)
 
 
 def test_sums_that_are_made_slowly_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +194,12 @@ def test_where_nothing_fits_the_smallest_plan_is_told(asked: list[str]) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing frozen": ({"lora": None}, "here all are updated on the device", "offload.optimizer=host"),
+    "on NVMe": ({"lora": None, "offload": Offload(weights="nvme")}, "wait on NVMe if they", "offload.optimizer=nvme"),
+    "updated in memory": (
+        {"offload": Offload("host", weights="nvme")},
+        "what the host updates in its memory does not wait on NVMe",
+        "offload.optimizer=nvme",
+    ),
     "zero1": ({"layout": Layout(dp_shard=2), "shard": Shard("zero1")}, "`strategy: zero1`", "parallel.strategy=zero3"),
     "zero2": ({"layout": Layout(dp_shard=2), "shard": Shard("zero2")}, "`strategy: zero2`", "parallel.strategy=zero3"),
     "kept": (
@@ -183,7 +217,7 @@ def test_what_is_refused(name: str) -> None:
     [problem] = check(EIGHT_B, replace(ONE, **more), H100)
     assert (problem.code, problem.where) == ("PLAN028", "offload.weights")
     assert what in problem.what and f"none, or `{fix}`" == problem.fix
-    assert check(EIGHT_B, replace(ONE, offload=Offload(), **more), H100) == []
+    assert check(EIGHT_B, replace(ONE, **(more | {"offload": Offload()})), H100) == []
 
 
 ASKED = ["lora.rank=16", "lora.frozen=nf4", "train.seq_len=4096", "train.global_batch_size=2"]
@@ -213,20 +247,22 @@ def test_bounds_leave_out_what_waits() -> None:
         assert LowerBounds(SEVENTY_B, TWO_4090).stand(plan, 1.0) is (asked == "host")
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["offload: {weights: host}", "offload_param_device: cpu", "zero_optimization: {offload_param: {device: cpu}}"],
-)
-def test_it_is_read_by_the_names_that_others_give_it(line: str, tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(line)
-    assert read_recipe(tmp_path / "r.yaml", ()).recipe.offload.weights == "host"
+NAMES = {"offload: {weights: TIER}", "offload_param_device: TIER", "zero_optimization: {offload_param: {device: TIER}}"}
 
 
-def test_nvme_is_not_there_yet(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text("offload: {weights: nvme}")
-    with pytest.raises(ConfigError) as raised:
-        read_recipe(tmp_path / "r.yaml", ())
-    assert "give one of none, host" in str(raised.value)
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("line", sorted(NAMES))
+def test_it_is_read_by_the_names_that_others_give_it(line: str, tier: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(line.replace("TIER", "cpu" if tier == "host" and "param" in line else tier))
+    assert read_recipe(tmp_path / "r.yaml", ()).recipe.offload.weights == tier
+
+
+def test_the_optimizer_that_is_searched_beside_weights_on_nvme_is_there_too() -> None:
+    words = ["train.seq_len=4096", "train.global_batch_size=1", "offload.optimizer=auto", "offload.weights=nvme"]
+    found = choose(load_recipe(None, words), EIGHT_B, H100)
+    assert fits(found) and (found.offload.optimizer, found.offload.weights) == ("nvme", "nvme")
+    assert found.offload.words == ["the optimizer on NVMe", "weights of blocks on NVMe"]
+    assert found.offload.without_files == Offload("host", weights="host", sums=found.offload.sums)
 
 
 class Scaled(nn.Linear):
@@ -341,14 +377,14 @@ def test_a_run_that_goes_on_and_its_model(tmp_path: Path) -> None:
         if state.step == 4:
             raise KeyboardInterrupt
 
-    for where in ("none", "host"):
+    for where in ("none", "host", "nvme"):
         given = {"model": {"frozen": [*frozen]}, "offload": {"weights": where}, "evaluate": {"eval_steps": 2}}
         made, plan = small_run.recipe(tmp_path, where, **given), replace(small_run.plan(), frozen=frozen)
         plan = replace(plan, offload=Offload(weights=where))  # type: ignore[arg-type]
-        if where == "host":
+        if where != "none":
             with pytest.raises(KeyboardInterrupt):
                 train(made, plan, (fail,))
         train(made, plan)
         run = small_run.directory(made)
         found[where] = small_run.numbers(run), small_run.weights_hash(run)
-    assert found["host"] == found["none"]
+    assert found["host"] == found["nvme"] == found["none"]

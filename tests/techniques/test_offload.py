@@ -540,13 +540,13 @@ def test_frozen_weights_are_not_copied() -> None:
 
 
 def test_drift_of_a_large_model_writes_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers are fake: the optimizer is on the host in place of the file, and the certificate says so."""
+    """Its numbers are fake: all is on the host in place of files, and the certificate says so."""
     spec = replace(UNTIED, hidden_size=512, intermediate_size=2048, vocab_size=4096)
-    plan = Plan(Layout(), Batch(1, 2, 64), Shard(), offload=Offload("nvme", weights="host", sums="host"))
+    plan = Plan(Layout(), Batch(1, 2, 64), Shard(), offload=Offload("nvme", weights="nvme", sums="host"))
     assert parameter_count(spec) > SMALL
-    monkeypatch.setattr(Scratch, "__init__", lambda self, directory, sizes: pytest.fail("a file"))
+    monkeypatch.setattr(Scratch, "__init__", lambda *given: pytest.fail("a file"))
     assert certify._drift(spec, plan, 0, {}) == []
-    assert any("file on NVMe" in line for line in shrink(spec, plan).unseen)
+    assert any("files on NVMe" in line for line in shrink(spec, plan).unseen)
 
 
 @pytest.mark.prove

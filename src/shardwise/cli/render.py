@@ -76,9 +76,11 @@ def memory_lines(estimate: Estimate) -> list[str]:
 
 
 def wear(estimate: Estimate) -> str:
-    """What a step writes to a node's disks, and for how long a drive may be written so."""
-    steps = int(DRIVE_TBW * 1e12 / estimate.disk_bytes)
-    written = show_bytes(estimate.disk_bytes)
+    """What a step writes to a node's disks, and for how long a drive may be written so; or what it reads alone."""
+    if not estimate.written_bytes:
+        return f"{show_bytes(estimate.disk_bytes)} of weights are on the disks of a node, and steps do not write there"
+    steps = int(DRIVE_TBW * 1e12 / estimate.written_bytes)
+    written = show_bytes(estimate.written_bytes)
     return f"a step writes {written} to the disks of a node: {steps:,} steps are {DRIVE_TBW} TB, what small drives last"
 
 

@@ -135,7 +135,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         parameters = sum(prod(shape) for shape in lora.adapters(spec, plan.lora).values())
     keep = recipe.checkpoint.save_total_limit + recipe.checkpoint.keep_best
     space = rundir.check_space(directory, parameters, keep, export_bytes=4 * parameters)
-    if plan.offload.optimizer == "nvme":
+    if plan.estimate.disk_bytes:
         rundir.check_offload(Path(recipe.offload.directory or directory).expanduser(), plan.estimate.disk_bytes)
     if not options.json:
         lines = render.summary(plan)

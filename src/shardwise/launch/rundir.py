@@ -286,6 +286,6 @@ def check_offload(directory: Path, needed: int) -> None:
     place = nearest(directory)
     free = shutil.disk_usage(place).free
     if needed > free:
-        what = f"the optimizer needs {show_payload(needed)} on NVMe, {show_payload(free)} free on {place}"
-        fix = "`offload.directory=DIRECTORY` on a disk with room, or `offload.optimizer=host`"
+        what = f"offload needs {show_payload(needed)} on NVMe, {show_payload(free)} free on {place}"
+        fix = "`offload.directory=DIRECTORY` on a disk with room, or `host` instead of `nvme`"
         raise OutputError(Problem("OUT003", what, "offload.directory", fix))

@@ -12,6 +12,7 @@ from shardwise.planner.tape import Tape
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques.offload import blocks_again, leave_early, waiting_bytes
+from shardwise.techniques.offload.sizes import STAGED_BLOCKS
 from shardwise.techniques.shard.unit_bytes import ExpertsOf
 
 ADDED = 3
@@ -126,7 +127,8 @@ class Fetching:
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.sharded, self.stays = tape, plan.sharded, plan.layout.pp == 1
-        self.sizes = waiting_bytes(sheet, plan)
+        self.sizes, self.in_file = waiting_bytes(sheet, plan), plan.offload.weights == "nvme"
+        self.read: list[int] = []  # since the backward before, of those in a file
         order = sheet.order if self.sizes else ()
         self.backward = {number for number, kind in enumerate(order) if sheet.blocks[kind].backward}
 
@@ -153,11 +155,17 @@ class Fetching:
         """After a backward: what it read last."""
         for name in range(len(self.sizes)):
             self.tape.drop(("waiting", name))
+        self.read = []
 
     def _come(self, name: int) -> None:
         if name < len(self.sizes) and ("waiting", name) not in self.tape.alive:
             padded, exact = self.sizes[name]
             self.tape.make(("waiting", name), "gathered", padded)
+            if self.in_file:  # into the room out of which the block before the one before it has been copied
+                used = ("waiting", self.read[-STAGED_BLOCKS]) if len(self.read) >= STAGED_BLOCKS else None
+                _copy(self.tape, Copy("disk", "host", exact, "disk"), ("read", name), used)
+                self.tape.wait("home", ("read", name))
+                self.read.append(name)
             _copy(self.tape, Copy("host", "device", exact, "home"), ("waiting", name))
 
     def _await(self, name: int, *, computes: bool = True) -> None:
@@ -165,9 +173,11 @@ class Fetching:
             self.tape.wait(stream, ("waiting", name))
 
 
-def _copy(tape: Tape, copy: Copy, mark: tuple[str, int]) -> None:
-    """Behind what has been computed so far."""
-    tape.record("compute", ("given", *mark))
-    tape.wait(copy.stream, ("given", *mark))
+def _copy(tape: Tape, copy: Copy, mark: tuple[str, int], after: Hashable = None) -> None:
+    """Behind this mark, or what has been computed so far."""
+    if after is None:
+        after = ("given", *mark)
+        tape.record("compute", after)
+    tape.wait(copy.stream, after)
     tape.add(copy)
     tape.record(copy.stream, mark)

@@ -49,6 +49,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
             host_bytes=sum(host.values()) * cluster.devices_per_node,
             host_capacity_bytes=cluster.host_memory_bytes if host else 0,
             disk_bytes=span.on("disk").top_bytes * cluster.devices_per_node,
+            written_bytes=(span.on("disk").top_bytes - span.on("disk").top.get("frozen", 0)) * cluster.devices_per_node,
         )
         found.append(estimate)
         if estimate.share > most:

@@ -186,10 +186,9 @@ def micro_batches(plan: Plan) -> int:
 
 def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) -> list[str]:
     """Blocks that are compiled cannot run on fake ranks, and kernels of GPUs not here: neither changes what is sent.
-    Fake numbers are in no file: instead of NVMe the optimizer is on the host."""
+    Fake numbers are in no file: what is on NVMe is on the host instead."""
     batch = replace(plan.batch, accumulation=micro_batches(plan))
-    if plan.offload.optimizer == "nvme":
-        plan = replace(plan, offload=replace(plan.offload, optimizer="host"))
+    plan = replace(plan, offload=plan.offload.without_files)
     found = drift(spec, replace(plan, batch=batch, compile=False, attention="auto"), rank)
     figures["collectives"] = sum(found.measured.sent.values())
     figures["sent bytes"] = sum(size * calls for (_, _, size), calls in found.measured.sent.items())

@@ -31,11 +31,11 @@ def build(
     recipe: Recipe, spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device, draw: Draw | None = None
 ) -> TrainState:
     """The state of a run before its first step: weights drawn (or read, see :func:`fill`), moments zero."""
-    parts = build_parts(spec, plan, meshes, device)
+    directory = Path(recipe.offload.directory).expanduser() if recipe.offload.directory else None
+    parts = build_parts(spec, plan, meshes, device, directory)
     fill(parts, spec, recipe, plan, draw)
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
-    directory = recipe.offload.directory
-    host = offload.host_weights(parts, plan, Path(directory).expanduser() if directory else None)
+    host = offload.host_weights(parts, plan, directory)
     state = TrainState(parts, optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), scale=scale, host=host)
     state.weights_filled()
     return state
@@ -53,21 +53,30 @@ def optimizer_of(
     return optim.build(parts, settings, plan, seed, updated)
 
 
-def build_parts(spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device) -> list[nn.Module]:
-    """The model's parts with every technique applied; parameters are allocated on ``device`` but hold nothing yet."""
+def build_parts(
+    spec: ModelSpec, plan: Plan, meshes: Meshes, device: torch.device, directory: Path | None = None
+) -> list[nn.Module]:
+    """The model's parts with every technique applied; parameters are allocated on ``device`` but hold nothing yet. What
+    waits on NVMe is in ``directory``."""
     with torch.device("meta"):
         model = model_of(spec)
     model.kernel = plan.attention
     attention.prepare(device, plan.attention)
     parts: list[nn.Module] = [model]
-    return techniques.apply(parts, plan, meshes, lambda parts: allocate(parts, spec, device, plan))
+    return techniques.apply(parts, plan, meshes, lambda parts: allocate(parts, spec, device, plan, directory))
 
 
-def allocate(parts: Sequence[nn.Module], spec: ModelSpec, device: torch.device, plan: Plan | None = None) -> None:
+def allocate(
+    parts: Sequence[nn.Module],
+    spec: ModelSpec,
+    device: torch.device,
+    plan: Plan | None = None,
+    directory: Path | None = None,
+) -> None:
     """Allocate meta parameters, tie weights again that ``to_empty`` separated, and fill buffers that follow from the
     config. Where weights of blocks wait on the host, no more than those of a block are on the device at a time."""
     for part in parts:
-        if plan is None or offload.waiting_weights(part, plan, device) is None:
+        if plan is None or offload.waiting_weights(part, plan, device, directory) is None:
             part.to_empty(device=device)
         else:
             for module in part.modules():

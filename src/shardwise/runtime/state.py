@@ -17,7 +17,7 @@ from shardwise.models.blocks import each_named, named, tied_copy
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.checkpoint.manifest import Identity
 from shardwise.spec.record import Count
-from shardwise.techniques import optim
+from shardwise.techniques import offload, optim
 from shardwise.techniques.offload.host import HostWeights
 
 COUNTERS = ("step", "updates", "tokens", "cursor", "skipped_in_row")
@@ -133,6 +133,7 @@ class TrainState:
         self._follow_ties()
         if self.host:
             self.host.read()
+        offload.weights_filled(self.parts)
 
     def _follow_ties(self) -> None:
         """Where this rank has both copies of a tied weight, the output layer's takes the values and moments of the

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import stages_of
@@ -116,7 +116,7 @@ class Offload:
 
     optimizer: Literal["none", "host", "nvme"] = "none"
     activations: Literal["none", "host"] = "none"
-    weights: Literal["none", "host"] = "none"
+    weights: Literal["none", "host", "nvme"] = "none"
     sums: Literal["device", "host"] = "device"
     optimizer_fraction: float = 1.0
 
@@ -135,6 +135,12 @@ class Offload:
         found["weights of blocks"] = self.weights
         found["sums of gradients"] = "none" if self.sums == "device" else self.sums
         return [f"{what} on {places[where]}" for what, where in found.items() if where != "none"]
+
+    @property
+    def without_files(self) -> Offload:
+        """The same with all that is in files in memory of the host."""
+        moved: dict[str, Any] = {what: "host" for what, where in vars(self).items() if where == "nvme"}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -196,8 +202,8 @@ class Seconds:
 class Estimate:
     """What the planner predicts: of memory, for the fullest rank, bytes at the moment of the peak, by category; of
     ``host``, what a rank holds in host memory, and of ``host_bytes`` all ranks of a node, of which that is the
-    capacity; ``disk_bytes`` are what they keep on the node's disks, and write there in every step; of ``seconds``, for
-    the slowest."""
+    capacity; ``disk_bytes`` are what they keep on the node's disks, and ``written_bytes`` what of it every step writes;
+    of ``seconds``, for the slowest."""
 
     memory: dict[str, int] = field(default_factory=dict, hash=False)
     peak_bytes: int = 0
@@ -209,6 +215,7 @@ class Estimate:
     host_bytes: int = 0
     host_capacity_bytes: int = 0
     disk_bytes: int = 0
+    written_bytes: int = 0
 
     @property
     def share(self) -> float:

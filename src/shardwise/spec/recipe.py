@@ -167,19 +167,20 @@ class OffloadSection(Section):
     weights go back in every step; ``auto`` takes the host where no plan fits without. ``optimizer_fraction``: of how
     many blocks, spread evenly, while the GPU updates the others and both ends of the model; null: all, and with
     ``auto`` searched. ``activations``: in host memory are, until backward needs them, the inputs of blocks, which are
-    all that full recomputation keeps. ``weights``: in host memory are those weights of blocks that are frozen, or
-    updated there; on the GPU, a block's and the next's."""
+    all that full recomputation keeps. ``weights``: in host memory, or on NVMe, are those weights of blocks that are
+    frozen, or updated there; on the GPU, a block's and the next's."""
 
     optimizer: Literal["auto", "none", "host", "nvme"] = "none"
     optimizer_fraction: float | None = Field(default=None, gt=0, le=1)
     activations: Literal["none", "host"] = "none"
-    weights: Literal["none", "host"] = "none"
+    weights: Literal["none", "host", "nvme"] = "none"
     directory: str | None = None
 
     def contradictions(self) -> list[Problem]:
         problems, where = [], f"`offload.optimizer: {self.optimizer}`"
-        if self.directory is not None and self.optimizer != "nvme":
-            what, fix = f"`offload.directory` has no effect with {where}", "`offload.optimizer: nvme`, or leave it out"
+        if self.directory is not None and "nvme" not in (self.optimizer, self.weights):
+            what = f"`offload.directory` has no effect with {where} and `offload.weights: {self.weights}`"
+            fix = "`offload.optimizer: nvme`, `offload.weights: nvme`, or leave it out"
             problems.append(Problem("CFG008", what, "offload.directory", fix))
         if self.optimizer_fraction is not None and self.optimizer == "none":
             what, fix = f"`offload.optimizer_fraction` has no effect with {where}", "`offload.optimizer: host`"

@@ -77,6 +77,8 @@ class StepClock(Folding):
     def add(self, event: Event) -> None:
         if isinstance(event, Send):
             self._send(event, 1)
+        elif isinstance(event, Copy) and event.source == "disk":
+            self.now.at_s[event.stream] += event.bytes / self.rates.disk_bytes_per_s[0]
         elif isinstance(event, Copy) and event.source != event.target:
             self.now.at_s[event.stream] += event.bytes / self.rates.host_link_bytes_per_s[event.target == "device"]
         elif isinstance(event, Copy) and event.source == "host":

@@ -67,7 +67,9 @@ def passes_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
     gradients of micro-batches before the last."""
     inputs = offload.tiers(costed, plan, 0).get("host", {}).get("activations", 0)
     moved_s = sum(inputs / rate for rate in rates.host_link_bytes_per_s)
-    moved_s += offload.fetched_bytes(costed, plan) / rates.host_link_bytes_per_s[1]
+    fetched = offload.fetched_bytes(costed, plan)
+    moved_s += fetched / rates.host_link_bytes_per_s[1]
+    moved_s += fetched / rates.disk_bytes_per_s[0] if plan.offload.weights == "nvme" else 0.0
     early_s = copies_s(costed, plan, rates)[0] if plan.offload.sums == "host" else 0.0
     return plan.batch.accumulation * moved_s + (plan.batch.accumulation - 1) * early_s
 

@@ -20,6 +20,8 @@
     host                the weights of blocks, frozen ones, and      each to the device, while the block before it
                         trained ones that the host updates, in       computes, in forward and in backward
                         memory of the host
+    nvme                the same in a file, trained ones if their    the same, read from the file a block ahead
+                        optimizer is there (staged.py)
 
 The optimizer is the same, torch's fused AdamW or one of ours, on tensors of the host (host.py): the numbers do not
 change. The host waits for the gradient norm before it updates, so that clipping and the skip of a bad step stay exact.
@@ -48,7 +50,7 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Offload, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tier, Unit
-from shardwise.techniques.offload.sizes import BUFFER_BYTES, SUM_BUFFERS
+from shardwise.techniques.offload.sizes import BUFFER_BYTES, PAGE_BYTES, STAGED_BLOCKS, SUM_BUFFERS
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -71,20 +73,20 @@ _WAITING: WeakKeyDictionary[nn.Module, WaitingWeights] = WeakKeyDictionary()
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
     """What the recipe says; ``auto`` tries the device and the host."""
     asked, fraction = recipe.offload.optimizer, recipe.offload.optimizer_fraction
-    others = {"activations": recipe.offload.activations, "weights": recipe.offload.weights}
-    pinned = {f"offload.{what}": "pinned" for what, where in others.items() if where != "none"}
-    plan = replace(plan, offload=Offload("none", others["activations"], others["weights"]), why={**plan.why, **pinned})
+    others = Offload("none", recipe.offload.activations, recipe.offload.weights)
+    pinned = {f"offload.{what}": "pinned" for what in ("activations", "weights") if vars(others)[what] != "none"}
+    plan = replace(plan, offload=others, why={**plan.why, **pinned})
     if asked in ("auto", "none"):
         yield plan
     if asked != "none":
         why = {"offload.optimizer": "searched: no plan without it fits, or is as fast" if asked == "auto" else "pinned"}
-        on_host = replace(plan.offload, optimizer="host" if asked == "auto" else asked)
-        for each in FRACTIONS if asked == "auto" and fraction is None else (fraction or 1.0,):
-            told = (
-                "pinned" if fraction else "searched: with a smaller one no plan fits, and with a larger none is faster"
-            )
+        there = asked if asked != "auto" else "nvme" if others.weights == "nvme" else "host"
+        tried = FRACTIONS if asked == "auto" and others.weights == "none" else (1.0,)
+        told = "pinned" if fraction else "searched: with a smaller one no plan fits, and with a larger none is faster"
+        for each in tried if fraction is None else (fraction,):
             both = {**why, "offload.optimizer_fraction": told} if each < 1 else why
-            yield replace(plan, offload=replace(on_host, optimizer_fraction=each), why={**plan.why, **both})
+            outside = replace(others, optimizer=there, optimizer_fraction=each)
+            yield replace(plan, offload=outside, why={**plan.why, **both})
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
@@ -144,8 +146,12 @@ def _check_weights(plan: Plan) -> list[Problem]:
         return []
     dial = plan.shard
     if plan.lora is None and not plan.frozen and plan.offload.optimizer == "none":
-        what = "weights wait on the host if they are frozen or updated there, and here all are updated on the device"
-        fix = "offload.optimizer=host"
+        where = plan.offload.weights
+        on = {"host": "the host", "nvme": "NVMe"}[where]
+        what = f"weights wait on {on} if they are frozen or updated there, and here all are updated on the device"
+        fix = f"offload.optimizer={where}"
+    elif plan.offload.weights == "nvme" and plan.offload.optimizer == "host":
+        what, fix = "what the host updates in its memory does not wait on NVMe", "offload.optimizer=nvme"
     elif plan.sharded and (dial.strategy != "zero3" or dial.reshard_after_forward is not True):
         kept, fix = f"strategy: {dial.strategy}", "parallel.strategy=zero3"
         if dial.strategy == "zero3":
@@ -215,15 +221,25 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
     return parts
 
 
-def waiting_weights(part: nn.Module, plan: Plan, device: torch.device) -> WaitingWeights | None:
+def waiting_weights(
+    part: nn.Module, plan: Plan, device: torch.device, directory: Path | None = None
+) -> WaitingWeights | None:
     """If weights are to wait on the host, what has them come and go, of the blocks of a part on the meta device:
-    block by block they get memory on the device, and give it up."""
+    block by block they get memory on the device, and give it up; on NVMe in a file in ``directory``, or where temporary
+    files are."""
     if plan.offload.weights == "none":
         return None
+    from shardwise.distributed.slices import local
+    from shardwise.techniques.offload.staged import StagedBlocks
     from shardwise.techniques.offload.weights import WaitingWeights
 
-    _WAITING[part] = WaitingWeights(trained=plan.offload.optimizer != "none", stays=plan.layout.pp == 1)
-    for _, block in numbered(part):
+    trained, file, blocks = plan.offload.optimizer != "none", None, [block for _, block in numbered(part)]
+    if plan.offload.weights == "nvme":
+        each = ([p for p in block.parameters() if trained or not p.requires_grad] for block in blocks)
+        sizes = [[local(parameter.detach()).nbytes for parameter in waiting] for waiting in each]
+        file = StagedBlocks(directory or Path(gettempdir()), sizes, pinned=device.type == "cuda")
+    _WAITING[part] = WaitingWeights(trained=trained, stays=plan.layout.pp == 1, file=file)
+    for block in blocks:
         block.to_empty(device=device)
         _WAITING[part].add(block)
     return _WAITING[part]
@@ -267,9 +283,15 @@ def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
     if plan.offload.sums == "host":
         here = found["host"]
         here["buffers"] = here.get("buffers", 0) + SUM_BUFFERS * largest_bytes(sheet, plan)
-    if plan.offload.weights != "none":
+    waiting = sum(exact for _, exact in waiting_bytes(sheet, plan))
+    if plan.offload.weights == "host":
         here = found.setdefault("host", {})
-        here["weights"] = here.get("weights", 0) + sum(exact for _, exact in waiting_bytes(sheet, plan))
+        here["weights"] = here.get("weights", 0) + waiting
+    if plan.offload.weights == "nvme":
+        here = found.setdefault("host", {})
+        here["buffers"] = here.get("buffers", 0) + staged_bytes(sheet, plan)
+        updated = trained - returned_bytes(sheet, plan) if plan.offload.optimizer == "nvme" else 0
+        found.setdefault("disk", {})["frozen"] = waiting - updated
     if plan.offload.activations != "none":
         order = [sheet.blocks[kind] for kind in sheet.order]
         b, s = plan.batch.micro_batch_size, plan.row_tokens
@@ -292,17 +314,24 @@ def waiting_bytes(sheet: Sheet, plan: Plan) -> list[tuple[int, int]]:
     if plan.offload.weights == "none":
         return []
     each = [_waiting(block, sheet.place, plan.offload.optimizer != "none") for block in sheet.blocks]
-    return [each[kind] for kind in sheet.order]
+    return [each[kind][:2] for kind in sheet.order]
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _waiting(block: Unit, place: Place, trained: bool) -> tuple[int, int]:
+def _waiting(block: Unit, place: Place, trained: bool) -> tuple[int, int, int]:
     weights = [weight for weight in block.weights if trained or not weight.trained]
     padded, exact = (
-        sum(weight.local_numel(place, padded=padded) * BYTES[weight.dtype] for weight in weights)
+        [weight.local_numel(place, padded=padded) * BYTES[weight.dtype] for weight in weights]
         for padded in (True, False)
     )
-    return padded, exact
+    return sum(padded), sum(exact), sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in exact)
+
+
+def staged_bytes(sheet: Sheet, plan: Plan) -> int:
+    """Memory of the host through which weights come from files, one a stage: whole pages for its largest block."""
+    pages = [_waiting(block, sheet.place, plan.offload.optimizer != "none")[2] for block in sheet.blocks]
+    stages = [sheet.of_stage(stage) for stage in sheet.place.stages] or [sheet]
+    return sum(STAGED_BLOCKS * (max((pages[kind] for kind in one.order), default=0) + PAGE_BYTES) for one in stages)
 
 
 def fetched_bytes(sheet: Sheet, plan: Plan) -> int:
@@ -362,7 +391,8 @@ def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None 
     on_disk = plan.offload.optimizer == "nvme"
     where = (directory or Path(gettempdir())) if on_disk else None
     early, sums = leave_early(plan), plan.offload.sums == "host"
-    found = HostWeights(trained, early=early, cut=plan.sharded, sums=sums, directory=where)
+    places = {one: place for part in parts if part in _WAITING for one, place in _WAITING[part].places.items()}
+    found = HostWeights(trained, early=early, cut=plan.sharded, sums=sums, directory=where, places=places)
     _HOST_WEIGHTS.update(dict.fromkeys(parts, found))
     return found
 
@@ -372,6 +402,13 @@ def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) ->
     for part in parts:
         if part in _HOST_WEIGHTS:
             _HOST_WEIGHTS[part].last = last
+
+
+def weights_filled(parts: Sequence[nn.Module]) -> None:
+    """Those that wait in a file are written there."""
+    for part in parts:
+        if part in _WAITING and (file := _WAITING[part].file):
+            file.scratch.settle()
 
 
 def after_micro_batch(parts: Sequence[nn.Module], plan: Plan) -> None:

@@ -29,8 +29,8 @@ class HostWeights:
     for its gradient; of a weight that waits on the host (weights.py) its room there is the copy. ``early``: gradients
     leave as they arrive in the ``last`` micro-batch's backward, or where ``sums`` are made on the host, in each; if
     weights are ``cut``, but those of scalars, which replicas still add up. With a ``directory`` copies are in a file
-    there (``scratch``), with places for the moments, and the optimizer gives new values back piece by piece. ``copied``
-    counts bytes by (from, to)."""
+    there (``scratch``), with places for the moments, and the optimizer gives new values back piece by piece; of those
+    that wait in a file, at these ``places``, it has the moments alone. ``copied`` counts bytes by (from, to)."""
 
     def __init__(
         self,
@@ -40,11 +40,13 @@ class HostWeights:
         cut: bool,
         sums: bool = False,
         directory: Path | None = None,
+        places: Mapping[Tensor, tuple[Scratch, int]] | None = None,
     ) -> None:
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
         self.last = True
         self.copied: Counter[tuple[str, str]] = Counter()
         self.scratch: Scratch | None = None
+        self._places = places or {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._rooms: list[Tensor] = []
         self._pinned: list[Tensor] = []
@@ -57,10 +59,11 @@ class HostWeights:
             pinned = any(values.is_cuda for values in held.values())
             self._sums = HostSums(max(values.nbytes for values in held.values()), pinned=pinned)
         if directory is not None:
-            self.scratch = Scratch(directory, [values.nbytes for values in held.values() for _ in range(PLACES)])
+            sizes = ([0 if key in self._places else one.nbytes, one.nbytes, one.nbytes] for key, one in held.items())
+            self.scratch = Scratch(directory, [size for three in sizes for size in three])
         for number, (parameter, values) in enumerate(held.items()):
             first = local(kept(parameter))
-            if self.scratch:
+            if self.scratch and parameter not in self._places:
                 copy = self.scratch.mapped(PLACES * number, values).copy_(first)
             else:
                 copy = first if waits(parameter) else self._room(values).copy_(first)
@@ -77,9 +80,14 @@ class HostWeights:
         """AdamW that goes through the scratch file."""
         assert self.scratch is not None
         of = {copy: parameter for parameter, copy in self.copies.items()}
-        places = {copy: PLACES * number for number, copy in enumerate(of)}
+        scratch, places = self.scratch, dict[nn.Parameter, list[tuple[Scratch, int]]]()
+        for number, (copy, parameter) in enumerate(of.items()):
+            own = [(scratch, PLACES * number + i) for i in range(PLACES)]
+            places[copy] = [self._places.get(parameter, own[0]), *own[1:]]
 
         def give(copy: nn.Parameter, first: int, piece: Tensor) -> None:
+            if of[copy] in self._places:
+                return  # it is there when it is written
             with torch.no_grad():
                 local(kept(of[copy])).view(-1)[first : first + piece.numel()].copy_(piece)
             if not waits(of[copy]):
@@ -87,7 +95,7 @@ class HostWeights:
 
         rooms = [aligned(3 * BLOCK_BYTES) for _ in range(THREADS)]
         self._rooms = [room for _, room in rooms]
-        return StreamedAdamW(groups, defaults, self.scratch, places, rooms, give)
+        return StreamedAdamW(groups, defaults, places, rooms, give)
 
     def _room(self, values: Tensor) -> Tensor:
         """Memory of the host for as many numbers; of a GPU's, pinned, so that copies run beside kernels."""
@@ -114,7 +122,8 @@ class HostWeights:
         """The copies take the values of the weights, which have been filled anew."""
         with torch.no_grad():
             for parameter, copy in self.copies.items():
-                local(copy).copy_(local(kept(parameter)))
+                if parameter not in self._places:
+                    local(copy).copy_(local(kept(parameter)))
         if self.scratch:
             self.scratch.settle()
 

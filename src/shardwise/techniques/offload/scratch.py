@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.distributed.pinned import host_buffer
 from shardwise.errors import OutputError, Problem
 from shardwise.spec.units import show_bytes
 from shardwise.techniques.offload.sizes import PAGE_BYTES
@@ -32,9 +33,9 @@ def whole_pages(size: int) -> int:
 class Scratch:
     """A file in ``directory`` with room for places of so many bytes (``sizes``), each of whole pages. ``direct``: it is
     read and written past the page cache. Raises OutputError OUT003 where the disk has no room, OUT002 where it cannot
-    be written."""
+    be written, which say what is ``held`` in it."""
 
-    def __init__(self, directory: Path, sizes: Sequence[int]) -> None:
+    def __init__(self, directory: Path, sizes: Sequence[int], held: str = "the optimizer") -> None:
         self.begins = [0]
         for size in sizes:
             self.begins.append(self.begins[-1] + whole_pages(size))
@@ -43,7 +44,7 @@ class Scratch:
             directory.mkdir(parents=True, exist_ok=True)
             self._open(directory)
         except OSError as error:
-            raise _refused(error, directory, self.begins[-1]) from error
+            raise _refused(error, directory, self.begins[-1], held) from error
         self._mapped = mmap.mmap(self._buffered, self.begins[-1]) if self.begins[-1] else None
 
     def _open(self, directory: Path) -> None:
@@ -79,15 +80,15 @@ class Scratch:
     def write(self, place: int, begin: int, values: memoryview) -> None:
         _transfer(os.pwritev, self._descriptor, values, self.begins[place] + begin)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # of which the end of Python leaves no name
         for descriptor in {vars(self).get(name) for name in ("_buffered", "_descriptor")}:
             if descriptor is not None:
-                os.close(descriptor)
+                close(descriptor)
 
 
-def aligned(size: int) -> tuple[memoryview, Tensor]:
+def aligned(size: int, *, pinned: bool = False) -> tuple[memoryview, Tensor]:
     """Memory of whole pages, as bytes and as a flat tensor of them."""
-    room = torch.empty(whole_pages(size) + PAGE_BYTES, dtype=torch.uint8)
+    room = host_buffer(whole_pages(size) + PAGE_BYTES, pinned)
     begin = -room.data_ptr() % PAGE_BYTES
     room = room[begin : begin + whole_pages(size)]
     array: Any = room.numpy()
@@ -122,11 +123,11 @@ def _transfer(call: Callable[[int, list[memoryview], int], int], descriptor: int
         view, at = view[moved:], at + moved
 
 
-def _refused(error: OSError, directory: Path, needed: int) -> OutputError:
+def _refused(error: OSError, directory: Path, needed: int, held: str) -> OutputError:
     fix = "offload.directory=DIRECTORY, one on a disk with room"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        what = f"cannot keep the optimizer in {directory}: {(error.strerror or str(error)).lower()}"
+        what = f"cannot keep {held} in {directory}: {(error.strerror or str(error)).lower()}"
         return OutputError(Problem("OUT002", what, "offload.directory", fix))
     free = show_bytes(shutil.disk_usage(directory).free)
-    what = f"the optimizer of this rank needs {show_bytes(needed)} in {directory}, where {free} are free"
+    what = f"{held} of this rank needs {show_bytes(needed)} in {directory}, where {free} are free"
     return OutputError(Problem("OUT003", what, "offload.directory", fix))

@@ -10,5 +10,7 @@ PAGE_BYTES = 4096
 """To which places and lengths of what goes past the page cache are aligned."""
 BUFFER_BYTES = THREADS * (3 * BLOCK_BYTES + PAGE_BYTES)
 """Of all threads together; what is aligned begins within a page more."""
+STAGED_BLOCKS = 2
+"""On their way from a file: one is read while the one before it is copied to the device."""
 SUM_BUFFERS = 2
 """For gradients on their way to their sums: one comes while the other is added."""

@@ -8,7 +8,7 @@ parameter that are cut at whole vectors: what it computes is bit by bit what it 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +26,9 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 class FileBlock(NamedTuple):
-    """A piece of a parameter, whose numbers begin at ``first``; ``place``: where its weight is in the scratch file,
-    before its two moments. ``settings`` are those of its group."""
+    """A piece of a parameter, whose numbers begin at ``first``. ``settings`` are those of its group."""
 
     parameter: nn.Parameter
-    place: int
     first: int
     numbers: int
     step: Tensor
@@ -38,27 +36,25 @@ class FileBlock(NamedTuple):
 
 
 class StreamedAdamW(Optimizer):
-    """AdamW of ``groups`` of parameters whose weights and moments are in ``scratch``: of each three places, one after
-    another, from ``places`` on. A thread works in each of the ``rooms``. ``give``: called with each updated piece of a
-    parameter, flat, where it begins, and the parameter. ``found_inf`` skips a step, as the fused kernel's does."""
+    """AdamW of ``groups`` of parameters whose weights and moments are in files: of each three ``places``. A thread
+    works in each of the ``rooms``. ``give``: called with each updated piece of a parameter, flat, where it begins, and
+    the parameter. ``found_inf`` skips a step, as the fused kernel's does."""
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
         defaults: dict[str, Any],
-        scratch: Scratch,
-        places: dict[nn.Parameter, int],
+        places: Mapping[nn.Parameter, Sequence[tuple[Scratch, int]]],
         rooms: Sequence[Room],
         give: Callable[[nn.Parameter, int, Tensor], None],
     ) -> None:
         super().__init__(groups, defaults)
-        self.scratch, self.places, self.rooms, self.give = scratch, places, rooms, give
+        self.places, self.rooms, self.give = places, rooms, give
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
-        for parameter, place in places.items():
-            shard = local(parameter.detach())
-            places_of = enumerate(STATES, place + 1)
-            moments = {name: placed_as(parameter, scratch.mapped(at, shard)) for at, name in places_of}
+        for parameter, (_, *moments_at) in places.items():
+            shard, states = local(parameter.detach()), zip(STATES, moments_at, strict=True)
+            moments = {name: placed_as(parameter, file.mapped(at, shard)) for name, (file, at) in states}
             self.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
 
     @torch.no_grad()
@@ -98,17 +94,18 @@ class StreamedAdamW(Optimizer):
                 most = BLOCK_BYTES // shard.element_size()
                 for first in range(0, shard.numel(), most):
                     numbers = min(most, shard.numel() - first)
-                    yield FileBlock(parameter, self.places[parameter], first, numbers, step, group)
+                    yield FileBlock(parameter, first, numbers, step, group)
 
     def _update(self, block: FileBlock, view: memoryview, room: Tensor) -> None:
         parameter, settings = block.parameter, block.settings
         gradient = local(parameter.grad).flatten()[block.first : block.first + block.numbers]  # type: ignore[arg-type]
         begin, size = block.first * gradient.element_size(), whole_pages(block.numbers * gradient.element_size())
         parts = [slice(i * BLOCK_BYTES, i * BLOCK_BYTES + size) for i in range(3)]
-        for i, part in enumerate(parts):
-            self.scratch.read(block.place + i, begin, view[part])
+        places = [*zip(self.places[parameter], parts, strict=True)]
+        for (file, place), part in places:
+            file.read(place, begin, view[part])
         weight, *moments = (room[part].view(gradient.dtype)[: block.numbers] for part in parts)
         fused_adamw(weight, gradient, (moments[0], moments[1]), block.step, settings)
         self.give(parameter, block.first, weight)
-        for i, part in enumerate(parts):
-            self.scratch.write(block.place + i, begin, view[part])
+        for (file, place), part in places:
+            file.write(place, begin, view[part])

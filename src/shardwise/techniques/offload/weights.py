@@ -1,5 +1,5 @@
 """Weights of blocks, which wait in memory of the host while other blocks compute: frozen ones, and trained ones where
-the optimizer updates them there.
+the optimizer updates them there; or in a file (staged.py), from which they come through memory of the host.
 
 A weight keeps its tensor and loses its memory, as FSDP2's do: what autograd saved of it is filled again before backward
 reads it. Those of a block come while the block before it computes, in forward and in backward, and go when their block
@@ -20,6 +20,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from shardwise.distributed.pinned import host_buffer
 from shardwise.distributed.slices import keep_on_host, local
 from shardwise.distributed.torch_private import gather_stream, keep_sharded_memory, placed_as
+from shardwise.techniques.offload.scratch import Scratch
+from shardwise.techniques.offload.staged import StagedBlocks
 
 
 class _Fetched(NamedTuple):
@@ -33,15 +35,17 @@ class _Fetched(NamedTuple):
 class WaitingWeights:
     """Of one part's blocks, each of which is added once it has memory on the device, in their order; of those weights
     that are ``trained`` too, or of frozen ones alone. If the last block ``stays``, it is there from forward to
-    backward; it does not where other micro-batches come between. ``copied`` counts bytes by (from, to); ``rooms`` is
-    all memory of the host."""
+    backward; it does not where other micro-batches come between. With a ``file`` they wait there, each at its
+    ``places``. ``copied`` counts bytes by (from, to); ``rooms`` is all memory of the host."""
 
-    def __init__(self, *, trained: bool, stays: bool = True) -> None:
-        self.trained, self.stays = trained, stays
+    def __init__(self, *, trained: bool, stays: bool = True, file: StagedBlocks | None = None) -> None:
+        self.trained, self.stays, self.file = trained, stays, file
+        self.places: dict[Tensor, tuple[Scratch, int]] = {}
         self.copied: Counter[tuple[str, str]] = Counter()
-        self.rooms: list[Tensor] = []
+        self.rooms: list[Tensor] = file.rooms if file else []
         self._blocks: list[list[_Fetched]] = []
         self._here: dict[int, torch.cuda.Event | None] = {}
+        self._late: set[int] = set()  # of those that are here, what is still to be copied from a file
         self._backward: set[int] = set()  # blocks of whose last output a gradient is asked for
         self._stream: torch.cuda.Stream | None = None
         self._gathers: nn.Module | None = None
@@ -54,10 +58,14 @@ class WaitingWeights:
         for parameter in block.parameters():
             if self.trained or not parameter.requires_grad:
                 tensor = local(parameter.detach())
-                room = host_buffer(tensor.nbytes, pinned=tensor.is_cuda).view(tensor.dtype).view(tensor.shape)
+                if self.file:
+                    self.places[parameter] = self.file.scratch, len(self.places)
+                    room = self.file.scratch.mapped(len(self.places) - 1, tensor)
+                else:
+                    room = host_buffer(tensor.nbytes, pinned=tensor.is_cuda).view(tensor.dtype).view(tensor.shape)
+                    self.rooms.append(room)
                 keep_on_host(parameter, placed_as(parameter, room))
                 self._blocks[-1].append(_Fetched(tensor, tensor.untyped_storage().nbytes(), room))
-                self.rooms.append(room)
                 tensor.untyped_storage().resize_(0)
         number = len(self._blocks) - 1
         # Before FSDP2's own hooks: it gathers a block before that computes.
@@ -68,6 +76,8 @@ class WaitingWeights:
         """A backward is over: what is still on the device goes."""
         for number in [*self._here]:
             self._go(number)
+        if self.file:
+            self.file.forget()
 
     def _begins(self, number: int, block: nn.Module, given: object) -> None:
         """The forward of a block."""
@@ -86,6 +96,8 @@ class WaitingWeights:
             self._backward.discard(number)
         if not (differentiated and self.stays) or number < len(self._blocks) - 1:
             self._go(number)
+        elif number - 1 in self._backward:
+            self._read(number - 1)
 
     def _begins_backward(self, number: int) -> None:
         self._go(number + 1)
@@ -94,41 +106,70 @@ class WaitingWeights:
         if number - 1 in self._backward:
             self._come(number - 1)
             self._await(number - 1, computes=False)  # FSDP2 gathers it while this block computes
+            if number - 1 not in self._late and number - 2 in self._backward:
+                self._read(number - 2)
+
+    def _read(self, number: int) -> None:
+        """A block is to come from the file, if there is one."""
+        if self.file and self.file.read(number):
+            self.copied["disk", "host"] += sum(self.file.sizes[number])
 
     def _come(self, number: int) -> None:
         """The weights of a block get memory, and beside what is computed, what was given to the device before, they are
-        copied into it. On a CPU at once."""
+        copied into it. On a CPU at once. From a file they are read, and copied when they are waited for."""
         if number in self._here or number >= len(self._blocks):
             return
         for tensor, size, _ in self._blocks[number]:
             tensor.untyped_storage().resize_(size)
         cuda = next((tensor.device for tensor, *_ in self._blocks[number] if tensor.is_cuda), None)
         self._here[number] = None
-        if cuda is None:
+        if cuda is not None:
+            self._stream = self._stream or torch.cuda.Stream(cuda)
+            self._stream.wait_stream(torch.cuda.current_stream(cuda))
+        if self.file:
+            self._late.add(number)
+            self._read(number)
+        else:
+            self._bring(number)
+
+    def _bring(self, number: int) -> None:
+        """It is copied, from a file once it has been read, and when that is done, known."""
+        self._late.discard(number)
+        if self._stream is None:
             self._copy(number)
             return
-        self._stream = self._stream or torch.cuda.Stream(cuda)
-        self._stream.wait_stream(torch.cuda.current_stream(cuda))
         with torch.cuda.stream(self._stream):
-            self._copy(number)
+            taken = self._copy(number)
             self._here[number] = self._stream.record_event()
+        if self.file:
+            self.file.copied[taken] = self._here[number]
 
-    def _copy(self, number: int) -> None:
-        for tensor, _, room in self._blocks[number]:
-            tensor.data.copy_(room, non_blocking=True)  # autograd does not take it for a change of what it saved
+    def _copy(self, number: int) -> int:
+        """Of what comes from a file, the number of its room."""
+        values, taken = [room for *_, room in self._blocks[number]], 0
+        if self.file:
+            taken, values = self.file.take(number)
+        for (tensor, *_), room in zip(self._blocks[number], values, strict=True):
+            own = room.view(tensor.dtype).view(tensor.shape)
+            tensor.data.copy_(own, non_blocking=True)  # autograd does not take it for a change of what it saved
             self.copied["host", "device"] += room.nbytes
+        return taken
 
     def _await(self, number: int, *, computes: bool = True) -> None:
         """What is given to the device from here on, or at least what FSDP2 gathers, begins when a block is there."""
+        assert self._gathers is not None
+        stream = gather_stream(self._gathers)
+        if number in self._late and (computes or stream is not None):
+            self._bring(number)
         if (done := self._here[number]) is not None:
-            assert self._gathers is not None
             if computes:
                 torch.cuda.current_stream().wait_event(done)
-            if (stream := gather_stream(self._gathers)) is not None:
+            if stream is not None:
                 stream.wait_event(done)
 
     def _go(self, number: int) -> None:
         """A block is done, if it is here: its memory may be used for what is computed next."""
+        self._late.discard(number)
         if number in self._here:
             if (done := self._here.pop(number)) is not None:
                 torch.cuda.current_stream().wait_event(done)
