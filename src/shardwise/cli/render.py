@@ -72,13 +72,13 @@ def memory_lines(estimate: Estimate) -> list[str]:
     rows = [(name, show_bytes(size), "#" * ceil(40 * size / total)) for name, size in held.items()]
     rows += [(f"{name}, on the host", show_bytes(size), "") for name, size in estimate.host.items()]
     lines = ["  " + line for line in columns(rows, "<><")]
-    return [*lines, *(["  " + wear(estimate)] if estimate.disk_bytes else [])]
+    return [*lines, *(["  " + wear(estimate)] if estimate.written_bytes else [])]
 
 
 def wear(estimate: Estimate) -> str:
     """What a step writes to a node's disks, and for how long a drive may be written so."""
-    steps = int(DRIVE_TBW * 1e12 / estimate.disk_bytes)
-    written = show_bytes(estimate.disk_bytes)
+    steps = int(DRIVE_TBW * 1e12 / estimate.written_bytes)
+    written = show_bytes(estimate.written_bytes)
     return f"a step writes {written} to the disks of a node: {steps:,} steps are {DRIVE_TBW} TB, what small drives last"
 
 

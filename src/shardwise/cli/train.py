@@ -135,8 +135,9 @@ def _launch(options: Options, recipe: Recipe) -> int:
         parameters = sum(prod(shape) for shape in lora.adapters(spec, plan.lora).values())
     keep = recipe.checkpoint.save_total_limit + recipe.checkpoint.keep_best
     space = rundir.check_space(directory, parameters, keep, export_bytes=4 * parameters)
-    if plan.offload.optimizer == "nvme":
-        rundir.check_offload(Path(recipe.offload.directory or directory).expanduser(), plan.estimate.disk_bytes)
+    if plan.offload.filed:
+        where = Path(recipe.offload.directory or directory).expanduser()
+        rundir.check_offload(where, plan.estimate.disk_bytes, plan.offload.filed)
     if not options.json:
         lines = render.summary(plan)
         for line in [f"model   {render.title(spec, cluster)}", *lines] if options.dry_run else lines[1:]:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -280,12 +280,13 @@ def check_space(directory: Path, parameters: int, keep: int, export_bytes: int =
     return needed
 
 
-def check_offload(directory: Path, needed: int) -> None:
-    """Whether the disk of ``directory`` has room for what the ranks of this machine keep there. Raises OutputError
-    (OUT003)."""
+def check_offload(directory: Path, needed: int, what: Sequence[str]) -> None:
+    """Whether the disk of ``directory`` has room for what the ranks of this machine keep there, of keys of ``offload``.
+    Raises OutputError (OUT003)."""
     place = nearest(directory)
     free = shutil.disk_usage(place).free
     if needed > free:
-        what = f"the optimizer needs {show_payload(needed)} on NVMe, {show_payload(free)} free on {place}"
-        fix = "`offload.directory=DIRECTORY` on a disk with room, or `offload.optimizer=host`"
-        raise OutputError(Problem("OUT003", what, "offload.directory", fix))
+        said = f"`{', '.join(f'offload.{key}: nvme' for key in what)}`"
+        said += f" needs {show_payload(needed)} of disk, {show_payload(free)} free on {place}"
+        fixes = ["`offload.directory=DIRECTORY` on a disk with room", *(f"`offload.{key}=host`" for key in what)]
+        raise OutputError(Problem("OUT003", said, "offload.directory", " or ".join(fixes)))

@@ -3,6 +3,7 @@ weights come that wait there."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from shardwise.planner.tape import Tape
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques.offload import blocks_again, leave_early, waiting_bytes
+from shardwise.techniques.offload.sizes import ROOMS, whole_pages
 from shardwise.techniques.shard.unit_bytes import ExpertsOf
 
 ADDED = 3
@@ -82,6 +84,7 @@ class Inputs:
     def __init__(self, tape: Tape, units: Sequence[Unit], plan: Plan) -> None:
         self.tape = tape
         again = [1 + place for place in blocks_again(units[1:-1])] if plan.offload.activations != "none" else []
+        self.filed, self.used = plan.offload.activations == "nvme", deque[Hashable](maxlen=ROOMS)
         self.before = {later: earlier for earlier, later in pairwise(again)}
         b, s = plan.batch.micro_batch_size, plan.row_tokens
         self.sizes = {unit: units[unit].tensors[units[unit].input].bytes(b, s) for unit in again[:-1]}
@@ -89,7 +92,10 @@ class Inputs:
     def begins(self, unit: TensorKey) -> None:
         """The forward of a unit, whose input leaves beside it."""
         if size := self.sizes.get(unit.unit):
+            self._takes_room(("written", unit.unit))
             _copy(self.tape, Copy("device", "host", size, "out"), ("left", unit.unit))
+            if self.filed:
+                _copy(self.tape, Copy("host", "disk", whole_pages(size), "disk"), ("written", unit.unit), "out")
 
     def ends(self, unit: TensorKey) -> None:
         """It has left, and the forward is over."""
@@ -104,7 +110,19 @@ class Inputs:
         before = self.before.get(unit.unit)
         if before is not None:
             self.tape.comes(unit._replace(unit=before - 1, tensor=OUTPUT), self.sizes[before])
-            _copy(self.tape, Copy("host", "device", self.sizes[before], "home"), ("come", before))
+            self._takes_room(("come", before))
+            behind = "compute"
+            if self.filed:
+                size, behind = whole_pages(self.sizes[before]), "disk"
+                _copy(self.tape, Copy("disk", "host", size, "disk"), ("read", before))
+            _copy(self.tape, Copy("host", "device", self.sizes[before], "home"), ("come", before), behind)
+
+    def _takes_room(self, mark: tuple[str, int]) -> None:
+        """What passes through a room until ``mark``; the host launches nothing before one is free."""
+        if self.filed:
+            if len(self.used) == ROOMS:
+                self.tape.wait("compute", self.used[0])
+            self.used.append(mark)
 
 
 class Fetching:
@@ -151,9 +169,9 @@ class Fetching:
             self.tape.wait(stream, ("waiting", name))
 
 
-def _copy(tape: Tape, copy: Copy, mark: tuple[str, int]) -> None:
-    """Behind what has been computed so far."""
-    tape.record("compute", ("given", *mark))
+def _copy(tape: Tape, copy: Copy, mark: tuple[str, int], behind: str = "compute") -> None:
+    """Behind what has been computed so far, or been done on another stream."""
+    tape.record(behind, ("given", *mark))
     tape.wait(copy.stream, ("given", *mark))
     tape.add(copy)
     tape.record(copy.stream, mark)

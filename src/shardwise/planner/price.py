@@ -21,6 +21,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of, places
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Pipeline, Plan, Traffic
 from shardwise.spec.sheet import EXPERT_ROWS, Sheet, is_control
+from shardwise.techniques import offload
 
 
 def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float("inf")) -> Plan:
@@ -48,7 +49,8 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
             host=host,
             host_bytes=sum(host.values()) * cluster.devices_per_node,
             host_capacity_bytes=cluster.host_memory_bytes if host else 0,
-            disk_bytes=span.on("disk").top_bytes * cluster.devices_per_node,
+            disk_bytes=(kept := span.on("disk").top_bytes) * cluster.devices_per_node,
+            written_bytes=offload.written_bytes(costed, plan, kept) * cluster.devices_per_node,
         )
         found.append(estimate)
         if estimate.share > most:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.errors import ShardwiseError, first_line
 from shardwise.models.config import ModelSpec
@@ -186,10 +186,10 @@ def micro_batches(plan: Plan) -> int:
 
 def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) -> list[str]:
     """Blocks that are compiled cannot run on fake ranks, and kernels of GPUs not here: neither changes what is sent.
-    Fake numbers are in no file: instead of NVMe the optimizer is on the host."""
+    Fake numbers are in no file: what is on NVMe is on the host instead."""
     batch = replace(plan.batch, accumulation=micro_batches(plan))
-    if plan.offload.optimizer == "nvme":
-        plan = replace(plan, offload=replace(plan.offload, optimizer="host"))
+    on_host: dict[str, Any] = dict.fromkeys(plan.offload.filed, "host")
+    plan = replace(plan, offload=replace(plan.offload, **on_host))
     found = drift(spec, replace(plan, batch=batch, compile=False, attention="auto"), rank)
     figures["collectives"] = sum(found.measured.sent.values())
     figures["sent bytes"] = sum(size * calls for (_, _, size), calls in found.measured.sent.items())

@@ -206,6 +206,7 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
         on_host += [*state.host.tensors(), *(counts if state.host.scratch else moments)]
     if copied:
         result.state["host"] = _storage_bytes(on_host)
+        result.state["disk"] = sum(file.begins[-1] for each in moved for file in each.files)
     result.copied = dict(sum(copied, Counter()))
     return result
 

@@ -34,8 +34,10 @@ def build(
     parts = build_parts(spec, plan, meshes, device)
     fill(parts, spec, recipe, plan, draw)
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
-    directory = recipe.offload.directory
-    host = offload.host_weights(parts, plan, Path(directory).expanduser() if directory else None)
+    directory = Path(recipe.offload.directory).expanduser() if recipe.offload.directory else None
+    if directory:
+        offload.scratch_in(parts, directory)
+    host = offload.host_weights(parts, plan, directory)
     state = TrainState(parts, optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), scale=scale, host=host)
     state.weights_filled()
     return state

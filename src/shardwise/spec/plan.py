@@ -106,6 +106,10 @@ class Optim:
     moments: Literal["fp32", "bf16"] | None = None
 
 
+PLACES = {"host": "the host", "nvme": "NVMe"}
+"""Outside the device, in words."""
+
+
 @dataclass(frozen=True)
 class Offload:
     """``optimizer``: where moments are, and copies of the weights that are updated there: ``none`` on the device,
@@ -114,18 +118,22 @@ class Offload:
     blocks compute. ``sums``: where gradients of several micro-batches are added up."""
 
     optimizer: Literal["none", "host", "nvme"] = "none"
-    activations: Literal["none", "host"] = "none"
+    activations: Literal["none", "host", "nvme"] = "none"
     weights: Literal["none", "host"] = "none"
     sums: Literal["device", "host"] = "device"
 
     @property
     def words(self) -> list[str]:
         """What is outside the device, and where."""
-        places = {"host": "the host", "nvme": "NVMe"}
         found = {"the optimizer": self.optimizer, "inputs of blocks": self.activations}
         found["weights of blocks"] = self.weights
         found["sums of gradients"] = "none" if self.sums == "device" else self.sums
-        return [f"{what} on {places[where]}" for what, where in found.items() if where != "none"]
+        return [f"{what} on {PLACES[where]}" for what, where in found.items() if where != "none"]
+
+    @property
+    def filed(self) -> list[str]:
+        """What is in files on NVMe, by name."""
+        return [what for what, where in vars(self).items() if where == "nvme"]
 
 
 @dataclass(frozen=True)
@@ -187,8 +195,8 @@ class Seconds:
 class Estimate:
     """What the planner predicts: of memory, for the fullest rank, bytes at the moment of the peak, by category; of
     ``host``, what a rank holds in host memory, and of ``host_bytes`` all ranks of a node, of which that is the
-    capacity; ``disk_bytes`` are what they keep on the node's disks, and write there in every step; of ``seconds``, for
-    the slowest."""
+    capacity; ``disk_bytes`` are what they keep on the node's disks, and ``written_bytes`` what they write there in
+    every step; of ``seconds``, for the slowest."""
 
     memory: dict[str, int] = field(default_factory=dict, hash=False)
     peak_bytes: int = 0
@@ -200,6 +208,7 @@ class Estimate:
     host_bytes: int = 0
     host_capacity_bytes: int = 0
     disk_bytes: int = 0
+    written_bytes: int = 0
 
     @property
     def share(self) -> float:

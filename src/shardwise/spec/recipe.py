@@ -162,22 +162,23 @@ class OptimSection(Section):
 
 
 class OffloadSection(Section):
-    """What is kept outside the GPU's memory. ``optimizer``: in host memory, or on NVMe in files in ``directory`` (by
-    default in the run's own), are AdamW's moments and the weights that it updates, for which gradients come and new
-    weights go back in every step; ``auto`` takes the host where no plan fits without. ``activations``: in host memory
-    are, until backward needs them, the inputs of blocks, which are all that full recomputation keeps. ``weights``: in
-    host memory are those weights of blocks that are frozen, or updated there; on the GPU, a block's and the next's."""
+    """What is kept outside the GPU's memory: in host memory, or on NVMe in files in ``directory`` (by default in the
+    run's own). ``optimizer``: AdamW's moments and the weights that it updates, for which gradients come and new weights
+    go back in every step; ``auto`` takes the host where no plan fits without. ``activations``: until backward needs
+    them, the inputs of blocks, which are all that full recomputation keeps. ``weights``: those of blocks that are
+    frozen, or updated there; on the GPU are a block's and the next's."""
 
     optimizer: Literal["auto", "none", "host", "nvme"] = "none"
-    activations: Literal["none", "host"] = "none"
+    activations: Literal["none", "host", "nvme"] = "none"
     weights: Literal["none", "host"] = "none"
     directory: str | None = None
 
     def contradictions(self) -> list[Problem]:
-        if self.directory is None or self.optimizer == "nvme":
+        if self.directory is None or "nvme" in (self.optimizer, self.activations):
             return []
-        what = f"`offload.directory` has no effect with `offload.optimizer: {self.optimizer}`"
-        return [Problem("CFG008", what, "offload.directory", "`offload.optimizer: nvme`, or leave it out")]
+        what = f"`offload.directory` has no effect with `offload.optimizer: {self.optimizer}` and "
+        what += f"`offload.activations: {self.activations}`"
+        return [Problem("CFG008", what, "offload.directory", "`nvme` for one of the two, or leave it out")]
 
 
 class LoraSection(Section):

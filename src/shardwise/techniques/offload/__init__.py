@@ -10,6 +10,7 @@
     offload.activations
     host                what full recomputation keeps, the inputs    each to the host, while its block computes; back,
                         of blocks, in memory of the host             while backward computes the block after it
+    nvme                the same, in a file (filed.py)               the same, through the host to the file, and back
 
     offload.weights
     host                the weights of blocks, frozen ones, and      each to the device, while the block before it
@@ -40,10 +41,10 @@ from shardwise.models.blocks import each_named, numbered
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
-from shardwise.spec.plan import BYTES, Offload, Plan
+from shardwise.spec.plan import BYTES, PLACES, Offload, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tier, Unit
-from shardwise.techniques.offload.sizes import BUFFER_BYTES, SUM_BUFFERS
+from shardwise.techniques.offload.sizes import BUFFER_BYTES, PAGE_BYTES, ROOMS, SUM_BUFFERS, whole_pages
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -90,11 +91,12 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 def _check_activations(plan: Plan) -> list[Problem]:
     if plan.offload.activations == "none":
         return []
+    where = PLACES[plan.offload.activations]
     if plan.layout.pp > 1:
-        what = "activations wait on the host for one backward at a time, and stages have several forwards in flight"
+        what = f"activations wait on {where} for one backward at a time, and stages have several forwards in flight"
         return [Problem("PLAN028", what, "offload.activations", "none, or `parallel.pp=1`")]
     if plan.remat.mode != "full":
-        what = f"only the inputs of blocks wait on the host, and `recompute: {plan.remat.mode}` keeps more than these"
+        what = f"only the inputs of blocks wait on {where}, and `recompute: {plan.remat.mode}` keeps more than these"
         return [Problem("PLAN028", what, "offload.activations", "none, or `recompute=full`")]
     return []
 
@@ -150,8 +152,16 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
         for part in parts:
             again = [block for number, block in numbered(part) if plan.remat.treats(number)]
-            _MOVED_INPUTS[part] = MovedInputs(again)
+            filed = plan.offload.activations == "nvme"
+            _MOVED_INPUTS[part] = MovedInputs(again, Path(gettempdir()) if filed else None)
     return parts
+
+
+def scratch_in(parts: Iterable[nn.Module], directory: Path) -> None:
+    """Inputs of blocks that wait in a file do so in this directory, and not where temporary files are."""
+    for part in parts:
+        if part in _MOVED_INPUTS and _MOVED_INPUTS[part].directory is not None:
+            _MOVED_INPUTS[part].directory = directory
 
 
 def waiting_weights(part: nn.Module, plan: Plan, device: torch.device) -> WaitingWeights | None:
@@ -209,12 +219,30 @@ def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
     if plan.offload.weights != "none":
         here = found.setdefault("host", {})
         here["weights"] = here.get("weights", 0) + sum(exact for _, exact in waiting_bytes(sheet, plan))
-    if plan.offload.activations != "none":
-        order = [sheet.blocks[kind] for kind in sheet.order]
-        b, s = plan.batch.micro_batch_size, plan.row_tokens
-        inputs = sum(order[place].tensors[order[place].input].bytes(b, s) for place in blocks_again(order)[:-1])
-        found.setdefault("host", {})["activations"] = inputs
+    inputs = input_bytes(sheet, plan)
+    if plan.offload.activations == "host":
+        found.setdefault("host", {})["activations"] = sum(inputs)
+    elif inputs:
+        found.setdefault("disk", {})["activations"] = sum(map(whole_pages, inputs))
+        here = found.setdefault("host", {})
+        here["buffers"] = here.get("buffers", 0) + ROOMS * sum(whole_pages(size) + PAGE_BYTES for size in {*inputs})
     return found
+
+
+def input_bytes(sheet: Sheet, plan: Plan) -> list[int]:
+    """Bytes of the inputs of blocks that leave the device in a forward at the sheet's place, one by one."""
+    if plan.offload.activations == "none":
+        return []
+    order = [sheet.blocks[kind] for kind in sheet.order]
+    b, s = plan.batch.micro_batch_size, plan.row_tokens
+    return [order[place].tensors[order[place].input].bytes(b, s) for place in blocks_again(order)[:-1]]
+
+
+def written_bytes(sheet: Sheet, plan: Plan, kept: int) -> int:
+    """Bytes that a step writes to disks at the sheet's place, which keeps so many there: all of the optimizer's once,
+    inputs of blocks in each micro-batch."""
+    inputs = sum(map(whole_pages, input_bytes(sheet, plan))) if plan.offload.activations == "nvme" else 0
+    return kept + (plan.batch.accumulation - 1) * inputs
 
 
 def on_device(state: dict[str, int], sheet: Sheet, plan: Plan) -> dict[str, int]:

@@ -20,6 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from shardwise.distributed.pinned import host_buffer
 from shardwise.distributed.slices import keep_on_host, local
 from shardwise.distributed.torch_private import gather_stream, keep_sharded_memory, placed_as
+from shardwise.techniques.offload.scratch import Scratch
 
 
 class _Fetched(NamedTuple):
@@ -40,6 +41,7 @@ class WaitingWeights:
         self.trained, self.stays = trained, stays
         self.copied: Counter[tuple[str, str]] = Counter()
         self.rooms: list[Tensor] = []
+        self.files: list[Scratch] = []
         self._blocks: list[list[_Fetched]] = []
         self._here: dict[int, torch.cuda.Event | None] = {}
         self._backward: set[int] = set()  # blocks of whose last output a gradient is asked for
