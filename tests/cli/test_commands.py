@@ -209,15 +209,17 @@ def test_the_keys_that_plan_prints_can_be_typed(shardwise: Run) -> None:
 def test_a_disk_that_cannot_hold_the_optimizer_is_told_before_anything_starts(
     shardwise: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[Path, int]] = []
-    monkeypatch.setattr(rundir, "check_offload", lambda directory, needed: asked.append((directory, needed)))
+    asked: list[tuple[Path, int, list[str]]] = []
+    monkeypatch.setattr(rundir, "check_offload", lambda *given: asked.append(given))
     words = ("train", "--dry-run", "--nproc", "1", "--run", "a")
     assert shardwise(*words, "offload=host")[0] == 0 and not asked
     assert (
         shardwise(*words, "offload=nvme")[0] == 0 and shardwise(*words, "offload=nvme", "offload.directory=/d")[0] == 0
     )
-    assert [directory for directory, _ in asked] == [Path("runs/a"), Path("/d")]
-    assert all(needed > 2**20 for _, needed in asked)
+    assert shardwise(*words, "offload.activations=nvme", "offload.directory=/d", "recompute=full")[0] == 0
+    assert [directory for directory, *_ in asked] == [Path("runs/a"), Path("/d"), Path("/d")]
+    assert all(needed > 2**20 for _, needed, _ in asked)
+    assert [filed for *_, filed in asked] == [["optimizer"], ["optimizer"], ["activations"]]
 
 
 def test_dry_run_checks_everything_and_writes_nothing(shardwise: Run) -> None:

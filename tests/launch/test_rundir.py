@@ -250,9 +250,12 @@ def test_a_run_goes_on_with_what_it_assumed_when_it_was_begun(
     assert (pinned.train.max_steps, pinned.optim.learning_rate, pinned.optim.warmup_steps) == (7, 1e-4, 0)
 
 
-def test_a_disk_without_room_for_the_optimizer_is_told_before_anything_starts(tmp_path: Path) -> None:
-    rundir.check_offload(tmp_path / "not" / "yet", 1)
+def test_a_disk_without_room_for_what_is_offloaded_is_told_before_anything_starts(tmp_path: Path) -> None:
+    both = ["optimizer", "activations"]
+    rundir.check_offload(tmp_path / "not" / "yet", 1, both)
     with pytest.raises(OutputError) as raised:
-        rundir.check_offload(tmp_path / "not" / "yet", 10**18)
+        rundir.check_offload(tmp_path / "not" / "yet", 10**18, both)
     [problem] = raised.value.problems
     assert problem.code == "OUT003" and "offload.directory=" in (problem.fix or "")
+    assert problem.what.startswith("`offload.optimizer: nvme` and `offload.activations: nvme` need 1,000,000.0 TB of")
+    assert (problem.fix or "").endswith(" or `offload.optimizer=host` or `offload.activations=host`")

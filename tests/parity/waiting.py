@@ -1,5 +1,5 @@
-"""Plans in which the inputs of blocks wait on the host, in layouts that meet every pair of settings at least once:
-``python -m tests.parity.waiting`` prints them."""
+"""Plans in which the inputs of blocks wait on the host or on NVMe, in layouts that meet every pair of settings at least
+once: ``python -m tests.parity.waiting`` prints them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Case:
     every: int
     accumulation: int
     optimizer: str
+    tier: str
 
     @property
     def spec(self) -> ModelSpec:
@@ -37,11 +38,11 @@ class Case:
     @property
     def plan(self) -> Plan:
         like = Offloaded(self.layout, self.model, self.precision, "adamw", self.accumulation, "host").plan
-        offload = Offload(self.optimizer, "host")  # type: ignore[arg-type]
+        offload = Offload(self.optimizer, self.tier)  # type: ignore[arg-type]
         return replace(like, remat=Remat("full", self.every), offload=offload)
 
 
-AXES = PLACES, MODELS, PRECISIONS, EVERY, (1, 2), ("none", "host")
+AXES = PLACES, MODELS, PRECISIONS, EVERY, (1, 2), ("none", "host"), ("host", "nvme")
 """Of the fields of a case, in their order."""
 CASES = [Case(*values) for values in pairwise(*AXES, legal=lambda *values: Case(*values).possible)]
 

@@ -102,8 +102,8 @@ def verdict(estimate: Estimate) -> str:
 
 def _on_host(estimate: Estimate) -> str:
     """What a node's ranks hold on their host and its disks, if anything."""
-    if not estimate.host_bytes:
-        return ""
+    if not estimate.host_bytes:  # of a CPU, whose device is the host
+        return f"; {show_bytes(estimate.disk_bytes)} on its disks" if estimate.disk_bytes else ""
     held, capacity = show_bytes(estimate.host_bytes), show_bytes(estimate.host_capacity_bytes)
     share = f"{estimate.host_bytes / max(1, estimate.host_capacity_bytes):.0%}"
     disk = f", {show_bytes(estimate.disk_bytes)} on its disks" if estimate.disk_bytes else ""

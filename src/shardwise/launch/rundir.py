@@ -286,7 +286,7 @@ def check_offload(directory: Path, needed: int, what: Sequence[str]) -> None:
     place = nearest(directory)
     free = shutil.disk_usage(place).free
     if needed > free:
-        said = f"`{', '.join(f'offload.{key}: nvme' for key in what)}`"
-        said += f" needs {show_payload(needed)} of disk, {show_payload(free)} free on {place}"
+        said = " and ".join(f"`offload.{key}: nvme`" for key in what) + (" needs" if len(what) == 1 else " need")
+        said += f" {show_payload(needed)} of disk, {show_payload(free)} free on {place}"
         fixes = ["`offload.directory=DIRECTORY` on a disk with room", *(f"`offload.{key}=host`" for key in what)]
         raise OutputError(Problem("OUT003", said, "offload.directory", " or ".join(fixes)))

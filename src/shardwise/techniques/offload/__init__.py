@@ -66,7 +66,9 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
     asked = recipe.offload.optimizer
     others = {"activations": recipe.offload.activations, "weights": recipe.offload.weights}
     pinned = {f"offload.{what}": "pinned" for what, where in others.items() if where != "none"}
-    plan = replace(plan, offload=Offload("none", others["activations"], others["weights"]), why={**plan.why, **pinned})
+    plan = replace(
+        plan, offload=Offload("none", recipe.offload.activations, recipe.offload.weights), why={**plan.why, **pinned}
+    )
     if asked in ("auto", "none"):
         yield plan
     if asked != "none":

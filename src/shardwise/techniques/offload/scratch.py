@@ -24,7 +24,6 @@ from shardwise.errors import OutputError, Problem
 from shardwise.spec.units import show_bytes
 from shardwise.techniques.offload.sizes import PAGE_BYTES, whole_pages
 
-
 Call = Callable[[int, list[memoryview], int], int]
 
 
