@@ -104,7 +104,7 @@ def test_a_disk_without_room_for_inputs_of_blocks_ends_the_run_before_a_step(mak
     assert job.fired("full-offload") and not (job.directory / "metrics.jsonl").exists()
     said = job.log.read_text()
     assert "OUT003" in said and "the file for inputs of blocks of this rank needs" in said
-    assert f"in {job.directory}" in said and set(codes) == {73}
+    assert f"in {job.directory}" in said and codes[1] == 73
 
 
 WIDE = {"model_type": "llama", "hidden_size": 768, "num_hidden_layers": 3, "num_attention_heads": 8}

@@ -136,8 +136,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
     keep = recipe.checkpoint.save_total_limit + recipe.checkpoint.keep_best
     space = rundir.check_space(directory, parameters, keep, export_bytes=4 * parameters)
     if plan.offload.filed:
-        where = Path(recipe.offload.directory or directory).expanduser()
-        rundir.check_offload(where, plan.estimate.disk_bytes, plan.offload.filed)
+        rundir.check_offload(Path(recipe.offload.directory or directory).expanduser(), plan)
     if not options.json:
         lines = render.summary(plan)
         for line in [f"model   {render.title(spec, cluster)}", *lines] if options.dry_run else lines[1:]:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from shardwise.spec import finetune
 from shardwise.spec.files import kind_of
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import load_recipe
+from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_payload
 
@@ -280,13 +281,13 @@ def check_space(directory: Path, parameters: int, keep: int, export_bytes: int =
     return needed
 
 
-def check_offload(directory: Path, needed: int, what: Sequence[str]) -> None:
-    """Whether the disk of ``directory`` has room for what the ranks of this machine keep there, of keys of ``offload``.
-    Raises OutputError (OUT003)."""
-    place = nearest(directory)
-    free = shutil.disk_usage(place).free
-    if needed > free:
-        said = " and ".join(f"`offload.{key}: nvme`" for key in what) + (" needs" if len(what) == 1 else " need")
-        said += f" {show_payload(needed)} of disk, {show_payload(free)} free on {place}"
-        fixes = ["`offload.directory=DIRECTORY` on a disk with room", *(f"`offload.{key}=host`" for key in what)]
-        raise OutputError(Problem("OUT003", said, "offload.directory", " or ".join(fixes)))
+def check_offload(directory: Path, plan: Plan) -> None:
+    """Whether the disk of ``directory`` has room for what the ranks of this machine keep there. Raises OutputError
+    (OUT003)."""
+    place, needed, filed = nearest(directory), plan.estimate.disk_bytes, plan.offload.filed
+    if needed > (free := shutil.disk_usage(place).free):
+        what = f"offload of {' and '.join(filed)} needs {show_payload(needed)}, {show_payload(free)} free on {place}"
+        fix = "`offload.directory=DIRECTORY` on a disk with room" + "".join(
+            f", or `offload.{key}=host`" for key in filed
+        )
+        raise OutputError(Problem("OUT003", what, "offload.directory", fix))
