@@ -25,7 +25,8 @@ from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
-from shardwise.spec.plan import Offload, Plan
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Offload, Pipeline, Plan, Remat, Shard
 from shardwise.techniques.offload import filed
 from shardwise.techniques.offload.activations import MovedInputs
 from shardwise.techniques.offload.filed import FiledTensors
@@ -33,7 +34,8 @@ from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.sizes import PAGE_BYTES, ROOMS
 from tests.drift.compiled import compiler
 from tests.parity import drawn
-from tests.parity.waiting import CASES, PLACES, Case
+from tests.parity.offloading import LAYOUTS
+from tests.parity.waiting import CASES, Case
 
 STEPS = 2
 
@@ -43,7 +45,7 @@ def without(plan: Plan) -> Plan:
 
 
 def test_every_layout_is_met() -> None:
-    assert {case.layout for case in CASES} == PLACES.keys() and len(CASES) <= 30
+    assert {case.layout for case in CASES} == LAYOUTS.keys() and len(CASES) <= 30
 
 
 def differ(found: parity.Trace, right: parity.Trace) -> list[str]:
@@ -78,6 +80,31 @@ def test_what_is_held_and_copied(case: Case) -> None:
         assert copied["device", "host"] == copied["host", "device"] > 0
         assert copied["host", "disk"] == copied["disk", "host"]
         assert bool(copied["host", "disk"]) is (case.tier == "nvme")
+
+
+SCHEDULES = {
+    "gpipe": Pipeline("gpipe", 1, (3, 3)),
+    "interleaved": Pipeline("interleaved", 2, (3, 2, 3, 3)),
+    "interleaved_zb": Pipeline("interleaved_zb", 1, (3, 3)),
+    "zbv": Pipeline("zbv", 2, (3, 3, 3, 3)),
+    "dualpipev": Pipeline("dualpipev", 2, (3, 3, 3, 3)),
+}
+
+
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(ranks: RankPool, schedule: str, tier: str) -> None:
+    """Several forwards are in flight, of several stages, and a backward may come in two halves."""
+    case = next(case for case in CASES if case.layout == "pp" and case.precision == "fp32")
+    pipeline = SCHEDULES[schedule]
+    layout = Layout(pp=2, v_shaped=schedule in ("zbv", "dualpipev"))
+    batch, spec = replace(case.plan.batch, accumulation=4), replace(case.spec, num_hidden_layers=sum(pipeline.split))
+    plan = replace(case.plan, layout=layout, batch=batch, pipeline=pipeline, shard=Shard())
+    plan = replace(plan, remat=Remat("full"), offload=Offload("none", tier))  # type: ignore[arg-type]
+    same_to_the_bit(ranks, spec, plan, without(plan))
+    for copied in as_planned(spec, plan):
+        assert copied["device", "host"] == copied["host", "device"] > 0
 
 
 def compiled_steps(rank: int, world: int, case: Case) -> list[tuple[parity.Trace, int]]:

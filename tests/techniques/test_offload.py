@@ -224,13 +224,12 @@ def test_inputs_wait_where_a_recipe_says_so() -> None:
 @pytest.mark.parametrize(
     ("more", "fix"),
     [
-        ({"layout": Layout(pp=2)}, "`parallel.pp=1`"),
         ({"remat": Remat("selective")}, "`recompute=full`"),
         ({"remat": Remat()}, "`recompute=full`"),
     ],
-    ids=["stages", "selective", "none"],
+    ids=["selective", "none"],
 )
-def test_inputs_wait_alone_and_for_one_backward(more: dict[str, object], fix: str) -> None:
+def test_inputs_wait_alone(more: dict[str, object], fix: str) -> None:
     plan = of_ranks(1, offload=WAITING)
     assert check(EIGHT_B, plan, H100) == []
     [problem] = check(EIGHT_B, replace(plan, **more), H100)  # type: ignore[arg-type]

@@ -49,8 +49,8 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
             host=host,
             host_bytes=sum(host.values()) * cluster.devices_per_node,
             host_capacity_bytes=cluster.host_memory_bytes if host else 0,
-            disk_bytes=(kept := span.on("disk").top_bytes) * cluster.devices_per_node,
-            written_bytes=offload.written_bytes(costed, plan, kept) * cluster.devices_per_node,
+            disk_bytes=span.on("disk").top_bytes * cluster.devices_per_node,
+            written_bytes=offload.written_bytes(costed, plan, span.on("disk").top) * cluster.devices_per_node,
         )
         found.append(estimate)
         if estimate.share > most:

@@ -74,7 +74,7 @@ def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) ->
         fixes.append(f"train.micro_batch_size={plan.batch.micro_batch_size // 2}")
     if plan.remat.mode != "full":
         fixes.append("recompute.mode=full")
-    elif plan.offload.activations == "none" and plan.layout.pp == 1:  # a CPU's device is the host
+    elif plan.offload.activations == "none":  # a CPU's device is the host
         fixes.append(f"offload.activations={'host' if device.type == 'cuda' else 'nvme'}")
     elsewhere = plan.lora is not None or plan.frozen or plan.offload.optimizer != "none"
     comes = elsewhere and plan.shard.strategy in ("ddp", "zero3")  # PLAN028

@@ -66,7 +66,8 @@ def passes_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
     """What it takes to copy what leaves and comes within the passes of a step: inputs of blocks, to a file and from
     there too, weights, and the gradients of micro-batches before the last."""
     filed = rates.disk_bytes_per_s if plan.offload.activations == "nvme" else ()
-    moved_s = sum(sum(offload.input_bytes(costed, plan)) / rate for rate in (*rates.host_link_bytes_per_s, *filed))
+    inputs = sum(map(sum, offload.input_bytes(costed, plan)))
+    moved_s = sum(inputs / rate for rate in (*rates.host_link_bytes_per_s, *filed))
     moved_s += offload.fetched_bytes(costed, plan) / rates.host_link_bytes_per_s[1]
     early_s = copies_s(costed, plan, rates)[0] if plan.offload.sums == "host" else 0.0
     return plan.batch.accumulation * moved_s + (plan.batch.accumulation - 1) * early_s

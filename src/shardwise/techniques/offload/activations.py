@@ -48,10 +48,11 @@ class _View(NamedTuple):
 
 class MovedInputs:
     """Of one part's ``blocks``, in their order, all of which are computed again. With a ``directory`` they wait in a
-    file there. ``copied`` counts bytes by (from, to); ``rooms`` is all memory of the host."""
+    file there; of the first so many (``stays``) they do not leave. ``copied`` counts bytes by (from, to); ``rooms`` is
+    all memory of the host."""
 
-    def __init__(self, blocks: Sequence[nn.Module], directory: Path | None = None) -> None:
-        self.directory = directory
+    def __init__(self, blocks: Sequence[nn.Module], directory: Path | None = None, stays: int = 0) -> None:
+        self.directory, self._stays = directory, stays
         self.rooms: list[Tensor] = []
         self.copied: Counter[tuple[str, str]] = Counter()
         self._filed: dict[int, FiledTensors] = {}
@@ -74,7 +75,7 @@ class MovedInputs:
         self._last = weakref.ref(kept)
         version, storage = x._version, x.untyped_storage()._cdata
         later = self._count - 1 - number
-        moves = later > 0 and x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
+        moves = later > 0 and number >= self._stays and x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
         if moves:
             self._leave(kept, x, later)
 
