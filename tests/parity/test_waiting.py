@@ -123,8 +123,8 @@ def counted() -> Iterator[Counter[tuple[str, str]]]:
     total: Counter[tuple[str, str]] = Counter()
     made = MovedInputs.__init__
 
-    def begin(self: MovedInputs, *given: Any) -> None:
-        made(self, *given)
+    def begin(self: MovedInputs, *given: Any, **named: Any) -> None:
+        made(self, *given, **named)
         self.copied = total
 
     with patch.object(MovedInputs, "__init__", begin):

@@ -26,7 +26,7 @@ class Case:
 
     @property
     def spec(self) -> ModelSpec:
-        return replace(MODELS[self.model], num_hidden_layers=6 if self.layout == "pp" else 4)
+        return replace(MODELS[self.model], num_hidden_layers=8 if self.layout == "pp" else 4)
 
     @property
     def possible(self) -> bool:
@@ -39,7 +39,7 @@ class Case:
         like = Offloaded(self.layout, self.model, self.precision, "adamw", self.accumulation, "host").plan
         offload = Offload(self.optimizer, self.tier)  # type: ignore[arg-type]
         if self.layout == "pp":
-            like = replace(like, pipeline=Pipeline("1f1b", 1, (3, 3)))
+            like = replace(like, pipeline=Pipeline("1f1b", 1, (3, 5)))
         return replace(like, remat=Remat("full", self.every), offload=offload)
 
 
