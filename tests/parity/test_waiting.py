@@ -91,7 +91,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(ranks: RankPool, schedule: str, tier: str) -> None:

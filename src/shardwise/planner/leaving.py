@@ -15,6 +15,7 @@ from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques import pp
 from shardwise.techniques.offload import blocks_again, leave_early, leaving, waiting_bytes
 from shardwise.techniques.offload.sizes import ROOMS, whole_pages
+from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.shard.unit_bytes import ExpertsOf
 
 ADDED = 3
@@ -91,6 +92,10 @@ class Inputs:
         b, s = plan.batch.micro_batch_size, plan.row_tokens
         leave = [1 + place for place in leaving(units[1:-1], first_stays=number > 0)] if again else []
         self.sizes = {unit: units[unit].tensors[units[unit].input].bytes(b, s) for unit in leave}
+        # Autograd holds the gradient that a stage is given until its backward is over, where that comes at once.
+        whole = not SCHEDULES[plan.pipeline.schedule].splits_backward
+        self.given = max(self.sizes.values(), default=0) if whole and number < len(plan.pipeline.split) - 1 else 0
+        self.last = len(units) - 2
 
     def begins(self, unit: TensorKey) -> None:
         """The forward of a unit, whose input leaves beside it."""
@@ -108,6 +113,10 @@ class Inputs:
 
     def again(self, unit: TensorKey) -> None:
         """The backward of a unit begins with its input, and that of the block before it comes beside it."""
+        if self.given and unit.unit == self.last - 1:
+            self.tape.hold(("given", unit.stage), "activations", self.given)
+        elif unit.unit == 0:
+            self.tape.drop(("given", unit.stage))
         if unit.unit in self.sizes:
             self.tape.wait("compute", ("come", *unit[:3]))
         before = self.before.get(unit.unit)
