@@ -28,6 +28,7 @@ from shardwise.runtime.report.report import Report
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.keys import keys_of
 from shardwise.spec.load import load_plan, load_recipe, recipe_schema
+from shardwise.spec.plan import Plan
 from shardwise.spec.units import show_bytes
 
 Run = Callable[..., tuple[int, str, str]]
@@ -210,16 +211,17 @@ def test_the_keys_that_plan_prints_can_be_typed(shardwise: Run) -> None:
 def test_a_disk_that_cannot_hold_the_optimizer_is_told_before_anything_starts(
     shardwise: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[Path, int]] = []
-    monkeypatch.setattr(rundir, "check_offload", lambda directory, needed: asked.append((directory, needed)))
+    asked: list[tuple[Path, Plan]] = []
+    monkeypatch.setattr(rundir, "check_offload", lambda *given: asked.append(given))
     words = ("train", "--dry-run", "--nproc", "1", "--run", "a")
     assert shardwise(*words, "offload=host")[0] == 0 and not asked
     assert (
         shardwise(*words, "offload=nvme")[0] == 0 and shardwise(*words, "offload=nvme", "offload.directory=/d")[0] == 0
     )
     assert shardwise(*words, "offload.weights=nvme", "lora.rank=4", "offload.directory=/w")[0] == 0
-    assert [directory for directory, _ in asked] == [Path("runs/a"), Path("/d"), Path("/w")]
-    assert all(needed > 2**20 for _, needed in asked)
+    assert shardwise(*words, "offload.activations=nvme", "offload.directory=/d", "recompute=full")[0] == 0
+    assert [directory for directory, *_ in asked] == [Path("runs/a"), Path("/d"), Path("/w"), Path("/d")]
+    assert all(plan.estimate.disk_bytes > 2**20 for _, plan in asked)
 
 
 def test_dry_run_checks_everything_and_writes_nothing(shardwise: Run) -> None:

@@ -9,7 +9,7 @@ import pytest
 from shardwise.models.load import load_spec
 from shardwise.prove.drift import Drift, drift
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Offload, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Precision, Remat, Shard
 from tests.parity.offloading import CASES, Case
 
 
@@ -73,6 +73,17 @@ def test_peaks_where_more_is_said_of_the_host(name: str) -> None:
 @pytest.mark.parametrize("name", LATE)
 def test_gradients_that_leave_last(name: str) -> None:
     assert on_host(LATE[name]).differences() == []
+
+
+@pytest.mark.prove
+def test_peaks_of_stages_whose_inputs_wait() -> None:
+    """Of adapters, where little else is held: autograd holds the gradient that a stage is given, too."""
+    spec = replace(WIDE, num_hidden_layers=4, vocab_size=1024)
+    plan = Plan(Layout(pp=2), Batch(1, 2, 16384), Shard(), Precision("bf16"), Remat("full"), lora=Lora(16))
+    plan = replace(plan, pipeline=Pipeline("1f1b", 1, (3, 1)), offload=Offload("none", "host"))
+    for rank in range(2):
+        found = drift(spec, plan, rank)
+        assert found.differences() == [] and abs(found.peak_error) < 1e-3
 
 
 def test_a_planned_copy_that_is_not_made_is_found() -> None:

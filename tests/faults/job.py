@@ -12,7 +12,7 @@ from shardwise.runtime.checkpoint import manifest
 from shardwise.runtime.faults.outcome import Exit, read_exit
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, dump_recipe
-from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Shard
+from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Remat, Shard
 from shardwise.spec.recipe import Recipe
 from tests.faults.ranks import Order, Ranks
 
@@ -44,7 +44,7 @@ def plan(strategy: str = "zero3", world: int = 2) -> Plan:
     """The same global batch of 8 rows for any number of ranks up to 4, in micro-batches of 2. ``tp-zero3``: pairs of
     ranks share each layer; ``pp-zero1``: a pipeline of two stages, each on half of the ranks; ``cp-zero3``: pairs of
     ranks share each row in a ring; ``ep-zero3``: pairs of ranks share the experts; ``nvme-zero3``: the optimizer is in
-    a file."""
+    a file; ``filed-zero3``: inputs of blocks are."""
     if strategy == "tp-zero3":
         layout = Layout(dp_shard=world // 2, tp=2)
         return Plan(layout, Batch(2, ROWS // world, SEQ_LEN, 64), Shard("zero3"), sequence_parallel=True)
@@ -58,6 +58,9 @@ def plan(strategy: str = "zero3", world: int = 2) -> Plan:
     if strategy in ("nvme-zero3", "weights-zero3"):
         offload = Offload("nvme", weights="nvme" if strategy == "weights-zero3" else "none")
         return Plan(Layout(dp_shard=world), batch, Shard("zero3"), offload=offload)
+    if strategy == "filed-zero3":
+        filed = Offload("none", "nvme")
+        return Plan(Layout(dp_shard=world), batch, Shard("zero3"), remat=Remat("full"), offload=filed)
     if strategy == "ep-zero3":
         return Plan(Layout(dp_shard=world, ep=2), batch, Shard("zero3"))
     if strategy == "hsdp":

@@ -1,5 +1,5 @@
-"""An optimizer in a file: kills within a step and within a save lose nothing, for the file is not what a run goes on
-from; and a full disk is told before the first step."""
+"""An optimizer, or inputs of blocks, in a file: kills within a step and within a save lose nothing, for the file is not
+what a run goes on from; and a full disk is told before the first step."""
 
 from __future__ import annotations
 
@@ -85,6 +85,31 @@ def test_a_disk_without_room_for_the_copy_of_a_save_ends_the_run_before_a_step(m
     assert job.fired("full-save")
     assert set(codes) == {73} and job.saved() == []
     assert "OUT003" in (said := job.log.read_text()) and "the copy of what this rank saves needs" in said
+
+
+FILED = {"offload": {"activations": "nvme"}, "recompute": {"mode": "full"}}
+
+
+@pytest.mark.prove
+def test_killed_while_inputs_of_blocks_are_in_a_file(make: Make, whole: Job) -> None:
+    """It goes on to the losses of the run that kept all, and nothing is left of the file."""
+    job = make("filed-kill", strategy="filed-zero3")
+    words = job.write(**FILED)
+    assert job.train(words, {rank: f"count:7:{rank}" for rank in range(2)}) == [KILLED] * 2
+    assert [*job.directory.glob(".offload-*")] == []
+    assert job.train(words) == [0, 0], job.log.read_text()[-3000:]
+    assert job.begun_at() == [0, SAVE]
+    job.same_as(whole)
+
+
+@pytest.mark.prove
+def test_a_disk_without_room_for_inputs_of_blocks_ends_the_run_before_a_step(make: Make) -> None:
+    job = make("filed-full", strategy="filed-zero3")
+    codes = job.train(job.write(**FILED), sabotage=("no_room", 1, "offload"))
+    assert job.fired("full-offload") and not (job.directory / "metrics.jsonl").exists()
+    said = job.log.read_text()
+    assert "OUT003" in said and "the file for inputs of blocks of this rank needs" in said
+    assert f"in {job.directory}" in said and codes[1] == 73
 
 
 WIDE = {"model_type": "llama", "hidden_size": 768, "num_hidden_layers": 3, "num_attention_heads": 8}

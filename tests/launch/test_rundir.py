@@ -16,6 +16,7 @@ from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint.manifest import STATE, Manifest
 from shardwise.runtime.faults.outcome import Exit, clear_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
+from shardwise.spec.plan import Estimate, Offload, Plan
 
 
 def refused(error: ShardwiseError) -> tuple[str, int, str, str]:
@@ -250,9 +251,12 @@ def test_a_run_goes_on_with_what_it_assumed_when_it_was_begun(
     assert (pinned.train.max_steps, pinned.optim.learning_rate, pinned.optim.warmup_steps) == (7, 1e-4, 0)
 
 
-def test_a_disk_without_room_for_the_optimizer_is_told_before_anything_starts(tmp_path: Path) -> None:
-    rundir.check_offload(tmp_path / "not" / "yet", 1)
+def test_a_disk_without_room_for_what_is_offloaded_is_told_before_anything_starts(tmp_path: Path) -> None:
+    little, much = (Plan(offload=Offload("nvme", "nvme"), estimate=Estimate(disk_bytes=size)) for size in (1, 10**18))
+    rundir.check_offload(tmp_path / "not" / "yet", little)
     with pytest.raises(OutputError) as raised:
-        rundir.check_offload(tmp_path / "not" / "yet", 10**18)
+        rundir.check_offload(tmp_path / "not" / "yet", much)
     [problem] = raised.value.problems
     assert problem.code == "OUT003" and "offload.directory=" in (problem.fix or "")
+    assert problem.what.startswith("offload of optimizer and activations needs 1,000,000.0 TB, ")
+    assert (problem.fix or "").endswith(" or `offload.optimizer=host` or `offload.activations=host`")

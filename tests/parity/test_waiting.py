@@ -1,11 +1,17 @@
-"""Inputs of blocks that wait on the host: a run is bit by bit what it is without, whatever it is beside."""
+"""Inputs of blocks that wait on the host, or in a file: a run is bit by bit what it is without, whatever it is
+beside."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
+from time import sleep
 from typing import Any
 from unittest.mock import patch
 from weakref import ref
@@ -14,15 +20,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.errors import OutputError
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
-from shardwise.spec.plan import Offload, Plan
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Offload, Pipeline, Plan, Remat, Shard
+from shardwise.techniques.offload import filed
 from shardwise.techniques.offload.activations import MovedInputs
+from shardwise.techniques.offload.filed import FiledTensors
+from shardwise.techniques.offload.scratch import Scratch
+from shardwise.techniques.offload.sizes import PAGE_BYTES, ROOMS
 from tests.drift.compiled import compiler
 from tests.parity import drawn
-from tests.parity.waiting import CASES, PLACES, Case
+from tests.parity.offloading import LAYOUTS
+from tests.parity.waiting import CASES, Case
 
 STEPS = 2
 
@@ -32,7 +45,7 @@ def without(plan: Plan) -> Plan:
 
 
 def test_every_layout_is_met() -> None:
-    assert {case.layout for case in CASES} == PLACES.keys() and len(CASES) <= 30
+    assert {case.layout for case in CASES} == LAYOUTS.keys() and len(CASES) <= 30
 
 
 def differ(found: parity.Trace, right: parity.Trace) -> list[str]:
@@ -48,7 +61,7 @@ def same_to_the_bit(ranks: RankPool, spec: ModelSpec, plan: Plan, other: Plan) -
 
 
 def as_planned(spec: ModelSpec, plan: Plan) -> list[Counter[tuple[str, str]]]:
-    """What the first rank and the last copy, and hold, is what the plan says, to the byte on both tiers."""
+    """What the first rank and the last copy, and hold, is what the plan says, to the byte on each tier."""
     found = [drift(spec, plan, rank) for rank in sorted({0, plan.layout.world - 1})]
     assert [each.differences() for each in found] == [[] for _ in found]
     return [Counter(each.measured.copied) for each in found]
@@ -64,6 +77,33 @@ def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_held_and_copied(case: Case) -> None:
     for copied in as_planned(case.spec, case.plan):
+        assert copied["device", "host"] == copied["host", "device"] > 0
+        assert copied["host", "disk"] == copied["disk", "host"]
+        assert bool(copied["host", "disk"]) is (case.tier == "nvme")
+
+
+SCHEDULES = {
+    "gpipe": Pipeline("gpipe", 1, (3, 3)),
+    "interleaved": Pipeline("interleaved", 2, (3, 2, 3, 3)),
+    "interleaved_zb": Pipeline("interleaved_zb", 1, (3, 3)),
+    "zbv": Pipeline("zbv", 2, (3, 3, 3, 3)),
+    "dualpipev": Pipeline("dualpipev", 2, (3, 3, 3, 3)),
+}
+
+
+@pytest.mark.matrix(10)
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(ranks: RankPool, schedule: str, tier: str) -> None:
+    """Several forwards are in flight, of several stages, and a backward may come in two halves."""
+    case = next(case for case in CASES if case.layout == "pp" and case.precision == "fp32")
+    pipeline = SCHEDULES[schedule]
+    layout = Layout(pp=2, v_shaped=schedule in ("zbv", "dualpipev"))
+    batch, spec = replace(case.plan.batch, accumulation=4), replace(case.spec, num_hidden_layers=sum(pipeline.split))
+    plan = replace(case.plan, layout=layout, batch=batch, pipeline=pipeline, shard=Shard())
+    plan = replace(plan, remat=Remat("full"), offload=Offload("none", tier))  # type: ignore[arg-type]
+    same_to_the_bit(ranks, spec, plan, without(plan))
+    for copied in as_planned(spec, plan):
         assert copied["device", "host"] == copied["host", "device"] > 0
 
 
@@ -83,8 +123,8 @@ def counted() -> Iterator[Counter[tuple[str, str]]]:
     total: Counter[tuple[str, str]] = Counter()
     made = MovedInputs.__init__
 
-    def begin(self: MovedInputs, blocks: Any) -> None:
-        made(self, blocks)
+    def begin(self: MovedInputs, *given: Any, **named: Any) -> None:
+        made(self, *given, **named)
         self.copied = total
 
     with patch.object(MovedInputs, "__init__", begin):
@@ -116,8 +156,8 @@ def one_room_for_all() -> Iterator[None]:
     """A room is given away before its input has come back."""
     leave = MovedInputs._leave
 
-    def given(self: MovedInputs, kept: Any, x: Tensor) -> None:
-        leave(self, kept, x)
+    def given(self: MovedInputs, kept: Any, x: Tensor, later: int) -> None:
+        leave(self, kept, x, later)
         if not self._free[x.nbytes]:
             self._free[x.nbytes].append(kept.room)
 
@@ -125,20 +165,65 @@ def one_room_for_all() -> Iterator[None]:
         yield
 
 
-FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "the input of another block": of_the_block_before,
-    "a room that is used again too early": one_room_for_all,
+def of_another_place() -> AbstractContextManager[Any]:
+    """A file is read a place too early."""
+    read = Scratch.read
+    return patch.object(Scratch, "read", lambda self, place, *rest: read(self, max(0, place - 1), *rest))
+
+
+@contextmanager
+def slow_writes() -> Iterator[None]:
+    """No fault: what is written takes longer than what is computed meanwhile."""
+    write = filed._write
+
+    def late(*given: Any) -> None:
+        sleep(0.05)
+        write(*given)
+
+    with patch.object(filed, "_write", late):
+        yield
+
+
+@contextmanager
+def one_room_at_once() -> Iterator[None]:
+    """The room is given to the next input while the last one is still to be written."""
+    with slow_writes(), patch.object(FiledTensors, "room", lambda self: self.rooms[0]):
+        yield
+
+
+@contextmanager
+def read_at_once() -> Iterator[None]:
+    """A read does not wait for the write before it."""
+
+    def read(self: FiledTensors, place: Any, written: Any, *given: Any) -> Any:
+        done: Any = Future()
+        done.result = lambda: None
+        return ThreadPoolExecutor(1).submit(filed._read, place, filed.aligned(self._sizes[0]), done, *given)
+
+    with slow_writes(), patch.object(FiledTensors, "read", read):
+        yield
+
+
+Fault = Callable[[], AbstractContextManager[Any]]
+FAULTS: dict[str, tuple[str, bool, Fault]] = {
+    "the input of another block": ("host", True, of_the_block_before),
+    "a room that is used again too early": ("host", True, one_room_for_all),
+    "the place of another block": ("nvme", True, of_another_place),
+    "a room that is used again before it is written": ("nvme", True, one_room_at_once),
+    "a read that overtakes its write": ("nvme", True, read_at_once),
+    "slow writes, which are no fault": ("nvme", False, slow_writes),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(name: str) -> None:
     """What the proof above compares is not equal."""
+    tier, seen, fault = FAULTS[name]
     case = next(case for case in CASES if case.layout == "one rank" and case.every == 1 and case.model == "tied")
     right = drawn.take_steps(0, case.spec, without(case.plan), STEPS)
-    with FAULTS[name]():
-        found = drawn.take_steps(0, case.spec, case.plan, STEPS)
-    assert differ(found, right)
+    with fault():
+        found = drawn.take_steps(0, case.spec, replace(case, tier=tier).plan, STEPS)
+    assert bool(differ(found, right)) is seen
 
 
 def test_a_block_that_changes_its_input_is_refused() -> None:
@@ -169,8 +254,9 @@ GIVEN = {
 }
 
 
+@pytest.mark.parametrize("filed", [False, True])
 @pytest.mark.parametrize("name", GIVEN)
-def test_what_is_saved_of_an_input_comes_back(name: str) -> None:
+def test_what_is_saved_of_an_input_comes_back(name: str, filed: bool, tmp_path: Path) -> None:
     blocks, moved = [Parts(4, 4) for _ in range(4)], None
     rows: list[list[Tensor]] = [[], []]
     for found in rows:
@@ -181,19 +267,24 @@ def test_what_is_saved_of_an_input_comes_back(name: str) -> None:
             ]
             for block in blocks:
                 block.zero_grad()
-        moved = moved or MovedInputs(blocks)
+        moved = moved or MovedInputs(blocks, tmp_path if filed else None)
     assert all(map(torch.equal, *rows)) and len(rows[0]) == 8 * len(GIVEN[name])
-    assert moved and len(moved.rooms) == {"whole": 6}.get(name, 2), "of each size; what is not whole stays"
+    sizes = 2 if name == "whole" else 1
+    assert moved and len(moved.rooms) == sizes * (ROOMS if filed else 3 if name == "whole" else 2)
+    places = [len(file.begins) - 1 for file in moved.files]
+    assert places == filed * ([3, 3] if name == "whole" else [2]), "of each size; what is not whole stays"
 
 
-def test_an_input_comes_one_block_ahead_and_goes_again() -> None:
+@pytest.mark.parametrize("filed", [False, True])
+def test_an_input_comes_one_block_ahead_and_goes_again(filed: bool, tmp_path: Path) -> None:
     """Each backward of a graph that is kept asks for all but the last: none of them stays on the device."""
     blocks = [torch.nn.Linear(4, 4) for _ in range(4)]
-    moved, size, come = MovedInputs(blocks), 2 * 4 * 4, list[int]()
+    moved, size, come = MovedInputs(blocks, tmp_path if filed else None), 2 * 4 * 4, list[int]()
     for block in blocks:
         block.weight.register_hook(lambda _: come.append(moved.copied["host", "device"] // size))
     out = torch.nn.Sequential(*blocks)(torch.randn(2, 4)).sum()
-    assert moved.copied == {("device", "host"): 3 * size}
+    written = {("host", "disk"): 3 * PAGE_BYTES} if filed else {}
+    assert moved.copied == {("device", "host"): 3 * size, **written}
     out.backward(retain_graph=True)
     assert come == [1, 2, 3, 3]
     out.backward()
@@ -212,6 +303,36 @@ def test_a_pass_holds_nothing_of_the_one_before_it() -> None:
     assert len(moved.rooms) == 4 and gone[0]() is None
     second.sum().backward()
     assert gone[1]() is None and gone[2]() is None
+
+
+def test_many_inputs_pass_through_few_rooms(tmp_path: Path) -> None:
+    """Whatever the disk takes. Two passes in flight are in two files, which those after them use again."""
+    blocks: list[torch.nn.Module] = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(12)]
+    model, rows = torch.nn.Sequential(*blocks), [torch.randn(2, 4, requires_grad=True) for _ in range(4)]
+    right = [torch.autograd.grad(model(row).sum(), row)[0] for row in rows]
+    moved = MovedInputs(blocks, tmp_path)
+    for pair in ((0, 1), (2, 3)):
+        outs = [model(rows[number]).sum() for number in pair]
+        for number, out in zip(pair, outs, strict=True):
+            assert torch.equal(torch.autograd.grad(out, rows[number])[0], right[number])
+        del outs, out
+    assert len(moved.rooms) == ROOMS and [len(file.begins) for file in moved.files] == [12, 12]
+    assert [*tmp_path.iterdir()] == [], "they have no names"
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_an_error_of_the_disk_is_told(call: str, tmp_path: Path) -> None:
+    """Where what was to be written, or read, is needed."""
+    blocks = [torch.nn.Linear(4, 4) for _ in range(3)]
+    MovedInputs(blocks, tmp_path)
+    model = torch.nn.Sequential(*blocks)
+    model(torch.randn(2, 4)).sum().backward()
+    failure = OSError(errno.EIO, "worn out")
+    with patch.object(os, call, side_effect=failure), pytest.raises(OutputError) as raised:
+        model(torch.randn(2, 4)).sum().backward()
+    [problem] = raised.value.problems
+    assert (problem.code, problem.where) == ("OUT002", "offload.directory")
+    assert problem.what == f"cannot keep the file for inputs of blocks in {tmp_path}: worn out"
 
 
 def test_nothing_waits_where_no_backward_follows() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -129,6 +130,25 @@ def test_weights_are_read_a_block_ahead_into_rooms_that_are_free() -> None:
         assert is_over(read, copy) and (number < 2 or is_over(copied[number - 2], read))
         following = next(i for i, event in enumerate(events[read:], read) if isinstance(event, Compute))
         assert is_over(read, following) is (number % 9 == 0), "but for the first of a pass, it computes meanwhile"
+
+
+def test_inputs_of_blocks_go_to_a_file_and_back_in_order() -> None:
+    """Beside what is computed too; written when they are on the host, on the device when they have been read. What
+    follows the fourth input waits until the first is written, whose room it takes."""
+    plan = Plan(batch=Batch(1, 2, 256), remat=Remat("full"), offload=Offload("none", "nvme"))
+    events = schedule(techniques.cost(sheet_of(SPEC, plan), plan), plan)
+    is_over = replayed(events)
+    computed = [i for i, event in enumerate(events) if isinstance(event, Compute)]
+    copies = [(i, event) for i, event in enumerate(events) if isinstance(event, Copy)]
+    out, home = [("device", "host", "out"), ("host", "disk", "disk")], [("disk", "host", "disk")]
+    one_pass = 4 * out + 4 * [*home, ("host", "device", "home")]
+    assert [(event.source, event.target, event.stream) for _, event in copies] == 2 * one_pass
+    for (first, _), (second, _) in zip(copies[::2], copies[1::2], strict=True):
+        assert is_over(first, second) and not is_over(second, next(k for k in computed if k > second))
+    on_disk = [i for i, event in copies if event.stream == "disk"]
+    assert all(is_over(first, second) for first, second in pairwise(on_disk))
+    written, fourth = on_disk[0], copies[6][0]
+    assert is_over(written, fourth) and not is_over(written, copies[4][0])
 
 
 def test_a_host_gives_back_what_it_has_been_sent() -> None:

@@ -89,6 +89,7 @@ def test_what_full_recomputation_keeps_may_wait_on_the_host_of_a_gpu(monkeypatch
     for named, device, mode in ((True, "cuda", "full"), (False, "cuda", "none"), (False, "cpu", "full")):
         plan = Plan(remat=Remat(mode))  # type: ignore[arg-type]
         assert (fix in fit.out_of_memory(plan, torch.device(device, 0), "training", CUBLAS).fix) is named
+    assert "offload.activations=nvme" in fit.out_of_memory(plan, torch.device("cpu"), "training", CUBLAS).fix
     there = Plan(remat=Remat("full"), offload=Offload("none", "host"))
     assert fix not in fit.out_of_memory(there, torch.device("cuda", 0), "training", CUBLAS).fix
 

@@ -1,4 +1,5 @@
-"""Inputs of blocks that wait on the host: when they may, what they hold and take by hand, and what is said of them."""
+"""Inputs of blocks that wait on the host, or on NVMe: when they may, what they hold and take by hand, and what is said
+of them."""
 
 from __future__ import annotations
 
@@ -14,12 +15,16 @@ from shardwise.models.load import load_spec
 from shardwise.planner.compare import fits, seconds
 from shardwise.planner.price import price
 from shardwise.planner.remedy import remedies
+from shardwise.planner.schedule import folded
 from shardwise.planner.search import Search, choose
 from shardwise.planner.seconds.step import timed
+from shardwise.planner.sheets import sheet_of
 from shardwise.runtime.report import header
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
+from shardwise.spec.measured import Measured
+from shardwise.spec.place import place_of
 from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Precision, Remat, Shard
 
 EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")
@@ -58,6 +63,75 @@ def test_what_copies_take() -> None:
     assert slow.compute_s == pytest.approx(seconds(fast).compute_s, rel=0.01)
 
 
+FILED = replace(ONE, offload=Offload("none", "nvme"))
+
+
+def test_what_waits_in_a_file_by_hand() -> None:
+    """That of 31 blocks on the disk, and on the host three rooms, each from a page on. Four micro-batches use the same
+    places, and write four times."""
+    for m in (1, 4):
+        plan = replace(FILED, batch=Batch(1, m, ROWS))
+        found = price(EIGHT_B, plan, parse_cluster("8xH100")).estimate
+        assert found.host == {"buffers": 3 * (INPUT + 4096)} and found.host_bytes == 8 * 3 * (INPUT + 4096)
+        assert found.disk_bytes == 8 * 31 * INPUT and found.written_bytes == m * found.disk_bytes
+        assert found.memory == price(EIGHT_B, replace(plan, offload=ONE.offload), H100).estimate.memory
+    [line] = [line for line in render.memory_lines(found) if "TB" in line]
+    assert line.startswith("  a step writes 62.0 GiB to the disks of a node: 9,012 steps are 600 TB")
+    assert render.verdict(found).endswith(" on the host (0%), 15.5 GiB on its disks")
+    on_cpu = price(EIGHT_B, FILED, parse_cluster("1xCPU")).estimate
+    assert on_cpu.memory["offloaded"] == 3 * (INPUT + 4096)
+    assert render.verdict(on_cpu).endswith("; 15.5 GiB on its disks".replace("15.5", "1.9"))
+    both = price(EIGHT_B, replace(FILED, offload=Offload("nvme", "nvme")), H100).estimate
+    optimizer = price(EIGHT_B, replace(FILED, offload=Offload("nvme")), H100).estimate
+    assert both.disk_bytes == both.written_bytes == optimizer.written_bytes + 31 * INPUT
+    assert both.host["buffers"] == optimizer.host["buffers"] + 3 * (INPUT + 4096)
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_what_waits_of_stages_by_hand(tier: str) -> None:
+    """Of 16 blocks of the first of two stages the inputs of 15, of two forwards in flight; a later stage's first input
+    stays with its last, where what was sent lies: 14 inputs of one forward, which is followed by its backward."""
+    stages = Pipeline("1f1b", 1, (16, 16))
+    plan = replace(ONE, layout=Layout(pp=2), batch=Batch(1, 8, ROWS), pipeline=stages, offload=Offload("none", tier))  # type: ignore[arg-type]
+    assert techniques.check(EIGHT_B, plan, parse_cluster("2xH100")) == []
+    held = []
+    for rank in range(2):
+        costed = techniques.cost(sheet_of(EIGHT_B, plan, place_of(rank, plan.layout, plan.stages(32))), plan)
+        span = folded(costed, plan)
+        held.append(span.on("host" if tier == "host" else "disk").top["activations"])
+        once = (15, 14)[rank] * INPUT
+        assert sum(copy.bytes * times for copy, times in span.copied.items() if copy.target == "device") == 8 * once
+        if tier == "nvme":
+            assert span.on("host").top == {"buffers": 3 * (INPUT + 4096)}
+    assert held == [2 * 15 * INPUT, 14 * INPUT]
+    found = timed(EIGHT_B, price(EIGHT_B, plan, parse_cluster("2xH100")), parse_cluster("2xH100"))
+    rates = 2 / (0.8 * 63e9) + (1 / 2.5e9 + 1 / 1.25e9 if tier == "nvme" else 0)
+    assert seconds(found).copied_s == pytest.approx(8 * 15 * INPUT * rates)
+    assert found.estimate.written_bytes == (2 * 8 * 14 * INPUT if tier == "nvme" else 0), "the fullest is the second"
+
+
+def test_what_a_file_takes() -> None:
+    """A disk that is faster than blocks takes no time. One that is slower is waited for all the time but at both ends:
+    it writes 31 inputs, the first when that has left, and reads 31, after the last of which the first block is left."""
+    way_s = INPUT / (0.8 * 63e9)
+    for rate, m in ((1e12, 1), (1e8, 1), (1e8, 3)):
+        cluster = replace(H100, measured=Measured(1, disk_bytes_per_s=rate, disk_read_bytes_per_s=2 * rate))
+        plan = replace(FILED, batch=Batch(1, m, ROWS))
+        found, without = (
+            seconds(timed(EIGHT_B, price(EIGHT_B, each, cluster), cluster))
+            for each in (plan, replace(plan, offload=Offload()))
+        )
+        disk_s = 31 * (INPUT / rate + INPUT / (2 * rate))
+        assert found.copied_s == pytest.approx(m * (disk_s + 2 * 31 * way_s))
+        assert found.compute_s == pytest.approx(without.compute_s, rel=0.01)
+        if rate == 1e12:
+            assert found.offload_s == 0 and found.step_s == pytest.approx(without.step_s)
+            continue
+        passes_s = found.compute_s + found.offload_s
+        ends_s = passes_s / m - (disk_s + 2 * way_s)
+        assert 0 < ends_s < 2 * found.compute_s / m / 32, "a block's backward, and what is before and after all blocks"
+
+
 def test_a_pin_has_all_recomputed() -> None:
     words = ["offload.activations=host", f"train.seq_len={ROWS}", "train.global_batch_size=1", "lora.rank=16"]
     chosen = choose(load_recipe(None, words), EIGHT_B, H100)
@@ -84,12 +158,12 @@ def test_pipelines_are_not_tried_beside_it() -> None:
             "none, or `recompute=full`",
         ),
         (
-            replace(ONE, layout=Layout(pp=2), batch=Batch(1, 2, ROWS), pipeline=Pipeline("1f1b", 1, (16, 16))),
-            "activations wait on the host for one backward at a time, and stages have several forwards in flight",
-            "none, or `parallel.pp=1`",
+            replace(FILED, remat=Remat()),
+            "only the inputs of blocks wait on NVMe, and `recompute: none` keeps more than these",
+            "none, or `recompute=full`",
         ),
     ],
-    ids=["selective", "stages"],
+    ids=["selective", "none"],
 )
 def test_what_cannot_wait_is_refused(plan: Plan, what: str, fix: str) -> None:
     [problem] = [problem for problem in techniques.check(EIGHT_B, plan, H100) if problem.code == "PLAN028"]
@@ -115,12 +189,18 @@ def test_the_remedy_of_long_rows() -> None:
 def test_it_is_told() -> None:
     """In the line of a plan, and in the header of a run."""
     both = replace(ONE, offload=Offload("nvme", "host"))
+    assert FILED.offload.words == ["inputs of blocks on NVMe"] and both.offload.filed == ["optimizer"]
     assert both.offload.words == ["the optimizer on NVMe", "inputs of blocks on the host"] and not Offload().words
     assert render.execution(both).endswith(" · recompute full · the optimizer on NVMe · inputs of blocks on the host")
     assert header.execution(ONE).endswith(", recompute full, inputs of blocks on the host")
 
 
-NAMES = {"activation_offloading: true": "host", "enable_activation_offloading: false": "none"}
+NAMES = {
+    "activation_offloading: true": "host",
+    "activation_offloading: legacy": "host",
+    "activation_offloading: disk": "nvme",
+    "enable_activation_offloading: false": "none",
+}
 
 
 @pytest.mark.parametrize("line", NAMES)

@@ -72,7 +72,7 @@ def memory_lines(estimate: Estimate) -> list[str]:
     rows = [(name, show_bytes(size), "#" * ceil(40 * size / total)) for name, size in held.items()]
     rows += [(f"{name}, on the host", show_bytes(size), "") for name, size in estimate.host.items()]
     lines = ["  " + line for line in columns(rows, "<><")]
-    return [*lines, *(["  " + wear(estimate)] if estimate.disk_bytes else [])]
+    return [*lines, *(["  " + wear(estimate)] if estimate.written_bytes else [])]
 
 
 def wear(estimate: Estimate) -> str:
@@ -104,8 +104,8 @@ def verdict(estimate: Estimate) -> str:
 
 def _on_host(estimate: Estimate) -> str:
     """What a node's ranks hold on their host and its disks, if anything."""
-    if not estimate.host_bytes:
-        return ""
+    if not estimate.host_bytes:  # of a CPU, whose device is the host
+        return f"; {show_bytes(estimate.disk_bytes)} on its disks" if estimate.disk_bytes else ""
     held, capacity = show_bytes(estimate.host_bytes), show_bytes(estimate.host_capacity_bytes)
     share = f"{estimate.host_bytes / max(1, estimate.host_capacity_bytes):.0%}"
     disk = f", {show_bytes(estimate.disk_bytes)} on its disks" if estimate.disk_bytes else ""

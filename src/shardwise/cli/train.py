@@ -135,8 +135,8 @@ def _launch(options: Options, recipe: Recipe) -> int:
         parameters = sum(prod(shape) for shape in lora.adapters(spec, plan.lora).values())
     keep = recipe.checkpoint.save_total_limit + recipe.checkpoint.keep_best
     space = rundir.check_space(directory, parameters, keep, export_bytes=4 * parameters)
-    if plan.estimate.disk_bytes:
-        rundir.check_offload(Path(recipe.offload.directory or directory).expanduser(), plan.estimate.disk_bytes)
+    if plan.offload.filed:
+        rundir.check_offload(Path(recipe.offload.directory or directory).expanduser(), plan)
     if not options.json:
         lines = render.summary(plan)
         for line in [f"model   {render.title(spec, cluster)}", *lines] if options.dry_run else lines[1:]:

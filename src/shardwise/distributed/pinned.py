@@ -12,9 +12,13 @@ from torch import Tensor
 def host_buffer(size_bytes: int, pinned: bool) -> Tensor:
     """Memory of the host; ``pinned``: locked, so that a GPU copies into it beside its work. It is locked where it lies:
     torch's allocator of pinned memory rounds up to powers of two, and torch 2.11 has no setting against that."""
-    buffer = torch.empty(size_bytes, dtype=torch.uint8)
-    if pinned and size_bytes:
+    return locked(torch.empty(size_bytes, dtype=torch.uint8), pinned=pinned)
+
+
+def locked(buffer: Tensor, *, pinned: bool) -> Tensor:
+    """The same memory, locked if it is to be ``pinned`` until this tensor is gone."""
+    if pinned and buffer.nbytes:
         cuda: Any = torch.cuda.cudart()
-        torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), size_bytes, 0)))
+        torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
         weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
     return buffer

@@ -33,6 +33,7 @@ from shardwise.spec import finetune
 from shardwise.spec.files import kind_of
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import load_recipe
+from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_payload
 
@@ -280,12 +281,11 @@ def check_space(directory: Path, parameters: int, keep: int, export_bytes: int =
     return needed
 
 
-def check_offload(directory: Path, needed: int) -> None:
+def check_offload(directory: Path, plan: Plan) -> None:
     """Whether the disk of ``directory`` has room for what the ranks of this machine keep there. Raises OutputError
     (OUT003)."""
-    place = nearest(directory)
-    free = shutil.disk_usage(place).free
-    if needed > free:
-        what = f"offload needs {show_payload(needed)} on NVMe, {show_payload(free)} free on {place}"
-        fix = "`offload.directory=DIRECTORY` on a disk with room, or `host` instead of `nvme`"
+    place, needed, filed = nearest(directory), plan.estimate.disk_bytes, plan.offload.filed
+    if needed > (free := shutil.disk_usage(place).free):
+        what = f"offload of {' and '.join(filed)} needs {show_payload(needed)}, {show_payload(free)} free on {place}"
+        fix = " or ".join(["`offload.directory=DIRECTORY` with more room", *(f"`offload.{key}=host`" for key in filed)])
         raise OutputError(Problem("OUT003", what, "offload.directory", fix))

@@ -90,7 +90,7 @@ class Pipelines:
     pinned: bool = True
 
     def degrees(self) -> Iterator[StagedDegrees]:
-        """All that the devices and the batch allow; none where inputs of blocks wait on the host (PLAN028)."""
+        """All that the devices and the batch allow; none where inputs of blocks wait outside the device."""
         recipe, spec, cluster = self.recipe, self.spec, self.cluster
         if (recipe.parallel.pp and self.pinned) or recipe.offload.activations != "none":
             return

@@ -3,16 +3,19 @@ weights come that wait there."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from shardwise.planner.events import Begin, Copy, TensorKey, UnitName
 from shardwise.planner.passes import OUTPUT
 from shardwise.planner.tape import Tape
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
-from shardwise.techniques.offload import blocks_again, leave_early, waiting_bytes
-from shardwise.techniques.offload.sizes import STAGED_BLOCKS
+from shardwise.techniques import pp
+from shardwise.techniques.offload import blocks_again, leave_early, leaving, waiting_bytes
+from shardwise.techniques.offload.sizes import ROOMS, STAGED_BLOCKS, whole_pages
+from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.shard.unit_bytes import ExpertsOf
 
 ADDED = 3
@@ -94,32 +97,59 @@ def _unit_of(key: Hashable) -> UnitName:
 class Inputs:
     """Of the blocks among a stage's ``units``, the inputs that leave, as techniques/offload/activations.py does it."""
 
-    def __init__(self, tape: Tape, units: Sequence[Unit], plan: Plan) -> None:
+    def __init__(self, tape: Tape, units: Sequence[Unit], plan: Plan, number: int) -> None:
+        """``number``: the stage's."""
         self.tape = tape
         again = [1 + place for place in blocks_again(units[1:-1])] if plan.offload.activations != "none" else []
+        self.filed, self.used = plan.offload.activations == "nvme", deque[Hashable](maxlen=ROOMS)
         self.before = {later: earlier for earlier, later in pairwise(again)}
         b, s = plan.batch.micro_batch_size, plan.row_tokens
-        self.sizes = {unit: units[unit].tensors[units[unit].input].bytes(b, s) for unit in again[:-1]}
+        leave = [1 + place for place in leaving(units[1:-1], first_stays=number > 0)] if again else []
+        self.sizes = {unit: units[unit].tensors[units[unit].input].bytes(b, s) for unit in leave}
+        # Autograd holds the gradient that a stage is given until its backward is over, where that comes at once.
+        whole = not SCHEDULES[plan.pipeline.schedule].splits_backward
+        self.given = max(self.sizes.values(), default=0) if whole and number < len(plan.pipeline.split) - 1 else 0
+        self.last = len(units) - 2
 
     def begins(self, unit: TensorKey) -> None:
         """The forward of a unit, whose input leaves beside it."""
         if size := self.sizes.get(unit.unit):
-            _copy(self.tape, Copy("device", "host", size, "out"), ("left", unit.unit))
+            self._takes_room(("written", *unit[:3]))
+            _copy(self.tape, Copy("device", "host", size, "out"), ("left", *unit[:3]))
+            if self.filed:
+                _copy(self.tape, Copy("host", "disk", whole_pages(size), "disk"), ("written", *unit[:3]), behind="out")
 
     def ends(self, unit: TensorKey) -> None:
         """It has left, and the forward is over."""
         if size := self.sizes.get(unit.unit):
-            self.tape.wait("compute", ("left", unit.unit))
+            self.tape.wait("compute", ("left", *unit[:3]))
             self.tape.leaves(unit._replace(unit=unit.unit - 1, tensor=OUTPUT), size)
 
     def again(self, unit: TensorKey) -> None:
         """The backward of a unit begins with its input, and that of the block before it comes beside it."""
+        if self.given and unit.unit == self.last - 1:
+            self.tape.hold(("given", unit.stage), "activations", self.given)
+        elif unit.unit == 0:
+            self.tape.drop(("given", unit.stage))
         if unit.unit in self.sizes:
-            self.tape.wait("compute", ("come", unit.unit))
+            self.tape.wait("compute", ("come", *unit[:3]))
         before = self.before.get(unit.unit)
-        if before is not None:
-            self.tape.comes(unit._replace(unit=before - 1, tensor=OUTPUT), self.sizes[before])
-            _copy(self.tape, Copy("host", "device", self.sizes[before], "home"), ("come", before))
+        if before in self.sizes:
+            at = unit._replace(unit=before)
+            self.tape.comes(at._replace(unit=before - 1, tensor=OUTPUT), self.sizes[before])
+            self._takes_room(("come", *at[:3]))
+            behind = "compute"
+            if self.filed:
+                size, behind = whole_pages(self.sizes[before]), "disk"
+                _copy(self.tape, Copy("disk", "host", size, "disk"), ("read", *at[:3]))
+            _copy(self.tape, Copy("host", "device", self.sizes[before], "home"), ("come", *at[:3]), behind=behind)
+
+    def _takes_room(self, mark: tuple[Hashable, ...]) -> None:
+        """What passes through a room until ``mark``; the host launches nothing before one is free."""
+        if self.filed:
+            if len(self.used) == ROOMS:
+                self.tape.wait("compute", self.used[0])
+            self.used.append(mark)
 
 
 class Fetching:
@@ -173,11 +203,24 @@ class Fetching:
             self.tape.wait(stream, ("waiting", name))
 
 
-def _copy(tape: Tape, copy: Copy, mark: tuple[str, int], after: Hashable = None) -> None:
-    """Behind this mark, or what has been computed so far."""
+def in_flight(sheet: Sheet, plan: Plan) -> list[int]:
+    """Of each stage of a sheet's place, how many forwards wait for their backward at once, at most."""
+    if plan.layout.pp == 1 or plan.offload.activations == "none":
+        return [1] * max(1, len(sheet.place.stages))
+    order, found = pp.orders(plan, sheet.trained)[sheet.place.coordinate("pp")], list[int]()
+    for stage in sheet.place.stages:
+        kinds = [action.kind for action in order if action.stage == stage.number and action.kind in "FBI"]
+        found.append(max(accumulate(1 if kind == "F" else -1 for kind in kinds)))
+    return found
+
+
+def _copy(
+    tape: Tape, copy: Copy, mark: tuple[Hashable, ...], after: Hashable = None, *, behind: str = "compute"
+) -> None:
+    """After this mark, or what has been computed so far, or been done on another stream."""
     if after is None:
         after = ("given", *mark)
-        tape.record("compute", after)
+        tape.record(behind, after)
     tape.wait(copy.stream, after)
     tape.add(copy)
     tape.record(copy.stream, mark)

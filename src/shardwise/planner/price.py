@@ -21,6 +21,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of, places
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Pipeline, Plan, Traffic
 from shardwise.spec.sheet import EXPERT_ROWS, Sheet, is_control
+from shardwise.techniques import offload
 
 
 def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float("inf")) -> Plan:
@@ -49,7 +50,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
             host_bytes=sum(host.values()) * cluster.devices_per_node,
             host_capacity_bytes=cluster.host_memory_bytes if host else 0,
             disk_bytes=span.on("disk").top_bytes * cluster.devices_per_node,
-            written_bytes=(span.on("disk").top_bytes - span.on("disk").top.get("frozen", 0)) * cluster.devices_per_node,
+            written_bytes=offload.written_bytes(costed, plan, span.on("disk").top) * cluster.devices_per_node,
         )
         found.append(estimate)
         if estimate.share > most:

@@ -66,6 +66,8 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     if recipe.offload.activations == "none" and recipe.recompute.mode in ("auto", "full"):
         waiting: dict[str, object] = {"offload.activations": "host", "recompute.mode": "full"}
         yield [(waiting, cluster, "inputs of blocks wait on the host, copied beside what blocks compute")]
+    if recipe.offload.activations == "host":
+        yield [({"offload.activations": "nvme"}, cluster, "inputs of blocks wait on NVMe, which may be waited for")]
     if recipe.offload.weights == "none" and (adapted or recipe.model.frozen):
         fetched: dict[str, object] = {"offload.weights": "host"}
         yield [(fetched, cluster, "frozen weights wait on the host, copied beside what blocks compute")]

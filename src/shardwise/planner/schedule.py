@@ -24,7 +24,7 @@ from shardwise.planner.events import (
     TensorKey,
     UnitName,
 )
-from shardwise.planner.leaving import Fetching, Inputs
+from shardwise.planner.leaving import Fetching, Inputs, in_flight
 from shardwise.planner.passes import GRADIENT, OUTPUT, Pass, Passes, put_off
 from shardwise.planner.replicated import Replicated
 from shardwise.planner.seconds.rates import Rates
@@ -160,7 +160,7 @@ def stage_of(sheet: Sheet, stage: Stage, plan: Plan, kind: Kind, rates: Rates | 
 def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     """What is there before the first forward pass and stays."""
     state, moved = (optim.state_bytes(each, plan) for each in (sheet, offload.elsewhere(sheet)))
-    for tier, held in offload.tiers(sheet, plan, moved["moments"]).items():
+    for tier, held in offload.tiers(sheet, plan, moved["moments"], in_flight(sheet, plan)).items():
         for category, size in held.items():
             tape.make((tier, category), category, size, tier)
     for category, size in offload.on_device(state, moved["moments"], sheet, plan).items():
@@ -191,7 +191,7 @@ class Step:
         own = tape if plan.layout.pp == 1 else Apart(tape, number)
         self.weights: Weights = (Sharded if plan.sharded else Replicated)(own, sheet, plan)
         self.passes = passes
-        self.inputs, self.fetching = Inputs(tape, self.units, plan), Fetching(own, sheet, plan)
+        self.inputs, self.fetching = Inputs(tape, self.units, plan, number), Fetching(own, sheet, plan)
 
     def run(self, kind: str, micro_batch: int, *, last: bool = False) -> None:
         """A pass by the kind of its action."""

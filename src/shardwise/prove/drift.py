@@ -76,6 +76,8 @@ def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", un
     state["weights"] = offload.on_device(state, 0, costed, plan)["weights"]
     if plan.offload != Offload():
         state["host"] = span.on("host").top_bytes
+    if plan.offload.activations == "nvme":
+        state["disk"] = span.on("disk").top.get("activations", 0)
     copied: dict[tuple[str, str], int] = {}
     for copy, times in span.copied.items():
         if copy.source != copy.target:

@@ -326,8 +326,8 @@ def _unseen(plan: Plan, most: int) -> Iterator[str]:
     yield "kernels, NCCL and numerical range on GPUs: ranks are CPU processes" + (
         f"; attention {plan.attention}" if plan.attention != "auto" else ""
     )
-    if plan.offload != plan.offload.without_files:
-        yield "what the files on NVMe hold at this size: for drift that is on the host instead"
+    if filed := plan.offload.filed:
+        yield f"what files on NVMe hold at this size: for drift {' and '.join(filed)} wait on the host instead"
     if plan.optim.name != "adamw" or plan.optim.moments is not None:
         moments = "in 8 bits" if plan.optim.name != "adamw" else f"in {plan.optim.moments}"
         yield f"moments {moments}, and their rounding: AdamW keeps them in float64 here"

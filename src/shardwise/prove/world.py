@@ -41,6 +41,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
 from shardwise.spec.sheet import CONTROL_BYTES
 from shardwise.techniques import offload
+from shardwise.techniques.offload.activations import MovedInputs
 
 SMALL = 2**20
 """Up to this many parameters, real tensors are faster than fake ones."""
@@ -205,6 +206,8 @@ def _measured_step(state: TrainState, rules: StepRules, tracker: WorldCounter) -
         on_host += [*state.host.tensors(), *state.host.states(state.optimizer.state)]
     if copied:
         result.state["host"] = _storage_bytes(on_host)
+        inputs = [each for each in moved if isinstance(each, MovedInputs)]
+        result.state["disk"] = sum(file.begins[-1] for each in inputs for file in each.files)
     result.copied = dict(sum(copied, Counter()))
     return result
 

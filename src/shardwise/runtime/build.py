@@ -35,6 +35,8 @@ def build(
     parts = build_parts(spec, plan, meshes, device, directory)
     fill(parts, spec, recipe, plan, draw)
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
+    if directory:
+        offload.scratch_in(parts, directory)
     host = offload.host_weights(parts, plan, directory)
     state = TrainState(parts, optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), scale=scale, host=host)
     state.weights_filled()

@@ -74,15 +74,15 @@ def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) ->
         fixes.append(f"train.micro_batch_size={plan.batch.micro_batch_size // 2}")
     if plan.remat.mode != "full":
         fixes.append("recompute.mode=full")
-    elif plan.offload.activations == "none" and plan.layout.pp == 1 and device.type == "cuda":
-        fixes.append("offload.activations=host")
+    elif plan.offload.activations == "none":  # a CPU's device is the host
+        fixes.append(f"offload.activations={'host' if device.type == 'cuda' else 'nvme'}")
     elsewhere = plan.lora is not None or plan.frozen or plan.offload.optimizer != "none"
     comes = elsewhere and plan.shard.strategy in ("ddp", "zero3")  # PLAN028
     if comes and plan.offload.weights == "none" and device.type == "cuda":
         fixes.append("offload.weights=host")
     if plan.layout.dp > 1 and plan.shard.strategy != "zero3":
         fixes.append("parallel.strategy=zero3")
-    if plan.offload.optimizer == "none":  # a CPU's device is the host
+    if plan.offload.optimizer == "none":
         fixes.append(f"offload.optimizer={'host' if device.type == 'cuda' else 'nvme'}")
     fixes.append(f"train.seq_len={plan.batch.seq_len // 2}")
     what = f"out of memory while {doing}: {message}{held}"

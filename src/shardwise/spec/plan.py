@@ -106,6 +106,10 @@ class Optim:
     moments: Literal["fp32", "bf16"] | None = None
 
 
+PLACES = {"host": "the host", "nvme": "NVMe"}
+"""Outside the device, in words."""
+
+
 @dataclass(frozen=True)
 class Offload:
     """``optimizer``: where moments are, and copies of the weights that are updated there: ``none`` on the device,
@@ -115,7 +119,7 @@ class Offload:
     blocks the optimizer is on the host; below 1 that of embedding and output layer is not."""
 
     optimizer: Literal["none", "host", "nvme"] = "none"
-    activations: Literal["none", "host"] = "none"
+    activations: Literal["none", "host", "nvme"] = "none"
     weights: Literal["none", "host", "nvme"] = "none"
     sums: Literal["device", "host"] = "device"
     optimizer_fraction: float = 1.0
@@ -129,12 +133,16 @@ class Offload:
     @property
     def words(self) -> list[str]:
         """What is outside the device, and where."""
-        places = {"host": "the host", "nvme": "NVMe"}
         part = f"{self.optimizer_fraction:.0%} of " * (self.optimizer_fraction < 1)
         found = {f"{part}the optimizer": self.optimizer, "inputs of blocks": self.activations}
         found["weights of blocks"] = self.weights
         found["sums of gradients"] = "none" if self.sums == "device" else self.sums
-        return [f"{what} on {places[where]}" for what, where in found.items() if where != "none"]
+        return [f"{what} on {PLACES[where]}" for what, where in found.items() if where != "none"]
+
+    @property
+    def filed(self) -> list[str]:
+        """What is in files on NVMe, by name."""
+        return [what for what, where in vars(self).items() if where == "nvme"]
 
     @property
     def without_files(self) -> Offload:
@@ -202,8 +210,8 @@ class Seconds:
 class Estimate:
     """What the planner predicts: of memory, for the fullest rank, bytes at the moment of the peak, by category; of
     ``host``, what a rank holds in host memory, and of ``host_bytes`` all ranks of a node, of which that is the
-    capacity; ``disk_bytes`` are what they keep on the node's disks, and ``written_bytes`` what of it every step writes;
-    of ``seconds``, for the slowest."""
+    capacity; ``disk_bytes`` are what they keep on the node's disks, and ``written_bytes`` what they write there in
+    every step; of ``seconds``, for the slowest."""
 
     memory: dict[str, int] = field(default_factory=dict, hash=False)
     peak_bytes: int = 0

@@ -162,29 +162,29 @@ class OptimSection(Section):
 
 
 class OffloadSection(Section):
-    """What is kept outside the GPU's memory. ``optimizer``: in host memory, or on NVMe in files in ``directory`` (by
-    default in the run's own), are AdamW's moments and the weights that it updates, for which gradients come and new
-    weights go back in every step; ``auto`` takes the host where no plan fits without. ``optimizer_fraction``: of how
-    many blocks, spread evenly, while the GPU updates the others and both ends of the model; null: all, and with
-    ``auto`` searched. ``activations``: in host memory are, until backward needs them, the inputs of blocks, which are
-    all that full recomputation keeps. ``weights``: in host memory, or on NVMe, are those weights of blocks that are
-    frozen, or updated there; on the GPU, a block's and the next's."""
+    """What is kept outside the GPU's memory: in host memory, or on NVMe in files in ``directory`` (by default in the
+    run's own). ``optimizer``: AdamW's moments and the weights that it updates, for which gradients come and new weights
+    go back in every step; ``auto`` takes the host where no plan fits without. ``optimizer_fraction``: of how many
+    blocks, spread evenly, while the GPU updates the others and both ends of the model; null: all, and with ``auto``
+    searched. ``activations``: until backward needs them, the inputs of blocks, which are all that full recomputation
+    keeps. ``weights``: those of blocks that are frozen, or updated there; on the GPU are a block's and the next's."""
 
     optimizer: Literal["auto", "none", "host", "nvme"] = "none"
     optimizer_fraction: float | None = Field(default=None, gt=0, le=1)
-    activations: Literal["none", "host"] = "none"
+    activations: Literal["none", "host", "nvme"] = "none"
     weights: Literal["none", "host", "nvme"] = "none"
     directory: str | None = None
 
     def contradictions(self) -> list[Problem]:
-        problems, where = [], f"`offload.optimizer: {self.optimizer}`"
-        if self.directory is not None and "nvme" not in (self.optimizer, self.weights):
-            what = f"`offload.directory` has no effect with {where} and `offload.weights: {self.weights}`"
-            fix = "`offload.optimizer: nvme`, `offload.weights: nvme`, or leave it out"
+        problems = []
+        if self.directory is not None and "nvme" not in (self.optimizer, self.activations, self.weights):
+            what = "`offload.directory` has no effect where nothing is on NVMe"
+            fix = "`nvme` for `offload.optimizer`, `offload.activations` or `offload.weights`, or leave it out"
             problems.append(Problem("CFG008", what, "offload.directory", fix))
         if self.optimizer_fraction is not None and self.optimizer == "none":
-            what, fix = f"`offload.optimizer_fraction` has no effect with {where}", "`offload.optimizer: host`"
-            problems.append(Problem("CFG008", what, "offload.optimizer_fraction", f"{fix}, or leave it out"))
+            what = "`offload.optimizer_fraction` has no effect with `offload.optimizer: none`"
+            fix = "`offload.optimizer: host`, or leave it out"
+            problems.append(Problem("CFG008", what, "offload.optimizer_fraction", fix))
         return problems
 
 

@@ -55,6 +55,11 @@ def test_each_way_over_the_bus_has_a_rate_of_its_own() -> None:
     made.add(Copy("device", "host", 10**9, "out"))
     made.add(Copy("host", "device", 10**9, "home"))
     assert (made.now.at_s["out"], made.now.at_s["home"]) == (1.0, 0.25)
+    made.rates = replace(PLAIN, disk_bytes_per_s=(2e9, 5e8))
+    made.add(Copy("host", "disk", 10**9, "disk"))
+    assert made.now.at_s["disk"] == 2.0
+    made.add(Copy("disk", "host", 10**9, "disk"))
+    assert made.now.at_s["disk"] == 2.5
 
 
 def test_a_collective_that_is_over_in_time_is_hidden() -> None:

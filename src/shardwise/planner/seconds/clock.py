@@ -80,7 +80,9 @@ class StepClock(Folding):
         elif isinstance(event, Copy) and event.source == "disk":
             self.now.at_s[event.stream] += event.bytes / self.rates.disk_bytes_per_s[0]
         elif isinstance(event, Copy) and event.source != event.target:
-            self.now.at_s[event.stream] += event.bytes / self.rates.host_link_bytes_per_s[event.target == "device"]
+            disk = "disk" in (event.source, event.target)
+            ways = self.rates.disk_bytes_per_s[::-1] if disk else self.rates.host_link_bytes_per_s
+            self.now.at_s[event.stream] += event.bytes / ways[event.source == "disk" or event.target == "device"]
         elif isinstance(event, Copy) and event.source == "host":
             self.now.at_s[event.stream] += event.bytes / self.rates.host_bytes_per_s
         elif isinstance(event, Copy):

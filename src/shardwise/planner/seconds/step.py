@@ -63,13 +63,14 @@ def _waited(found: Seconds, waited_s: float, copied_s: float) -> Seconds:
 
 
 def passes_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
-    """What it takes to copy what leaves and comes within the passes of a step: inputs of blocks, weights, and the
-    gradients of micro-batches before the last."""
-    inputs = offload.tiers(costed, plan, 0).get("host", {}).get("activations", 0)
-    moved_s = sum(inputs / rate for rate in rates.host_link_bytes_per_s)
-    fetched = offload.fetched_bytes(costed, plan)
+    """What it takes to copy what leaves and comes within the passes of a step: inputs of blocks, to a file and from
+    there too, weights, and the gradients of micro-batches before the last."""
+    read, written = rates.disk_bytes_per_s
+    filed = (read, written) if plan.offload.activations == "nvme" else ()
+    inputs, fetched = sum(map(sum, offload.input_bytes(costed, plan))), offload.fetched_bytes(costed, plan)
+    moved_s = sum(inputs / rate for rate in (*rates.host_link_bytes_per_s, *filed))
     moved_s += fetched / rates.host_link_bytes_per_s[1]
-    moved_s += fetched / rates.disk_bytes_per_s[0] if plan.offload.weights == "nvme" else 0.0
+    moved_s += fetched / read if plan.offload.weights == "nvme" else 0.0
     early_s = copies_s(costed, plan, rates)[0] if plan.offload.sums == "host" else 0.0
     return plan.batch.accumulation * moved_s + (plan.batch.accumulation - 1) * early_s
 

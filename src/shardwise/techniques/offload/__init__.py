@@ -15,6 +15,7 @@
     offload.activations
     host                what full recomputation keeps, the inputs    each to the host, while its block computes; back,
                         of blocks, in memory of the host             while backward computes the block after it
+    nvme                the same, in a file (filed.py)               the same, through the host to the file, and back
 
     offload.weights
     host                the weights of blocks, frozen ones, and      each to the device, while the block before it
@@ -34,7 +35,7 @@ which pays where they do not fit: those of a large model on few devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -47,10 +48,17 @@ from shardwise.models.blocks import each_named, numbered
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
-from shardwise.spec.plan import BYTES, Offload, Plan
+from shardwise.spec.plan import BYTES, PLACES, Offload, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tier, Unit
-from shardwise.techniques.offload.sizes import BUFFER_BYTES, PAGE_BYTES, STAGED_BLOCKS, SUM_BUFFERS
+from shardwise.techniques.offload.sizes import (
+    BUFFER_BYTES,
+    PAGE_BYTES,
+    ROOMS,
+    STAGED_BLOCKS,
+    SUM_BUFFERS,
+    whole_pages,
+)
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -132,11 +140,9 @@ def _check_fraction(plan: Plan, blocks: int) -> list[Problem]:
 def _check_activations(plan: Plan) -> list[Problem]:
     if plan.offload.activations == "none":
         return []
-    if plan.layout.pp > 1:
-        what = "activations wait on the host for one backward at a time, and stages have several forwards in flight"
-        return [Problem("PLAN028", what, "offload.activations", "none, or `parallel.pp=1`")]
+    where = PLACES[plan.offload.activations]
     if plan.remat.mode != "full":
-        what = f"only the inputs of blocks wait on the host, and `recompute: {plan.remat.mode}` keeps more than these"
+        what = f"only the inputs of blocks wait on {where}, and `recompute: {plan.remat.mode}` keeps more than these"
         return [Problem("PLAN028", what, "offload.activations", "none, or `recompute=full`")]
     return []
 
@@ -216,9 +222,20 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
         from shardwise.techniques.offload.activations import MovedInputs
 
         for part in parts:
-            again = [block for number, block in numbered(part) if plan.remat.treats(number)]
-            _MOVED_INPUTS[part] = MovedInputs(again)
+            blocks = numbered(part)
+            again = [block for number, block in blocks if plan.remat.treats(number)]
+            first = blocks[0][0] if blocks else 0
+            stays = first > 0 and plan.remat.treats(first)  # a later stage's pipeline holds what the stage is given
+            directory = Path(gettempdir()) if plan.offload.activations == "nvme" else None
+            _MOVED_INPUTS[part] = MovedInputs(again, directory, stays=int(stays))
     return parts
+
+
+def scratch_in(parts: Iterable[nn.Module], directory: Path) -> None:
+    """Inputs of blocks that wait in a file do so in this directory, and not where temporary files are."""
+    for part in parts:
+        if part in _MOVED_INPUTS and _MOVED_INPUTS[part].directory is not None:
+            _MOVED_INPUTS[part].directory = directory
 
 
 def waiting_weights(
@@ -251,9 +268,14 @@ def moved(parts: Iterable[nn.Module]) -> list[MovedInputs | WaitingWeights]:
 
 
 def blocks_again(order: Sequence[Unit]) -> list[int]:
-    """Of blocks in their order, the places of those that are computed again in backward. The inputs of all but the last
-    leave, where activations do."""
+    """Of blocks in their order, the places of those that are computed again in backward."""
     return [place for place, block in enumerate(order) if block.recompute and block.backward]
+
+
+def leaving(order: Sequence[Unit], *, first_stays: bool) -> list[int]:
+    """Of these, the places of those whose input leaves, where activations do: all but the last, and but the first block
+    of a stage that is given what another has sent."""
+    return [place for place in blocks_again(order)[:-1] if place or not first_stays]
 
 
 def leave_early(plan: Plan) -> bool:
@@ -268,10 +290,11 @@ def leave_each(plan: Plan) -> bool:
     return leave_early(plan) and plan.shard.strategy != "zero1" and plan.layout.dp_replicate == 1
 
 
-def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
+def tiers(sheet: Sheet, plan: Plan, moments: int, flying: Sequence[int] = (1,)) -> dict[Tier, dict[str, int]]:
     """What is kept beside the device at the sheet's place, by tier and category: of each trained weight a copy and its
     gradient, and the ``moments`` of these, whose bytes the optimizer knows, with a count of 4 bytes a weight. On NVMe
-    gradients and counts stay in memory, and the blocks that are on their way."""
+    gradients and counts stay in memory, and the blocks that are on their way. ``flying``: of each stage, how many
+    forwards are in flight at most, whose inputs wait."""
     trained = trained_bytes(sheet, plan)
     found: dict[Tier, dict[str, int]] = {}
     if plan.offload.optimizer == "host":
@@ -292,12 +315,37 @@ def tiers(sheet: Sheet, plan: Plan, moments: int) -> dict[Tier, dict[str, int]]:
         here["buffers"] = here.get("buffers", 0) + staged_bytes(sheet, plan)
         updated = trained - returned_bytes(sheet, plan) if plan.offload.optimizer == "nvme" else 0
         found.setdefault("disk", {})["frozen"] = waiting - updated
-    if plan.offload.activations != "none":
-        order = [sheet.blocks[kind] for kind in sheet.order]
-        b, s = plan.batch.micro_batch_size, plan.row_tokens
-        inputs = sum(order[place].tensors[order[place].input].bytes(b, s) for place in blocks_again(order)[:-1])
-        found.setdefault("host", {})["activations"] = inputs
+    inputs = input_bytes(sheet, plan)
+    if plan.offload.activations == "host":
+        held = sum(times * sum(sizes) for times, sizes in zip(flying, inputs, strict=True))
+        found.setdefault("host", {})["activations"] = held
+    elif any(inputs):
+        held = sum(times * sum(map(whole_pages, sizes)) for times, sizes in zip(flying, inputs, strict=True))
+        found.setdefault("disk", {})["activations"] = held
+        rooms = sum(whole_pages(size) + PAGE_BYTES for sizes in inputs for size in {*sizes})
+        here = found.setdefault("host", {})
+        here["buffers"] = here.get("buffers", 0) + ROOMS * rooms
     return found
+
+
+def input_bytes(sheet: Sheet, plan: Plan) -> list[list[int]]:
+    """Bytes of the inputs of blocks that leave the device in a forward at the sheet's place, one by one, of each of its
+    stages."""
+    found, blocks = list[list[int]](), [sheet.blocks[kind] for kind in sheet.order]
+    b, s = plan.batch.micro_batch_size, plan.row_tokens
+    for stage in sheet.place.stages or (sheet.place,):
+        own, blocks = blocks[: len(stage.blocks)], blocks[len(stage.blocks) :]
+        leave = leaving(own, first_stays=not stage.stem) if plan.offload.activations != "none" else []
+        found.append([own[place].tensors[own[place].input].bytes(b, s) for place in leave])
+    return found
+
+
+def written_bytes(sheet: Sheet, plan: Plan, kept: Mapping[str, int]) -> int:
+    """Bytes that a step writes to disks at the sheet's place, which keeps so many there by category: all of the
+    optimizer's once, inputs of blocks in each micro-batch, and frozen weights not at all."""
+    inputs = sum(whole_pages(size) for sizes in input_bytes(sheet, plan) for size in sizes)
+    inputs *= plan.batch.accumulation * (plan.offload.activations == "nvme")
+    return sum(size for name, size in kept.items() if name not in ("activations", "frozen")) + inputs
 
 
 def on_device(state: dict[str, int], moved: int, sheet: Sheet, plan: Plan) -> dict[str, int]:

@@ -1,8 +1,8 @@
-"""The inputs of blocks that are computed again in backward, which wait for it in memory of the host.
+"""The inputs of blocks that are computed again in backward, which wait for it in memory of the host, or in a file.
 
 A block's input leaves while the block computes, and the memory is free when it has. It comes back while backward
-computes the block after it. That of the last block stays: backward begins with it. Memory of the host is kept for the
-inputs of the next step.
+computes the block after it. That of the last block stays: backward begins with it. Memory of the host, and places in
+the file, are kept for the inputs of the next step. From the host to the file and back a thread brings them (filed.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +19,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.distributed.pinned import host_buffer
+from shardwise.techniques.offload.filed import Done, FiledTensors, Place, as_tensor, copied
+from shardwise.techniques.offload.scratch import Scratch
 
 
 class _Input:
-    """One block's, of one forward pass. It is ``room`` on the host, or ``here`` on the device, or both; where a copy is
-    on its way, it is done at the event. ``before``: that of the block before it."""
+    """One block's, of one forward pass. It is in ``room`` on the host or at its ``place`` in a file, or ``here`` on the
+    device, or both; where a copy is on its way, it is ``done`` at the event, and what goes to a file and from there is
+    at the end of what the thread was ``told`` last. ``before``: that of the block before it."""
 
     def __init__(self, x: Tensor, before: _Input | None) -> None:
         self.like, self.shape, self.before = x.new_empty(0), x.shape, before
         self.here: Tensor | None = x
         self.room: Tensor | None = None
+        self.place: Place | None = None
+        self.told: Done | None = None
         self.done: torch.cuda.Event | None = None
 
 
@@ -41,35 +47,37 @@ class _View(NamedTuple):
 
 
 class MovedInputs:
-    """Of one part's ``blocks``, in their order, all of which are computed again. ``copied`` counts bytes by (from, to);
-    ``rooms`` is all memory of the host."""
+    """Of one part's ``blocks``, in their order, all of which are computed again. With a ``directory`` they wait in a
+    file there; of the first so many (``stays``) they do not leave. ``copied`` counts bytes by (from, to); ``rooms`` is
+    all memory of the host."""
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], directory: Path | None = None, stays: int = 0) -> None:
+        self.directory, self._stays = directory, stays
         self.rooms: list[Tensor] = []
         self.copied: Counter[tuple[str, str]] = Counter()
+        self._filed: dict[int, FiledTensors] = {}
+        self._count = len(blocks)
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._last: Callable[[], _Input | None] = lambda: None
         self._streams: dict[str, torch.cuda.Stream] = {}
         for number, block in enumerate(blocks):
             trained = any(parameter.requires_grad for parameter in block.parameters())
-            place = number == 0, number == len(blocks) - 1, trained
-            block.forward = partial(self._run, block.forward, place)
+            block.forward = partial(self._run, block.forward, (number, trained))
 
-    def _run(
-        self, forward: Callable[..., Any], place: tuple[bool, bool, bool], x: Tensor, *rest: Any, **named: Any
-    ) -> Any:
-        """A block's forward. ``place``: whether it is the first, or the last, and has something to train."""
-        first, last, trained = place
-        if first:
+    def _run(self, forward: Callable[..., Any], place: tuple[int, bool], x: Tensor, *rest: Any, **named: Any) -> Any:
+        """A block's forward. ``place``: its number, and whether it has something to train."""
+        number, trained = place
+        if number == 0:
             self._last = lambda: None
         if not torch.is_grad_enabled() or not (trained or x.requires_grad):
             return forward(x, *rest, **named)
         kept = _Input(x, self._last())
         self._last = weakref.ref(kept)
         version, storage = x._version, x.untyped_storage()._cdata
-        moves = not last and x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
+        later = self._count - 1 - number
+        moves = later > 0 and number >= self._stays and x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
         if moves:
-            self._leave(kept, x)
+            self._leave(kept, x, later)
 
         def pack(saved: Tensor) -> Tensor | _View:
             if saved.untyped_storage()._cdata != storage:
@@ -86,7 +94,22 @@ class MovedInputs:
             kept.here = None
         return out
 
-    def _leave(self, kept: _Input, x: Tensor) -> None:
+    @property
+    def files(self) -> list[Scratch]:
+        return [file for filed in self._filed.values() for file in filed.files]
+
+    def _leave(self, kept: _Input, x: Tensor, later: int) -> None:
+        """``later``: how many inputs of a forward leave from this one on, where it is the first that does."""
+        if self.directory is not None:
+            if x.nbytes not in self._filed:
+                self._filed[x.nbytes] = FiledTensors(self.directory, x.nbytes, later, pinned=x.is_cuda)
+                self.rooms += [values for _, values in self._filed[x.nbytes].rooms]
+            filed = self._filed[x.nbytes]
+            kept.place, room = filed.place(kept), filed.room()
+            kept.done = self._copy("out", as_tensor(room, x, x.shape), x)
+            kept.told = filed.write(kept.place, room, kept.done)
+            self.copied["host", "disk"] += len(room[0])
+            return
         free = self._free[x.nbytes]
         if not free:
             free.append(host_buffer(x.nbytes, pinned=x.is_cuda))
@@ -100,7 +123,9 @@ class MovedInputs:
             return saved
         kept = saved.input
         here = self._fetched(kept)
-        if kept.room is not None:
+        if kept.room is not None or kept.place is not None:
+            if kept.told is not None:
+                kept.done = kept.told.result()
             if kept.done is not None:
                 torch.cuda.current_stream(here.device).wait_event(kept.done)
             kept.here = None
@@ -111,22 +136,28 @@ class MovedInputs:
     def _fetched(self, kept: _Input) -> Tensor:
         """An input that is on the device, or has begun to come."""
         if kept.here is None:
-            assert kept.room is not None
             kept.here = kept.like.new_empty(kept.shape)
-            kept.done = self._copy("home", kept.here, kept.room.view(kept.like.dtype).view(kept.shape))
+            if kept.place is not None:
+                assert kept.told is not None
+                filed, stream = self._filed[kept.here.nbytes], self._stream("home", kept.here)
+                kept.told = filed.read(kept.place, kept.told, kept.here, stream)
+                self.copied["disk", "host"] += len(filed.rooms[-1][0])
+            else:
+                assert kept.room is not None
+                kept.done = self._copy("home", kept.here, kept.room.view(kept.like.dtype).view(kept.shape))
         return kept.here
 
     def _copy(self, way: str, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
         """Beside what is computed, once what was given to the device before is done. On a CPU at once."""
-        self.copied[("device", "host") if way == "out" else ("host", "device")] += source.nbytes
-        device = source.device if way == "out" else target.device
-        with torch.no_grad():
-            if device.type != "cuda":
-                target.copy_(source)
-                return None
-            if way not in self._streams:
-                self._streams[way] = torch.cuda.Stream(device)
-            self._streams[way].wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(self._streams[way]):
-                target.copy_(source, non_blocking=True)
-                return self._streams[way].record_event()
+        return copied(target, source, self._stream(way, source if way == "out" else target))
+
+    def _stream(self, way: str, here: Tensor) -> torch.cuda.Stream | None:
+        """On which the device copies this way, behind what it was given before; of a CPU None. What is asked for is
+        copied, and counted."""
+        self.copied[("device", "host") if way == "out" else ("host", "device")] += here.nbytes
+        if not here.is_cuda:
+            return None
+        if way not in self._streams:
+            self._streams[way] = torch.cuda.Stream(here.device)
+        self._streams[way].wait_stream(torch.cuda.current_stream(here.device))
+        return self._streams[way]

@@ -19,24 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.distributed.pinned import host_buffer
+from shardwise.distributed.pinned import locked
 from shardwise.errors import OutputError, Problem
 from shardwise.spec.units import show_bytes
-from shardwise.techniques.offload.sizes import PAGE_BYTES
+from shardwise.techniques.offload.sizes import PAGE_BYTES, whole_pages
 
-
-def whole_pages(size: int) -> int:
-    """``size`` bytes, rounded up to pages."""
-    return -(-size // PAGE_BYTES) * PAGE_BYTES
+Call = Callable[[int, list[memoryview], int], int]
 
 
 class Scratch:
-    """A file in ``directory`` with room for places of so many bytes (``sizes``), each of whole pages. ``direct``: it is
-    read and written past the page cache. Raises OutputError OUT003 where the disk has no room, OUT002 where it cannot
-    be written, which say what is ``held`` in it."""
+    """A file in ``directory`` with room for places of so many bytes (``sizes``), each of whole pages, for ``what``.
+    ``direct``: it is read and written past the page cache. Raises OutputError OUT003 where the disk has no room,
+    OUT002 where it cannot be written."""
 
-    def __init__(self, directory: Path, sizes: Sequence[int], held: str = "the optimizer") -> None:
-        self.begins = [0]
+    def __init__(self, directory: Path, sizes: Sequence[int], what: str = "the optimizer") -> None:
+        self.begins, self._for = [0], (directory, what)
         for size in sizes:
             self.begins.append(self.begins[-1] + whole_pages(size))
         self.direct = False
@@ -44,7 +41,7 @@ class Scratch:
             directory.mkdir(parents=True, exist_ok=True)
             self._open(directory)
         except OSError as error:
-            raise _refused(error, directory, self.begins[-1], held) from error
+            raise self._refused(error) from error
         self._mapped = mmap.mmap(self._buffered, self.begins[-1]) if self.begins[-1] else None
 
     def _open(self, directory: Path) -> None:
@@ -75,10 +72,19 @@ class Scratch:
 
     def read(self, place: int, begin: int, into: memoryview) -> None:
         """Fill ``into``, whole pages, from a place, ``begin`` bytes behind its first, which are whole pages too."""
-        _transfer(os.preadv, self._descriptor, into, self.begins[place] + begin)
+        self._move(os.preadv, into, self.begins[place] + begin)
 
     def write(self, place: int, begin: int, values: memoryview) -> None:
-        _transfer(os.pwritev, self._descriptor, values, self.begins[place] + begin)
+        self._move(os.pwritev, values, self.begins[place] + begin)
+
+    def _move(self, call: Call, view: memoryview, at: int) -> None:
+        try:
+            _transfer(call, self._descriptor, view, at)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> OutputError:
+        return _refused(error, *self._for, self.begins[-1])
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # of which the end of Python leaves no name
         for descriptor in {vars(self).get(name) for name in ("_buffered", "_descriptor")}:
@@ -87,10 +93,10 @@ class Scratch:
 
 
 def aligned(size: int, *, pinned: bool = False) -> tuple[memoryview, Tensor]:
-    """Memory of whole pages, as bytes and as a flat tensor of them."""
-    room = host_buffer(whole_pages(size) + PAGE_BYTES, pinned)
+    """Memory of whole pages, as bytes and as a flat tensor of them; ``pinned`` as long as these are held."""
+    room = torch.empty(whole_pages(size) + PAGE_BYTES, dtype=torch.uint8)
     begin = -room.data_ptr() % PAGE_BYTES
-    room = room[begin : begin + whole_pages(size)]
+    room = locked(room[begin : begin + whole_pages(size)], pinned=pinned)
     array: Any = room.numpy()
     return memoryview(array), room
 
@@ -114,7 +120,7 @@ def _opened_direct(name: str) -> int | None:
     return descriptor
 
 
-def _transfer(call: Callable[[int, list[memoryview], int], int], descriptor: int, view: memoryview, at: int) -> None:
+def _transfer(call: Call, descriptor: int, view: memoryview, at: int) -> None:
     """Until every byte has moved: either way may stop early."""
     while len(view):
         moved = call(descriptor, [view], at)
@@ -123,11 +129,11 @@ def _transfer(call: Callable[[int, list[memoryview], int], int], descriptor: int
         view, at = view[moved:], at + moved
 
 
-def _refused(error: OSError, directory: Path, needed: int, held: str) -> OutputError:
+def _refused(error: OSError, directory: Path, kept: str, needed: int) -> OutputError:
     fix = "offload.directory=DIRECTORY, one on a disk with room"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        what = f"cannot keep {held} in {directory}: {(error.strerror or str(error)).lower()}"
+        what = f"cannot keep {kept} in {directory}: {(error.strerror or str(error)).lower()}"
         return OutputError(Problem("OUT002", what, "offload.directory", fix))
     free = show_bytes(shutil.disk_usage(directory).free)
-    what = f"{held} of this rank needs {show_bytes(needed)} in {directory}, where {free} are free"
+    what = f"{kept} of this rank needs {show_bytes(needed)} in {directory}, where {free} are free"
     return OutputError(Problem("OUT003", what, "offload.directory", fix))

@@ -1,4 +1,5 @@
-"""How an optimizer goes through a file, in what pieces, and how many at a time; and how many gradients come at once."""
+"""How an optimizer goes through a file, in what pieces, and how many at a time; how many gradients come at once; and
+through how many rooms inputs of blocks pass."""
 
 from __future__ import annotations
 
@@ -14,3 +15,10 @@ STAGED_BLOCKS = 2
 """On their way from a file: one is read while the one before it is copied to the device."""
 SUM_BUFFERS = 2
 """For gradients on their way to their sums: one comes while the other is added."""
+ROOMS = 3
+"""For inputs of blocks on their way to a file: one comes, one is written, one is free for the next."""
+
+
+def whole_pages(size: int) -> int:
+    """``size`` bytes, rounded up to pages."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES

@@ -17,8 +17,8 @@ from torch.optim.optimizer import Optimizer
 
 from shardwise.distributed.slices import local
 from shardwise.distributed.torch_private import fused_adamw, placed_as
-from shardwise.techniques.offload.scratch import Scratch, whole_pages
-from shardwise.techniques.offload.sizes import BLOCK_BYTES
+from shardwise.techniques.offload.scratch import Scratch
+from shardwise.techniques.offload.sizes import BLOCK_BYTES, whole_pages
 
 Room = tuple[memoryview, Tensor]
 """Whole pages for a block of a weight and of its moments, as bytes and as a flat tensor of these."""

@@ -1,0 +1,94 @@
+"""Tensors of one size that wait in a scratch file: each leaves through a room on the host, and comes back through one.
+
+One thread writes and reads, in the order in which it is told to, so that no read overtakes the write before it. Rooms
+are few and taken in turn: whoever asks for one waits until what went through it last is done.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.techniques.offload.scratch import Scratch, aligned
+from shardwise.techniques.offload.sizes import ROOMS
+
+Place = tuple[Scratch, int]
+Room = tuple[memoryview, Tensor]
+Done = Future["torch.cuda.Event | None"]
+
+
+class FiledTensors:
+    """Of ``size`` bytes each, in memory of the host that is ``pinned`` or not while they pass. ``files`` have so many
+    ``places`` each: a second is made where the first is full. Raises OutputError like these, before anything is
+    written, or where it is waited for."""
+
+    def __init__(self, directory: Path, size: int, places: int, *, pinned: bool) -> None:
+        self.files: list[Scratch] = []
+        self.rooms: list[Room] = [aligned(size, pinned=pinned) for _ in range(ROOMS)]
+        self._directory, self._sizes = directory, [size] * places
+        self._free: list[Place] = []
+        self._used: deque[Done] = deque()
+        self._thread = ThreadPoolExecutor(1)
+
+    def place(self, of: object) -> Place:
+        """One that nothing else is in, until ``of`` is gone."""
+        if not self._free:
+            self.files.append(Scratch(self._directory, self._sizes, "the file for inputs of blocks"))
+            self._free += [(self.files[-1], place) for place in reversed(range(len(self._sizes)))]
+        place = self._free.pop()
+        weakref.finalize(of, self._free.append, place)
+        return place
+
+    def room(self) -> Room:
+        """The next, whole pages, once what went through it last is where it was to go."""
+        if len(self._used) == len(self.rooms) and (done := self._used.popleft().result()) is not None:
+            done.synchronize()
+        self.rooms.append(self.rooms.pop(0))
+        return self.rooms[-1]
+
+    def write(self, place: Place, room: Room, copied: torch.cuda.Event | None) -> Done:
+        """What is in a room, once it has been ``copied`` there, goes to a place."""
+        return self._told(_write, place, room, copied)
+
+    def read(self, place: Place, written: Done, here: Tensor, stream: torch.cuda.Stream | None) -> Done:
+        """It comes to ``here``, on a stream of the device; what tells when, once it is known."""
+        return self._told(_read, place, self.room(), written, here, stream)
+
+    def _told(self, task: object, *given: object) -> Done:
+        self._used.append(self._thread.submit(task, *given))  # type: ignore[arg-type]
+        return self._used[-1]
+
+
+def as_tensor(room: Room, like: Tensor, shape: torch.Size) -> Tensor:
+    """The room as a tensor of a dtype and shape."""
+    return room[1][: shape.numel() * like.element_size()].view(like.dtype).view(shape)
+
+
+def copied(target: Tensor, source: Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """Copies on a stream of a device, and tells when it has; on a CPU at once."""
+    with torch.no_grad():
+        if stream is None:
+            target.copy_(source)
+            return None
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+
+def _write(place: Place, room: Room, arrived: torch.cuda.Event | None) -> None:
+    if arrived is not None:
+        arrived.synchronize()
+    place[0].write(place[1], 0, room[0])
+
+
+def _read(
+    place: Place, room: Room, written: Done, here: Tensor, stream: torch.cuda.Stream | None
+) -> torch.cuda.Event | None:
+    written.result()  # or its error
+    place[0].read(place[1], 0, room[0])
+    return copied(here, as_tensor(room, here, here.shape), stream)
