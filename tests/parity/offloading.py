@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shardwise.models.config import ModelSpec
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Precision, Shard
-from shardwise.techniques.offload import leave_each
+from shardwise.techniques.offload.legal import leave_each
 from tests.covering import pairwise
 from tests.parity.cases import SEQ_LEN
 from tests.parity.mixtures import MODELS as MIXTURES

@@ -22,6 +22,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Shard
 from shardwise.techniques import offload
 from shardwise.techniques.offload.host import HostWeights
+from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.sums import HostSums
 from tests.parity import drawn
@@ -41,7 +42,7 @@ def without(plan: Plan) -> Plan:
 def test_every_layout_is_met() -> None:
     assert {case.layout for case in CASES} == LAYOUTS.keys()
     assert len(CASES) <= 32
-    assert {(offload.leave_early(case.plan), case.fraction) for case in CASES} == {*product((False, True), FRACTIONS)}
+    assert {(leave_early(case.plan), case.fraction) for case in CASES} == {*product((False, True), FRACTIONS)}
 
 
 @pytest.mark.matrix(8)

@@ -193,7 +193,7 @@ def test_where_nothing_fits_the_smallest_plan_is_told(asked: list[str]) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "nothing frozen": ({"lora": None}, "here all are updated on the device", "offload.optimizer=host"),
+    "nothing frozen": ({"lora": None}, "here the device updates all", "offload.optimizer=host"),
     "on NVMe": ({"lora": None, "offload": Offload(weights="nvme")}, "wait on NVMe if they", "offload.optimizer=nvme"),
     "updated in memory": (
         {"offload": Offload("host", weights="nvme")},

@@ -35,8 +35,9 @@ from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Data, Recipe
 from shardwise.spec.units import show_bytes
-from shardwise.techniques.offload import check, host_weights, leave_early
+from shardwise.techniques.offload import check, host_weights
 from shardwise.techniques.offload.host import HostWeights
+from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.sums import HostSums
 from tests.parity.cases import UNTIED
@@ -545,7 +546,7 @@ def test_drift_of_a_large_model_writes_no_file(monkeypatch: pytest.MonkeyPatch) 
     assert parameter_count(spec) > SMALL
     monkeypatch.setattr(Scratch, "__init__", lambda self, *given: pytest.fail("a file"))
     both = replace(plan, offload=Offload("nvme", "nvme"), remat=Remat("full"))
-    for each, told in ((plan, "optimizer"), (both, "optimizer and activations")):
+    for each, told in ((plan, " and ".join(plan.offload.filed)), (both, "optimizer and activations")):
         assert certify._drift(spec, each, 0, {}) == []
         said = f"what files on NVMe hold at this size: for drift {told} wait on the host instead"
         assert said in shrink(spec, each).unseen

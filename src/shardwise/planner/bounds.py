@@ -26,6 +26,7 @@ from shardwise.spec.place import stages_of
 from shardwise.spec.plan import BYTES, Batch, Plan
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques import offload, optim
+from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.pp.actions import SCHEDULES
 
 
@@ -131,7 +132,7 @@ class LowerBounds:
         sizes, slices = self._sizes(whole), plan.layout.fsdp if plan.sharded else 1
         gathered = sizes.gathered * (plan.shard.strategy in ("zero1", "zero2"))
         gradients = sizes.trained * BYTES[plan.precision.weights] // slices
-        if offload.leave_early(plan) and (plan.batch.accumulation == 1 or plan.offload.sums == "host"):
+        if leave_early(plan) and (plan.batch.accumulation == 1 or plan.offload.sums == "host"):
             gradients = sizes.stays * BYTES[plan.precision.weights] // slices
         room = share * self.cluster.device.memory_bytes - sum(fixed_bytes(plan, self.cluster).values())
         held = self.states[key] + max(gradients, gathered)

@@ -14,7 +14,8 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import show_bytes
-from shardwise.techniques import cp, ep, offload, pp, shard, tp
+from shardwise.techniques import cp, ep, pp, shard, tp
+from shardwise.techniques.offload.legal import leave_each, leave_early
 from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.shard.degrees import grouped
 
@@ -181,7 +182,7 @@ def _with_batches(
     since all others wait for it."""
     layout, seq_len, found, problem = plan.layout, train.seq_len, [], None
     most = LARGER_CHUNKS[-1] if layout.pp > 1 and cluster.kind == "cuda" else CHUNK_NUMBERS[cluster.kind]
-    undivided = offload.leave_early(plan)  # gradients of several micro-batches stay on the device, or are copied more
+    undivided = leave_early(plan)  # gradients of several micro-batches stay on the device, or are copied more
     for micro, accumulation in splits(train, whole, layout.dp, layout.tp * layout.cp, undivided=undivided):
         chunk, reasons = chunk_of(spec, most, micro * seq_len // layout.cp)
         made = replace(plan, batch=Batch(micro, accumulation, seq_len, chunk), why={**plan.why, **reasons})
@@ -189,7 +190,7 @@ def _with_batches(
             problem = problems[0]
             continue
         found.append(made)
-        if accumulation > 1 and offload.leave_each(made):
+        if accumulation > 1 and leave_each(made):
             why = {**made.why, "offload.sums": "searched: with sums on the device no plan fits, or none is as fast"}
             found.append(replace(made, offload=replace(made.offload, sums="host"), why=why))
     return found, None if found else problem

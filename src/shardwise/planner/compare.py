@@ -17,7 +17,7 @@ from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan, Seconds
 from shardwise.techniques.cp import KINDS as CP_KINDS
-from shardwise.techniques.offload import leave_early
+from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.remat import MODES
 from shardwise.techniques.shard.degrees import STRATEGIES

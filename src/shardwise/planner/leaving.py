@@ -13,7 +13,8 @@ from shardwise.planner.tape import Tape
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques import pp
-from shardwise.techniques.offload import blocks_again, leave_early, leaving, waiting_bytes
+from shardwise.techniques.offload import blocks_again, leaving, waiting_bytes
+from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.offload.sizes import ROOMS, STAGED_BLOCKS, whole_pages
 from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.shard.unit_bytes import ExpertsOf

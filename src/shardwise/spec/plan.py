@@ -106,7 +106,7 @@ class Optim:
     moments: Literal["fp32", "bf16"] | None = None
 
 
-PLACES = {"host": "the host", "nvme": "NVMe"}
+TIER_WORDS = {"host": "the host", "nvme": "NVMe"}
 """Outside the device, in words."""
 
 
@@ -137,7 +137,7 @@ class Offload:
         found = {f"{part}the optimizer": self.optimizer, "inputs of blocks": self.activations}
         found["weights of blocks"] = self.weights
         found["sums of gradients"] = "none" if self.sums == "device" else self.sums
-        return [f"{what} on {PLACES[where]}" for what, where in found.items() if where != "none"]
+        return [f"{what} on {TIER_WORDS[where]}" for what, where in found.items() if where != "none"]
 
     @property
     def filed(self) -> list[str]:
