@@ -291,7 +291,8 @@ def on_host(on: Device) -> Lines:
             plan = Plan(batch=Batch(2, 2, 64, 24), precision=precision, remat=Remat("full"))
             right = parity.take_steps(0, ONE, plan, steps, on.device)
             half, outside = Offload("host", optimizer_fraction=0.5), Offload("host", weights="host", sums="host")
-            for offload in (Offload("host"), half, Offload("none", "host"), outside, Offload(weights="host")):
+            filed = Offload("none", "nvme"), Offload("nvme", "nvme", "nvme")
+            for offload in (Offload("host"), half, Offload("none", "host"), *filed, outside, Offload(weights="host")):
                 if offload.optimizer == "none" and offload.weights != "none":
                     plan = replace(plan, lora=Lora(4, 8.0))
                     right = parity.take_steps(0, ONE, plan, steps, on.device)

@@ -150,6 +150,7 @@ ON_HOST = {
     "optimizer": plans.Offload("host"),
     "half of the optimizer": plans.Offload("host", optimizer_fraction=0.5),
     "inputs": plans.Offload("none", "host"),
+    "inputs in a file": plans.Offload("none", "nvme"),
     "both": plans.Offload("host", "host"),
     "weights": plans.Offload("host", weights="host"),
     "weights and sums": plans.Offload("host", weights="host", sums="host"),

@@ -259,4 +259,4 @@ def test_a_disk_without_room_for_what_is_offloaded_is_told_before_anything_start
     [problem] = raised.value.problems
     assert problem.code == "OUT003" and "offload.directory=" in (problem.fix or "")
     assert problem.what.startswith("offload of optimizer and activations needs 1,000,000.0 TB, ")
-    assert (problem.fix or "").endswith(" or `offload.optimizer=host` or `offload.activations=host`")
+    assert (problem.fix or "").endswith(", or `offload.optimizer=host offload.activations=host`")

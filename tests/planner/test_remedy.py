@@ -93,6 +93,17 @@ def test_no_change_is_named_twice(tier: str, words: list[str]) -> None:
     assert len(changes) == len(set(changes)) and sum("offload.weights" in change for change in changes) >= 1
 
 
+def test_more_of_the_optimizer_on_the_host_is_a_remedy() -> None:
+    words = ["model=meta-llama/Llama-3.1-8B", "seq_len=4096", "global_batch=2", "offload.optimizer=host"]
+    recipe = load_recipe(None, [*words, "offload.optimizer_fraction=0.25"])
+    spec, cluster = load_spec("meta-llama/Llama-3.1-8B"), parse_cluster("1xH100")
+    chosen = choose(recipe, spec, cluster)
+    assert share(chosen) > 1
+    named = {remedy.change: remedy.plan for remedy in remedies(recipe, spec, cluster, chosen)}
+    assert share(named["offload.optimizer_fraction=null"]) <= MARGIN
+    assert share(named["offload.optimizer_fraction=null offload.weights=host"]) <= MARGIN
+
+
 def test_pins_that_stand_in_the_way() -> None:
     """On two devices a model of 1.2 B parameters: as replicas; with eight rows at a time."""
     words = ["model=meta-llama/Llama-3.2-1B", "seq_len=4096", "precision=bf16", "parallel.tp=1"]

@@ -104,11 +104,13 @@ def test_weights_may_wait_on_the_host_of_a_gpu(monkeypatch: pytest.MonkeyPatch) 
         (False, "cpu", Plan(lora=Lora())),
         (False, "cuda", Plan(lora=Lora(), offload=Offload(weights="host"))),
         (True, "cuda", Plan(offload=Offload("host"))),
+        (False, "cuda", Plan(offload=Offload("host", optimizer_fraction=0.5))),
         (True, "cuda", Plan(Layout(dp_shard=2), shard=Shard("zero3"), lora=Lora())),
         (False, "cuda", Plan(Layout(dp_shard=2), shard=Shard("zero2"), lora=Lora())),
     ):
         fix = fit.out_of_memory(plan, torch.device(device, 0), "training", CUBLAS).fix
         assert ("offload.weights=host" in fix) is named
+        assert ("offload.optimizer_fraction=1" in fix) is (plan.offload.optimizer_fraction < 1)
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])

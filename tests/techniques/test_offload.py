@@ -20,10 +20,10 @@ from shardwise.cli.render import memory_lines, verdict
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes
 from shardwise.models.load import load_spec
-from shardwise.planner.compare import fits, peak_share, seconds
+from shardwise.planner.compare import TIGHT, fits, peak_share, seconds
 from shardwise.planner.price import price
 from shardwise.planner.remedy import remedies
-from shardwise.planner.search import choose
+from shardwise.planner.search import Search, choose
 from shardwise.planner.seconds.step import timed
 from shardwise.prove import certify
 from shardwise.prove.pool import RankPool
@@ -117,10 +117,10 @@ def test_the_remedy_is_named_and_fits_when_it_is_typed(cluster: str) -> None:
     machines, words = parse_cluster(cluster), ["train.seq_len=4096", "train.global_batch_size=2"]
     recipe = load_recipe(None, ["model=meta-llama/Llama-3.1-8B", *words])
     found = {each.change: each for each in remedies(recipe, EIGHT_B, machines, choose(recipe, EIGHT_B, machines))}
-    remedy = found["offload.optimizer=host"]
-    assert remedy.price == "AdamW on the host: the same updates, at the rate of its memory"
-    assert remedy.plan.offload == Offload("host") and peak_share(remedy.plan) <= 1
-    again = planned(EIGHT_B, "host", machines)
+    remedy = found["offload.optimizer=auto"]
+    assert remedy.price.startswith("AdamW on the host, of blocks that need it")
+    assert remedy.plan.offload.optimizer == "host" and peak_share(remedy.plan) <= 1
+    again = planned(EIGHT_B, "auto", machines)
     assert again.batch == remedy.plan.batch and seconds(again) == seconds(remedy.plan)
 
 
@@ -181,6 +181,8 @@ def test_a_fraction_by_hand(fraction: float, blocks: int) -> None:
 def test_blocks_on_the_host_are_spread_evenly() -> None:
     moved = [number for number in range(20) if Offload("host", optimizer_fraction=0.3).moves(number)]
     assert moved == [3, 6, 9, 13, 16, 19]
+    for fraction in (0.29, 0.57, 0.58):  # whose product with 100 is a little less than what it stands for
+        assert sum(map(Offload("host", optimizer_fraction=fraction).moves, range(100))) == round(100 * fraction)
     assert not any(map(Offload(optimizer_fraction=0.3).moves, range(20))) and all(map(Offload("nvme").moves, range(20)))
 
 
@@ -204,6 +206,56 @@ def test_a_fraction_of_nothing_is_refused() -> None:
         load_recipe(None, ["offload.optimizer_fraction=0.5"])
     [problem] = raised.value.problems
     assert problem.code == "CFG008" and "has no effect with `offload.optimizer: none`" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("words", "planned", "kept"),
+    [
+        (["optimizer=auto", "optimizer_fraction=0.5"], Offload(), True),
+        (["optimizer=auto", "optimizer_fraction=0.5"], Offload("host", optimizer_fraction=0.5), True),
+        (["optimizer=auto", "optimizer_fraction=0.5"], Offload("host", optimizer_fraction=0.25), False),
+        (["optimizer=auto"], Offload("host", optimizer_fraction=0.25), True),
+        (["optimizer=host"], Offload("host", optimizer_fraction=0.25), False),
+    ],
+)
+def test_a_plan_keeps_the_fraction_that_a_recipe_pins(words: list[str], planned: Offload, kept: bool) -> None:
+    recipe = load_recipe(None, [f"offload.{word}" for word in words])
+    has, asked = techniques.pins(recipe, Plan(offload=planned))["offload.optimizer_fraction"]
+    assert (asked in ("auto", has)) is kept
+
+
+def test_of_stages_each_is_priced_and_the_host_that_holds_most_is_told() -> None:
+    """Of 8 stages of 4 blocks with 0.3 of the optimizer on the host, the fifth alone has two blocks there."""
+    pipeline = Pipeline("1f1b", 1, (4,) * 8)
+    plan = of_ranks(1, layout=Layout(pp=8, ranks_per_node=8), batch=Batch(1, 8, 4096, 512), pipeline=pipeline)
+    plan = replace(plan, offload=Offload("host", optimizer_fraction=0.3))
+    blocks = [sum(map(plan.offload.moves, range(4 * stage, 4 * stage + 4))) for stage in range(8)]
+    assert blocks == [1, 1, 1, 1, 2, 1, 1, 1]
+    found = price(EIGHT_B, plan, parse_cluster("8xH100")).estimate
+    assert found.host["weights"] == found.host["gradients"] == 4 * 2 * BLOCK
+
+
+def test_stages_whose_inputs_wait_are_not_ruled_out() -> None:
+    """The bound of what the first rank holds leaves them out."""
+    words = [
+        "parallel.pp=16",
+        "parallel.schedule=1f1b",
+        "seq_len=65536",
+        "global_batch=32",
+        "micro_batch_size=1",
+        "recompute=full",
+    ]
+    words += ["precision.weights=bf16", "offload.optimizer=host", "offload.activations=host"]
+    spec, cluster = load_spec("meta-llama/Llama-3.1-70B"), parse_cluster("2x8xH100")
+    search = Search(load_recipe(None, words), spec, cluster)
+    able = [plan for plan in search.all if peak_share(price(spec, plan, cluster)) <= TIGHT]
+    assert able and all(search.known.bounds.stand(plan, TIGHT) for plan in able)
+
+
+@pytest.mark.parametrize("fraction", [0.04, 0.25, 0.5])
+def test_a_proof_of_a_fraction_has_a_block_on_the_host(fraction: float) -> None:
+    small = shrink(EIGHT_B, of_ranks(1, offload=Offload("host", optimizer_fraction=fraction)))
+    assert 0 < sum(map(small.plan.offload.moves, range(len(small.blocks)))) < len(small.blocks)
 
 
 def test_ranks_of_a_node_share_its_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,3 +23,11 @@ def locked(buffer: Tensor, *, pinned: bool) -> Tensor:
         torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
         weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
     return buffer
+
+
+def beside(*, pinned: bool) -> ThreadPoolExecutor:
+    """A thread; with memory that is ``pinned`` for a GPU, one that works for this GPU: it would begin on the first, and
+    make a context there."""
+    if not pinned:
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))

@@ -287,5 +287,6 @@ def check_offload(directory: Path, plan: Plan) -> None:
     place, needed, filed = nearest(directory), plan.estimate.disk_bytes, plan.offload.filed
     if needed > (free := shutil.disk_usage(place).free):
         what = f"offload of {' and '.join(filed)} needs {show_payload(needed)}, {show_payload(free)} free on {place}"
-        fix = " or ".join(["`offload.directory=DIRECTORY` with more room", *(f"`offload.{key}=host`" for key in filed)])
+        keys = " ".join(f"offload.{key}=host" for key in filed)
+        fix = f"`offload.directory=DIRECTORY` with more room, or `{keys}`"
         raise OutputError(Problem("OUT003", what, "offload.directory", fix))

@@ -163,7 +163,8 @@ class LowerBounds:
         ranks, each, m = plan.layout.pp, plan.pipeline.stages_per_rank, batch.accumulation
         own = [n for number, n in enumerate(plan.pipeline.split) if stage_rank(plan.layout, number) == 0]
         alive = _alive(plan)
-        kept = alive * min(own) * _kept_bytes(block, batch.micro_batch_size, plan.row_tokens)
+        stay = min(own) if plan.offload.activations == "none" else 1  # of inputs that wait elsewhere, the last block's
+        kept = alive * stay * _kept_bytes(block, batch.micro_batch_size, plan.row_tokens)
         gradient_bytes *= sum(own)
         # Every stage has had a backward before the last forward of so many micro-batches.
         together = m * each - alive > (each - 1) * ranks

@@ -40,9 +40,9 @@ class Leaving:
         """A gradient of a backward is whole, where others add to it at the mark ``summed``, and in the ``last``, or in
         each where the host adds them up, leaves if it may already, by when the one before it has left; ``size`` bytes
         of it are copied."""
-        adds = self.sums and key in self.sizes
         if _unit_of(key) in self.staying:
             return
+        adds = self.sums and key in self.sizes
         self.sizes[key] = size
         if self.early and (last or self.sums):
             for gone in self.before:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
@@ -56,6 +57,10 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
         if estimate.share > most:
             return replace(plan, estimate=estimate)
     fullest = max(found, key=lambda estimate: estimate.share)
+    on_host = max(found, key=lambda estimate: estimate.host_bytes)  # perhaps another rank of a pipeline
+    beside: dict[str, Any] = {key: vars(on_host)[key] for key in ("host", "host_bytes", "host_capacity_bytes")}
+    beside |= {key: max(vars(one)[key] for one in found) for key in ("disk_bytes", "written_bytes")}
+    fullest = replace(fullest, **beside)
     if plan.layout.pp > 1:
         fullest = replace(fullest, flops_per_step=_flops_of_stages(spec, plan, cluster, rates))
     return replace(plan, estimate=fullest)
@@ -99,7 +104,8 @@ def at_places(spec: ModelSpec, plan: Plan) -> Iterator[Sheet]:
     """The sheet of each place, rewritten by the plan."""
     first, stages = techniques.cost(sheet_of(spec, plan), plan), plan.stages(spec.num_hidden_layers)
     yield first
-    for place in places(plan.layout, stages, techniques.cuts(first, plan))[1:]:
+    differ = plan.offload.optimizer_fraction < 1  # of some stages one block more is on the host than of others
+    for place in places(plan.layout, stages, techniques.cuts(first, plan), every_stage=differ)[1:]:
         yield techniques.cost(sheet_of(spec, plan, place), plan)
 
 

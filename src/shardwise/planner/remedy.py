@@ -71,6 +71,13 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     if recipe.offload.weights == "none" and (adapted or recipe.model.frozen):
         fetched: dict[str, object] = {"offload.weights": "host"}
         yield [(fetched, cluster, "frozen weights wait on the host, copied beside what blocks compute")]
+    all_blocks: dict[str, object] = {"offload.optimizer_fraction": None} if recipe.offload.optimizer_fraction else {}
+    if all_blocks:
+        yield [(all_blocks, cluster, "AdamW of all blocks on the host: slower")]
+    if recipe.offload.weights == "host":
+        filed: dict[str, object] = {"offload.optimizer": "nvme"} if recipe.offload.optimizer == "host" else {}
+        filed["offload.weights"] = "nvme"
+        yield [(filed, cluster, "weights of blocks wait on NVMe, which is read twice in every micro-batch")]
     if (micro := recipe.train.micro_batch_size or 1) > 1:
         smaller: dict[str, object] = {"train.micro_batch_size": 1}
         if recipe.train.global_batch_size is None or recipe.train.gradient_accumulation_steps is not None:
@@ -84,9 +91,14 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
         yield [({"optim.moments": "bf16"}, cluster, "AdamW's moments in bf16: nearly the same updates")]
     if not adapted:
         here = recipe.offload.optimizer == "none"
-        moments: dict[str, object] = {"offload.optimizer": "host"} if here else {}
-        alone: Change = moments, cluster, "AdamW on the host: the same updates, at the rate of its memory"
-        weights: dict[str, object] = {**moments, "offload.weights": "host"}
+        moments: dict[str, object] = {"offload.optimizer": "auto"}
+        alone: Change = (
+            moments,
+            cluster,
+            "AdamW on the host, of blocks that need it: the same updates, at its memory's rate",
+        )
+        weights: dict[str, object] = {"offload.optimizer": "host"} if here else {**all_blocks}
+        weights["offload.weights"] = "host"
         both: Change = weights, cluster, "weights of blocks on the host too, copied beside what blocks compute"
         yield [alone] * here + [both] * (recipe.offload.weights == "none" and (here or not recipe.model.frozen))
     if not adapted and recipe.model.config is None and recipe.model.init != "random":

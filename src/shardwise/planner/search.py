@@ -118,8 +118,12 @@ class Search:
         return [each.ends[-1][1] for each in alike if each.staged.pipeline.schedule == simplest]
 
     def _able(self, degrees: StagedDegrees, share: float) -> Plan | None:
-        """Of a pipeline's degrees, the fastest plan that would be, with the least recomputation that memory allows."""
-        return next((fast for fast, lean in degrees.ends if self.known.bounds.stand(lean, share)), None)
+        """Of a pipeline's degrees, the fastest plan that would be, with the least recomputation that memory allows;
+        where the optimizer may be on the host, less of that may be faster than less recomputation."""
+        able = (fast for fast, lean in degrees.ends if self.known.bounds.stand(lean, share))
+        if self.recipe.offload.optimizer == "auto":
+            return min(able, key=self.known.bounds.degrees_s, default=None)
+        return next(able, None)
 
     @cached_property
     def chosen(self) -> Plan:

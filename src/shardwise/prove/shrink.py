@@ -82,6 +82,8 @@ def shrink(spec: ModelSpec, plan: Plan, most: int = 2) -> Shrunk:
     stages = _stages(spec, plan, layout)
     blocks = tuple(block for stage in stages for block in stage)
     small = _plan(plan, layout, tuple(map(len, stages)) if layout.pp > 1 else ())
+    fraction = max(plan.offload.optimizer_fraction, 1 / len(blocks))  # a block, at least
+    small = replace(small, offload=replace(small.offload, optimizer_fraction=fraction))
     cluster, refused = parse_cluster(f"{layout.world}xCPU"), None
     for fewer in _specs(spec, plan, blocks, small):
         tried = replace(small, frozen=_frozen(spec, plan, blocks, fewer))

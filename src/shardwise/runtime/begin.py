@@ -52,7 +52,7 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
         Screen(0).say(header(job))
     with fit.explain_memory(plan, job.device, lambda: "building the model"):
         state = together(lambda: build(job.with_scratch, job.spec, plan, job.meshes, job.device))
-    where, staged = job.directory / "checkpoints", plan.offload.optimizer == "nvme"
+    where, staged = job.directory / "checkpoints", "nvme" in (plan.offload.optimizer, plan.offload.weights)
     checkpoints = RunCheckpoints(where, job.recipe.checkpoint, job.run_id, staged_on_disk=staged)
     with fit.explain_memory(plan, job.device, lambda: "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)

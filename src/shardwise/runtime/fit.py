@@ -78,10 +78,13 @@ def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) ->
         fixes.append(f"offload.activations={'host' if device.type == 'cuda' else 'nvme'}")
     elsewhere = plan.lora is not None or plan.frozen or plan.offload.optimizer != "none"
     comes = elsewhere and plan.shard.strategy in ("ddp", "zero3")  # PLAN028
-    if comes and plan.offload.weights == "none" and device.type == "cuda":
+    part = plan.offload.optimizer_fraction < 1
+    if comes and plan.offload.weights == "none" and device.type == "cuda" and not part:
         fixes.append("offload.weights=host")
     if plan.layout.dp > 1 and plan.shard.strategy != "zero3":
         fixes.append("parallel.strategy=zero3")
+    if part:
+        fixes.append("offload.optimizer_fraction=1")
     if plan.offload.optimizer == "none":
         fixes.append(f"offload.optimizer={'host' if device.type == 'cuda' else 'nvme'}")
     fixes.append(f"train.seq_len={plan.batch.seq_len // 2}")

@@ -89,14 +89,20 @@ def place_of(rank: int, layout: Layout, stages: Sequence[range | tuple[int, ...]
 
 
 def places(
-    layout: Layout, stages: Sequence[range | tuple[int, ...]], cuts: Mapping[str, Collection[int]]
+    layout: Layout,
+    stages: Sequence[range | tuple[int, ...]],
+    cuts: Mapping[str, Collection[int]],
+    *,
+    every_stage: bool = False,
 ) -> list[Place]:
-    """The kinds of rank, rank 0's first: of the stages, and of each group over which dims are cut, the first, a middle
-    one and the last, but of ranks whose parts are as large one. ``cuts``: the sizes of the dims that are cut over a
-    group, by its name (``fsdp``, ``tp``). So of a ring, whose ranks see others before them and behind them."""
+    """The kinds of rank, rank 0's first: of the stages (if not of ``every_stage``), and of each group over which dims
+    are cut, the first, a middle one and the last, but of ranks whose parts are as large one. ``cuts``: the sizes of the
+    dims that are cut over a group, by its name (``fsdp``, ``tp``). So of a ring, whose ranks see others before them and
+    behind them."""
     found = []
     shards = sorted({*_kinds(layout, "fsdp", cuts), *(layout.ulysses * index for index in _ends(layout.ring))})
-    for stage, shard, tensor in product(_ends(layout.pp), shards, _kinds(layout, "tp", cuts)):
+    of_stages = range(layout.pp) if every_stage else _ends(layout.pp)
+    for stage, shard, tensor in product(of_stages, shards, _kinds(layout, "tp", cuts)):
         where: dict[Axis, int] = {"pp": stage, "dp_shard": shard // layout.cp, "cp": shard % layout.cp, "tp": tensor}
         found.append(place_of(layout.rank(where), layout, stages))
     return found

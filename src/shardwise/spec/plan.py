@@ -127,7 +127,7 @@ class Offload:
     def moves(self, number: int) -> bool:
         """Whether the optimizer of the block of this number is not on the device: of those up to any block, the
         fraction, rounded down."""
-        up_to, with_it = (int(count * self.optimizer_fraction) for count in (number, number + 1))
+        up_to, with_it = (int(round(count * self.optimizer_fraction, 9)) for count in (number, number + 1))
         return self.optimizer != "none" and with_it > up_to
 
     @property

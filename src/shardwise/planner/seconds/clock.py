@@ -79,10 +79,11 @@ class StepClock(Folding):
             self._send(event, 1)
         elif isinstance(event, Copy) and event.source == "disk":
             self.now.at_s[event.stream] += event.bytes / self.rates.disk_bytes_per_s[0]
+        elif isinstance(event, Copy) and event.target == "disk":
+            self.now.at_s[event.stream] += event.bytes / self.rates.disk_bytes_per_s[1]
         elif isinstance(event, Copy) and event.source != event.target:
-            disk = "disk" in (event.source, event.target)
-            ways = self.rates.disk_bytes_per_s[::-1] if disk else self.rates.host_link_bytes_per_s
-            self.now.at_s[event.stream] += event.bytes / ways[event.source == "disk" or event.target == "device"]
+            way = self.rates.host_link_bytes_per_s[event.target == "device"]
+            self.now.at_s[event.stream] += event.bytes / way
         elif isinstance(event, Copy) and event.source == "host":
             self.now.at_s[event.stream] += event.bytes / self.rates.host_bytes_per_s
         elif isinstance(event, Copy):

@@ -91,7 +91,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
         why = {"offload.optimizer": "searched: no plan without it fits, or is as fast" if asked == "auto" else "pinned"}
         there = asked if asked != "auto" else "nvme" if others.weights == "nvme" else "host"
         tried = FRACTIONS if asked == "auto" and others.weights == "none" else (1.0,)
-        told = "pinned" if fraction else "searched: with a smaller one no plan fits, and with a larger none is faster"
+        told = "pinned" if fraction else "searched: the fastest that fits"
         for each in tried if fraction is None else (fraction,):
             both = {**why, "offload.optimizer_fraction": told} if each < 1 else why
             outside = replace(others, optimizer=there, optimizer_fraction=each)
@@ -100,12 +100,11 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
     planned, asked = plan.offload, recipe.offload
+    free = asked.optimizer == "auto" and (asked.optimizer_fraction is None or planned.optimizer == "none")
+    fraction = "auto" if free else asked.optimizer_fraction or 1.0
     return {
         "offload.optimizer": (planned.optimizer, asked.optimizer),
-        "offload.optimizer_fraction": (
-            planned.optimizer_fraction,
-            asked.optimizer_fraction or planned.optimizer_fraction,
-        ),
+        "offload.optimizer_fraction": (planned.optimizer_fraction, fraction),
         "offload.activations": (planned.activations, asked.activations),
         "offload.weights": (planned.weights, asked.weights),
     }

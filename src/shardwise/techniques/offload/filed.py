@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from shardwise.distributed.pinned import beside
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.sizes import ROOMS
 
@@ -33,7 +34,7 @@ class FiledTensors:
         self._directory, self._sizes = directory, [size] * places
         self._free: list[Place] = []
         self._used: deque[Done] = deque()
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = beside(pinned=pinned)
 
     def place(self, of: object) -> Place:
         """One that nothing else is in, until ``of`` is gone."""

@@ -63,9 +63,11 @@ def _check_weights(plan: Plan) -> list[Problem]:
     if plan.lora is None and not plan.frozen and plan.offload.optimizer == "none":
         where = plan.offload.weights
         what = f"weights wait on {TIER_WORDS[where]} if they are frozen or updated there; here the device updates all"
-        fix = f"offload.optimizer={where}"
+        adamw = plan.optim.name == "adamw" and plan.optim.moments is None
+        fix = f"offload.optimizer={where}" if adamw else "offload.optimizer=host offload.weights=host"
     elif plan.offload.weights == "nvme" and plan.offload.optimizer == "host":
         what, fix = "what the host updates in its memory does not wait on NVMe", "offload.optimizer=nvme"
+        fix = fix if plan.lora is None else "offload.optimizer=none"
     elif plan.sharded and (dial.strategy != "zero3" or dial.reshard_after_forward is not True):
         kept, fix = f"strategy: {dial.strategy}", "parallel.strategy=zero3"
         if dial.strategy == "zero3":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from shardwise.distributed.pinned import beside
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.sizes import STAGED_BLOCKS
 
@@ -29,7 +30,7 @@ class StagedBlocks:
         self.copied: list[torch.cuda.Event | None] = [None] * STAGED_BLOCKS
         self._coming: dict[int, tuple[int, Future[None]]] = {}
         self._turn = 0
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = beside(pinned=pinned)
 
     def read(self, number: int) -> bool:
         """Have a block read, unless it is in a room or on its way there already: whether it is read now."""

@@ -3,12 +3,12 @@ those before it, while the next one comes into another buffer."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
-from shardwise.distributed.pinned import host_buffer
+from shardwise.distributed.pinned import beside, host_buffer
 from shardwise.techniques.offload.sizes import SUM_BUFFERS
 
 
@@ -19,7 +19,7 @@ class HostSums:
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         self.buffers = [host_buffer(size_bytes, pinned=pinned) for _ in range(SUM_BUFFERS)]
         self._added: list[Future[None] | None] = [None] * SUM_BUFFERS
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = beside(pinned=pinned)
 
     def room(self, like: Tensor) -> Tensor:
         """Room for a gradient like this one, once what came there before has been added."""

@@ -79,6 +79,7 @@ class RoundedAdamW(Optimizer):
         self.moments = moments
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
+        self._told: dict[torch.device, Tensor] = {}
         numbers = count()
         for group in self.param_groups:
             for name, parameter in zip(group.get("param_names", numbers), group["params"], strict=False):
@@ -103,13 +104,20 @@ class RoundedAdamW(Optimizer):
     def write(self, target: Tensor, value: Tensor) -> None:
         """Copy ``value`` into ``target``, unless this step is skipped. That is decided on the device, without the
         host."""
-        skip = None if self.found_inf is None else self.found_inf.to(target.device) > 0
-        target.copy_(value if skip is None else torch.where(skip, target, value))
+        skips = self._skips(target.device)
+        target.copy_(value if skips is None else torch.where(skips, target, value))
+
+    def _skips(self, device: torch.device) -> Tensor | None:
+        """Whether this step is skipped, on a device, to which that is copied once a step."""
+        if self.found_inf is not None and device not in self._told:
+            self._told[device] = self.found_inf.to(device, non_blocking=True) > 0
+        return self._told.get(device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient. Like torch's fused AdamW, it divides gradients by
         ``grad_scale``, and changes nothing if ``found_inf`` is 1."""
+        self._told.clear()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -142,10 +150,8 @@ class RoundedAdamW(Optimizer):
         (beta1, beta2), grad, lr = group["betas"], grad.float(), group["lr"]
         if self.grad_scale is not None:
             grad = grad / self.grad_scale
-        if self.found_inf is not None:
-            grad = torch.where(
-                self.found_inf.to(grad.device) > 0, 0.0, grad
-            )  # what is not finite has no code in 8 bits
+        if (skips := self._skips(grad.device)) is not None:
+            grad = torch.where(skips, 0.0, grad)  # what is not finite has no code in 8 bits
         first.lerp_(grad, 1 - beta1)
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         denominator = (second / (1 - beta2 ** step.double())).sqrt_().add_(group["eps"])
