@@ -291,7 +291,7 @@ def children(process: subprocess.Popen[str]) -> list[int]:
 @pytest.mark.prove
 def test_two_ranks_measure_this_machine(tmp_path: Path) -> None:
     process = start(tmp_path, "run.device=cpu", "run.nproc=2", "-o", "cluster.yaml", "--json")
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=270)
     assert (process.returncode, err) == (0, "")
     told, cluster = json.loads(out), load_cluster(tmp_path / "cluster.yaml")
     assert told["cluster"]["devices_per_node"] == cluster.world == 2 and cluster.measured is not None

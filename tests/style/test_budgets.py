@@ -7,16 +7,16 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 2_562,
+    "spec": 2_566,
     "models": 3_831,
     "data": 3_220,
-    "distributed": 441,
+    "distributed": 446,
     "methods": 300,
-    "techniques": 5_150,
-    "planner": 4_500,
-    "runtime": 5_330,
+    "techniques": 5_155,
+    "planner": 4_525,
+    "runtime": 5_333,
     "prove": 1_880,
-    "launch": 1_183,
+    "launch": 1_184,
     "interop": 720,
     "cli": 2_570,
 }
@@ -32,8 +32,8 @@ runtime and techniques, 15 more of methods' to distributed, for pinned memory, a
 cli, which tells what earlier runs measured of experts; 25 of techniques' to launch, whose doctor measures what offload
 rests on. Decision 22 gave 884 to techniques, planner, runtime, spec, prove and cli, for offload; decision 23 gave 85 to
 techniques, for activations, decision 24 gave 195 to techniques, planner and distributed, for frozen weights, and
-decision 25 gave 120 to techniques and planner, for trained ones and sums, and decision 26 gave 403 to techniques,
-planner, spec and distributed, for files and a fraction: a sum of 31,687."""
+decision 25 gave 120 to techniques and planner, for trained ones and sums, and decision 26 gave 446 to techniques,
+planner, spec, distributed, runtime and launch, for files and a fraction: a sum of 31,730."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "updated in memory": (
         {"offload": Offload("host", weights="nvme")},
         "what the host updates in its memory does not wait on NVMe",
-        "offload.optimizer=nvme",
+        "offload.optimizer=none",
     ),
     "zero1": ({"layout": Layout(dp_shard=2), "shard": Shard("zero1")}, "`strategy: zero1`", "parallel.strategy=zero3"),
     "zero2": ({"layout": Layout(dp_shard=2), "shard": Shard("zero2")}, "`strategy: zero2`", "parallel.strategy=zero3"),

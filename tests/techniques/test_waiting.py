@@ -107,7 +107,7 @@ def test_what_waits_of_stages_by_hand(tier: str) -> None:
     found = timed(EIGHT_B, price(EIGHT_B, plan, parse_cluster("2xH100")), parse_cluster("2xH100"))
     rates = 2 / (0.8 * 63e9) + (1 / 2.5e9 + 1 / 1.25e9 if tier == "nvme" else 0)
     assert seconds(found).copied_s == pytest.approx(8 * 15 * INPUT * rates)
-    assert found.estimate.written_bytes == (2 * 8 * 14 * INPUT if tier == "nvme" else 0), "the fullest is the second"
+    assert found.estimate.written_bytes == (2 * 8 * 15 * INPUT if tier == "nvme" else 0), "as the first, which has more"
 
 
 def test_what_a_file_takes() -> None:

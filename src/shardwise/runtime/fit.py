@@ -77,13 +77,13 @@ def out_of_memory(plan: Plan, device: torch.device, doing: str, message: str) ->
     elif plan.offload.activations == "none":  # a CPU's device is the host
         fixes.append(f"offload.activations={'host' if device.type == 'cuda' else 'nvme'}")
     elsewhere = plan.lora is not None or plan.frozen or plan.offload.optimizer != "none"
-    comes = elsewhere and plan.shard.strategy in ("ddp", "zero3")  # PLAN028
-    part = plan.offload.optimizer_fraction < 1
-    if comes and plan.offload.weights == "none" and device.type == "cuda" and not part:
+    whole = plan.offload.optimizer_fraction == 1
+    comes = elsewhere and whole and plan.shard.strategy in ("ddp", "zero3")  # PLAN028
+    if comes and plan.offload.weights == "none" and device.type == "cuda":
         fixes.append("offload.weights=host")
     if plan.layout.dp > 1 and plan.shard.strategy != "zero3":
         fixes.append("parallel.strategy=zero3")
-    if part:
+    if not whole:
         fixes.append("offload.optimizer_fraction=1")
     if plan.offload.optimizer == "none":
         fixes.append(f"offload.optimizer={'host' if device.type == 'cuda' else 'nvme'}")
