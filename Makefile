@@ -15,8 +15,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo       install into $(VENV) and train the quickstart (3 to 5 minutes on two cores)"
-	@echo "make test       the tests: every module, and a sample of every proof (10 to 15 minutes on two cores)"
-	@echo "make prove      a third of the proofs' matrices: drift, parity, kills, faults (20 to 27 minutes)"
+	@echo "make test       the tests: every module, and a sample of every proof (15 to 20 minutes on two cores)"
+	@echo "make prove      a third of the proofs' matrices: drift, parity, kills, faults (15 to 25 minutes)"
 	@echo "make check      the whole gate: format, lint, types, import contracts, tests, proofs"
 	@echo "make fix        format, and mend what the linter can"
 	@echo "make bench      the measurements that docs/benchmarks.md quotes"
