@@ -100,7 +100,9 @@ class Pipelines:
             rows = replace(cut, batch=Batch(1, 1, recipe.train.seq_len))
             if tp.check(spec, cut, cluster) or cp.check(spec, rows, cluster):
                 continue
-            ends = [*techniques.choices(others, recipe, spec, cluster, cut)]
+            whole = 1.0, recipe.offload.optimizer_fraction  # others are tried without stages alone
+            tried = techniques.choices(others, recipe, spec, cluster, cut)
+            ends = [end for end in tried if end.offload.optimizer_fraction in whole]
             for staged in pp.pipelines(recipe, spec, cluster, cut):
                 layout = staged.layout
                 own_devices = layout.tp * layout.cp

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from shardwise.techniques.offload.weights import WaitingWeights
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
-"""That are tried where ``auto`` puts the optimizer on the host."""
+"""That are tried where ``auto`` puts the optimizer on the host, without stages: a search of both takes too long."""
 
 _HOST_WEIGHTS: WeakKeyDictionary[nn.Module, HostWeights] = WeakKeyDictionary()
 _MOVED_INPUTS: WeakKeyDictionary[nn.Module, MovedInputs] = WeakKeyDictionary()
@@ -90,7 +90,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
     if asked != "none":
         why = {"offload.optimizer": "searched: no plan without it fits, or is as fast" if asked == "auto" else "pinned"}
         there = asked if asked != "auto" else "nvme" if others.weights == "nvme" else "host"
-        tried = FRACTIONS if asked == "auto" and others.weights == "none" else (1.0,)
+        tried = FRACTIONS if asked == "auto" and others.weights == "none" and plan.layout.pp == 1 else (1.0,)
         told = "pinned" if fraction else "searched: the fastest that fits"
         for each in tried if fraction is None else (fraction,):
             both = {**why, "offload.optimizer_fraction": told} if each < 1 else why
