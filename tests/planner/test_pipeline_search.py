@@ -16,6 +16,7 @@ from shardwise.planner.price import price
 from shardwise.planner.search import Search
 from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Recipe
 
 EIGHT_B, SEVENTY_B = load_spec("Llama-3.1-8B"), load_spec("Llama-3.1-70B")
@@ -90,3 +91,13 @@ def test_the_table_has_the_best_pipelines_with_and_without_tensor_parallelism() 
     assert found["pp"].layout.tp == 1 < found["pp"].layout.pp and found["pp x tp"].layout.tp > 1
     steps = [seconds(plan).step_s for plan in found.values() if fits(plan)]
     assert steps == sorted(steps)
+
+
+def test_so_many_stages_as_are_asked_for_are_tried() -> None:
+    recipe = load_recipe(None, ["model=meta-llama/Llama-3.1-70B", "seq_len=4096", "global_batch=64"])
+    spec, cluster = load_spec("meta-llama/Llama-3.1-70B"), parse_cluster("2x8xH100")
+    any_number, two, none = (
+        {one.staged.layout.pp for one in Search(recipe, spec, cluster, stages=stages).pipelines}
+        for stages in (None, frozenset({1, 2}), frozenset({1}))
+    )
+    assert any_number > {2, 4, 8} and two == {2} and none == set()

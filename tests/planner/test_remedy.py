@@ -62,6 +62,7 @@ def test_what_is_named_fits_when_it_is_typed(words: list[str], cluster: str, exp
     found = remedies(asked, SEVENTY_B, machines, chosen)
     assert [remedy.change for remedy in found] == expected
     for remedy in found:
+        assert remedy.plan.layout.pp in (1, chosen.layout.pp)
         more, other = remedy.change.split(), machines
         if more[0] == "--cluster":
             other, more = parse_cluster(more[1]), []
@@ -102,6 +103,14 @@ def test_more_of_the_optimizer_on_the_host_is_a_remedy() -> None:
     named = {remedy.change: remedy.plan for remedy in remedies(recipe, spec, cluster, chosen)}
     assert share(named["offload.optimizer_fraction=null"]) <= MARGIN
     assert share(named["offload.optimizer_fraction=null offload.weights=host"]) <= MARGIN
+
+
+def test_all_blocks_are_no_more_of_the_optimizer() -> None:
+    """Where a recipe says 1, it has them; and where nothing is on the host, 1 is no contradiction."""
+    asked = load_recipe(None, [MODEL, "offload.optimizer=host", "offload.optimizer_fraction=1.0"])
+    changes = [change[0] for each in _recipe_changes(asked, parse_cluster("1x4090")) for change in each]
+    assert not any("offload.optimizer_fraction" in change for change in changes)
+    assert load_recipe(None, ["offload.optimizer_fraction=1.0"]).offload.optimizer == "none"
 
 
 def test_pins_that_stand_in_the_way() -> None:

@@ -225,12 +225,13 @@ def test_a_plan_keeps_the_fraction_that_a_recipe_pins(words: list[str], planned:
 
 
 def test_of_stages_each_is_priced_and_the_host_that_holds_most_is_told() -> None:
-    """Of 8 stages of 4 blocks with 0.3 of the optimizer on the host, the fifth alone has two blocks there."""
+    """Of 8 stages of 4 blocks with 0.29 of the optimizer on the host, the seventh alone has two blocks there: no first,
+    middle or last one."""
     pipeline = Pipeline("1f1b", 1, (4,) * 8)
     plan = of_ranks(1, layout=Layout(pp=8, ranks_per_node=8), batch=Batch(1, 8, 4096, 512), pipeline=pipeline)
-    plan = replace(plan, offload=Offload("host", optimizer_fraction=0.3))
+    plan = replace(plan, offload=Offload("host", optimizer_fraction=0.29))
     blocks = [sum(map(plan.offload.moves, range(4 * stage, 4 * stage + 4))) for stage in range(8)]
-    assert blocks == [1, 1, 1, 1, 2, 1, 1, 1]
+    assert blocks == [1, 1, 1, 1, 1, 1, 2, 1]
     found = price(EIGHT_B, plan, parse_cluster("8xH100")).estimate
     assert found.host["weights"] == found.host["gradients"] == 4 * 2 * BLOCK
 

@@ -71,7 +71,8 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     if recipe.offload.weights == "none" and (adapted or recipe.model.frozen):
         fetched: dict[str, object] = {"offload.weights": "host"}
         yield [(fetched, cluster, "frozen weights wait on the host, copied beside what blocks compute")]
-    all_blocks: dict[str, object] = {"offload.optimizer_fraction": None} if recipe.offload.optimizer_fraction else {}
+    part = (recipe.offload.optimizer_fraction or 1.0) < 1
+    all_blocks: dict[str, object] = {"offload.optimizer_fraction": None} if part else {}
     if all_blocks:
         yield [(all_blocks, cluster, "AdamW of all blocks on the host: slower")]
     if recipe.offload.weights == "host":

@@ -181,7 +181,7 @@ class OffloadSection(Section):
             what = "`offload.directory` has no effect where nothing is on NVMe"
             fix = "`nvme` for `offload.optimizer`, `offload.activations` or `offload.weights`, or leave it out"
             problems.append(Problem("CFG008", what, "offload.directory", fix))
-        if self.optimizer_fraction is not None and self.optimizer == "none":
+        if self.optimizer_fraction not in (None, 1.0) and self.optimizer == "none":
             what = "`offload.optimizer_fraction` has no effect with `offload.optimizer: none`"
             fix = "`offload.optimizer: host`, or leave it out"
             problems.append(Problem("CFG008", what, "offload.optimizer_fraction", fix))
