@@ -8,6 +8,7 @@ This is what a matrix of a proof is made of unless a reason is given; the whole 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from heapq import heapify, heapreplace
 from itertools import combinations, product
 from typing import Any
 
@@ -27,14 +28,17 @@ def covering(cases: Sequence[Case], cost: Callable[[int], float] = lambda place:
     met, found = [pairs(case) for case in cases], []
     missing = set[Pair]().union(*met)
     new = {value for case in cases for value in enumerate(case)}
-
-    def worth(place: int) -> tuple[int, int, float]:
-        return len(met[place] & missing), len(new.intersection(enumerate(cases[place]))), -cost(place)
-
+    # Of a case there is never more to be met than there was: what was counted before is a bound, and few are counted.
+    bounds = [(-len(met[place]), -len(case), cost(place), place) for place, case in enumerate(cases)]
+    heapify(bounds)
     while missing:
-        found.append(max(range(len(cases)), key=worth))
-        missing -= met[found[-1]]
-        new.difference_update(enumerate(cases[found[-1]]))
+        _, _, price, place = bounds[0]
+        known = (-len(met[place] & missing), -len(new.intersection(enumerate(cases[place]))), price, place)
+        if heapreplace(bounds, known) < known:
+            continue
+        found.append(place)
+        missing -= met[place]
+        new.difference_update(enumerate(cases[place]))
     return found
 
 
