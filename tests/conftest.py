@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import defaultdict
@@ -49,29 +50,27 @@ LONG = (
     "tests/techniques/optim/test_rounding.py",
 )
 """Files that take longest, the longest first."""
-LARGE = 4
-"""Cases, of a matrix of which a third is run before every change, and the rest now and then."""
+SHARE = 6
+"""One case in so many, and at least one, is run of what proves before every change; the others now and then."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``matrix(n)``, `make test` runs one case in n, and `make prove` the others, or of a large matrix
-    those of a third; what is left is marked ``big``. Of one marked ``rare(n)``, `make prove` runs one case in n. Long
-    files come first, so that no worker is left with one at the end."""
-    for mark in ("matrix", "rare"):
-        matrices: defaultdict[str, list[pytest.Function]] = defaultdict(list)
-        for item in items:
-            if isinstance(item, pytest.Function) and item.get_closest_marker(mark) is not None:
-                matrices[item.nodeid.partition("[")[0]].append(item)
-        for cases in matrices.values():
-            marker = cases[0].get_closest_marker(mark)
-            assert marker is not None
+    """Of a test marked ``matrix(n)``, `make test` runs one case in n. Of one marked ``matrix`` or ``prove``, `make prove`
+    runs one case in SHARE, of one marked ``rare(n)`` one in n; what is left is marked ``big``. Long files come first, so
+    that no worker is left with one at the end."""
+    tests: defaultdict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        matrix, rare, prove = (cases[0].get_closest_marker(name) for name in ("matrix", "rare", "prove"))
+        if matrix or rare or prove:
             values = [tuple(map(str, case.callspec.params.values())) for case in cases]
-            tested = proved = sample(values, marker.args[0])
-            if mark == "matrix":
-                proved = sample(values, 3) if len(cases) >= LARGE else set(range(len(cases)))
+            tested = sample(values, *matrix.args) if matrix and matrix.args else set[int]()
+            proved = sample(values, *(rare.args if rare else (SHARE,)))
             for place, case in enumerate(cases):
-                if mark == "rare" or place not in tested:
+                if place not in tested:
                     case.add_marker("prove" if place in proved else "big")
     items.sort(key=lambda item: LONG.index(path) if (path := item.nodeid.partition("::")[0]) in LONG else len(LONG))
 
@@ -81,6 +80,12 @@ def sample(cases: list[tuple[str, ...]], n: int) -> set[int]:
     if all(len(set(values)) == len(cases) for values in zip(*cases, strict=True)):
         return set(range(0, len(cases), n))
     return set(covering(cases)[: -(-len(cases) // n)])
+
+
+def pytest_collection_finish() -> None:
+    """What the tests' modules have imported is garbage never, and an eighth of the time was spent looking."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

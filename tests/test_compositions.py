@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.compositions import FEATURES, page, pairs, refused, sources
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +34,7 @@ def test_every_feature_is_met_and_every_source_exists() -> None:
     assert all((ROOT / source.file).is_file() and source.rows for source in sources())
 
 
+@pytest.mark.prove
 def test_a_refusal_has_its_code() -> None:
     assert refused("tp", "HF modules") == ["PLAN022"]
     assert "PLAN023" in refused("zbv", "compile")

@@ -199,6 +199,7 @@ def test_layers_are_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         assert f"error[MOD005]: `{layers}` is 1,000,000; the limit is 1,000" in capfd.readouterr().err
 
 
+@pytest.mark.prove
 def test_a_search_is_interrupted() -> None:
     """While it prices its fifth layout of 1,000 layers; it ends within a second of the processor's time."""
     priced, interrupted = compare.price, []

@@ -13,6 +13,7 @@ CHEAP, MORE = ["machine", "loss", "halves"], ["attention", "memory", "host", "st
 DEAR = ["numbers", "kernels", "speed", "run"]
 
 
+@pytest.mark.big
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "sections",
@@ -35,6 +36,7 @@ def test_every_section_is_rehearsed(sections: list[str], tmp_path: Path, monkeyp
         assert "30 of 30 losses are bitwise the same" in text
 
 
+@pytest.mark.prove
 def test_a_section_that_fails_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "src"))
     out = tmp_path / "first.md"

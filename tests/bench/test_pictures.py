@@ -24,6 +24,7 @@ def without_spaces(text: str) -> str:
     return re.sub(r"\s", "", text)
 
 
+@pytest.mark.prove
 def test_the_picture_of_a_plan_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(PLAN.split()[1:]) == 0
     printed = without_spaces(f"$ {PLAN}\n{capsys.readouterr().out}")

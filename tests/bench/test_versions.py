@@ -30,6 +30,7 @@ def test_a_version_computes_what_it_computes_itself() -> None:
     assert 0.1 < float(ratio) < 10
 
 
+@pytest.mark.prove
 def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
     ended = subprocess.run([*COMMAND, "--against", str(tmp_path)], capture_output=True, text=True)
     assert ended.returncode == 2

@@ -49,6 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory(made)
 
 
+@pytest.mark.prove
 def test_best_and_last_are_kept(run: Path) -> None:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     losses = {event["step"]: event["nats_per_token"] for event in events if event["event"] == "validation"}

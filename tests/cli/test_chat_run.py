@@ -53,6 +53,7 @@ def tune(name: str, steps: int, lora: Lora | None = None) -> None:
     train(Recipe.model_validate(sections), Plan(batch=Batch(4, 1, 128), lora=lora))
 
 
+@pytest.mark.prove
 def test_a_tiny_model_learns_the_style(talks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The answer is what transformers writes after the template that went with the tokenizer."""
     tune("full", 60)

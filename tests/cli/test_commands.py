@@ -96,6 +96,7 @@ def test_schema(shardwise: Run) -> None:
     assert "sequence_len" in told.partition("; also ")[2].split(", ")
 
 
+@pytest.mark.prove
 def test_plan_of_the_sketch(shardwise: Run) -> None:
     words = ("--model", "meta-llama/Llama-3.1-70B", "--cluster", "2x8xRTX-PRO-6000+200Gb/node", "--seq-len", "4096")
     code, out, err = shardwise("plan", *words, "--global-batch-size", "64", "-o", "plan.yaml")
@@ -120,6 +121,7 @@ def test_plan_of_the_sketch(shardwise: Run) -> None:
         assert code == 2 and "unchanged" in err
 
 
+@pytest.mark.prove
 def test_a_plan_in_json_is_the_one_that_is_written(shardwise: Run) -> None:
     words = ("--model", "meta-llama/Llama-3.2-1B", "--cluster", "8xH100", "--seq-len", "4096")
     code, text, err = shardwise("plan", *words, "-o", "plan.yaml", "--json")
@@ -138,6 +140,7 @@ def test_a_tight_plan_ends_with_what_leaves_more_room(shardwise: Run) -> None:
     assert "any one of these changes leaves more room\n" in out and "makes it fit" not in out
 
 
+@pytest.mark.prove
 def test_what_does_not_fit_ends_with_a_remedy(shardwise: Run) -> None:
     words = ("--model", "meta-llama/Llama-3.1-70B", "--lora", "16", "--seq-len", "4096")
     code, out, _ = shardwise("plan", *words, "--cluster", "1xH100")
@@ -154,6 +157,7 @@ def test_what_does_not_fit_ends_with_a_remedy(shardwise: Run) -> None:
     assert "would fit" not in out and "closest" not in out
 
 
+@pytest.mark.prove
 def test_train_says_what_would_fit() -> None:
     for words, cluster, fix in (
         (
@@ -176,6 +180,7 @@ def test_train_says_what_would_fit() -> None:
         assert "`shardwise plan`" in problem.fix
 
 
+@pytest.mark.prove
 def test_what_fine_tuning_assumes_stands_under_why(shardwise: Run) -> None:
     words = ("plan", "--model", "meta-llama/Llama-3.2-1B", "--cluster", "8xH100", "method=sft")
     why = shardwise(*words)[1].split("\nwhy\n")[1]
@@ -183,6 +188,7 @@ def test_what_fine_tuning_assumes_stands_under_why(shardwise: Run) -> None:
         assert re.search(rf"^  {key} +assumed: ", why, re.M)
 
 
+@pytest.mark.prove
 def test_the_keys_that_plan_prints_can_be_typed(shardwise: Run) -> None:
     """Under ``why`` stand the recipe's keys; those of plan.yaml are understood as well."""
     _, out, _ = shardwise("plan", "--model", "meta-llama/Llama-3.2-1B", "--cluster", "8xH100", "--explain", "why")
@@ -208,6 +214,7 @@ def test_the_keys_that_plan_prints_can_be_typed(shardwise: Run) -> None:
     assert (written.recompute.mode, written.recompute.every, written.parallel.strategy) == ("selective", 2, "zero2")
 
 
+@pytest.mark.prove
 def test_a_disk_that_cannot_hold_the_optimizer_is_told_before_anything_starts(
     shardwise: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +341,7 @@ def test_what_a_plan_says_to_do_next_works(shardwise: Run, machines: tuple[str, 
     assert code == 0 and "dry run: nothing was started" in out, err
 
 
+@pytest.mark.prove
 def test_a_plan_for_other_machines_says_that_the_next_command_is_for_them(shardwise: Run) -> None:
     code, out, _ = shardwise("plan", "--model", "Llama-3.2-1B", "--cluster", "2x8xH100", "-o", "plan.yaml")
     words = next_words(out, ", on 2x8xH100")

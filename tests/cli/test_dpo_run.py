@@ -104,6 +104,7 @@ def test_two_ranks_learn_and_a_kill_changes_nothing(
     assert "error[DPO001]: the run began with other" in capfd.readouterr().err
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(240)
 def test_the_reference_is_without_the_adapters_that_a_run_begins_with(
     words: list[str], capfd: pytest.CaptureFixture[str]

@@ -69,7 +69,7 @@ def test_start_from_random_weights(words: list[str], capfd: pytest.CaptureFixtur
     assert known == tokens.open_directory(Path("runs/a/hf")).eot_id  # not GPT-2's 50256
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "chosen", "count"),
     [

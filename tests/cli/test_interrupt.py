@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from shardwise.data import tokens
 
 PROGRAM = """
@@ -27,6 +29,7 @@ sys.exit(main())
 WORDS = ["data", "prepare", "method=sft", "data.path=a.jsonl", "data.cache=cache", "data.tokenizer.path=."]
 
 
+@pytest.mark.prove
 def test_ctrl_c_while_the_tokenizer_works(tmp_path: Path) -> None:
     """One record that takes it 40 s of the processor's time, in one call."""
     tokens.train_tokenizer(["some words"], 300, tmp_path)

@@ -256,6 +256,7 @@ def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert state_directory() == tmp_path / ".local" / "state" / "shardwise"
 
 
+@pytest.mark.prove
 def test_a_run_leaves_what_it_took_beside_what_was_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

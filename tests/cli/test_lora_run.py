@@ -32,6 +32,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["train", *settings.split(), *more.split(), "precision.compute=fp32", "--nproc", "2", "--run", "a"]
 
 
+@pytest.mark.prove
 def test_train_go_on_merge(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     """Only adapters are saved; PEFT reads what the run leaves; merged, transformers computes what PEFT does."""
     assert main([*words, "parallel.strategy=zero3", "--max-steps", "3", "train.num_epochs=null"]) == 0
@@ -54,6 +55,7 @@ def test_train_go_on_merge(words: list[str], capfd: pytest.CaptureFixture[str]) 
     assert main(["generate", "runs/a", "line 3", "--tokens", "4"]) == 0
 
 
+@pytest.mark.prove
 def test_a_second_run_begins_from_the_adapter(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--max-steps", "2"]) == 0
     second = [*words[:-1], "b", "lora.path=runs/a/adapter", "--max-steps", "1", "optim.learning_rate=1e-9"]
@@ -73,6 +75,7 @@ def test_a_second_run_begins_from_the_adapter(words: list[str], capfd: pytest.Ca
     assert "resuming runs/d from step 2; train.max_steps 3 (was 2)\n" in capfd.readouterr().err
 
 
+@pytest.mark.prove
 def test_four_bits_from_end_to_end(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     """QLoRA: learns under zero3, goes on under ddp, generates from the bytes, merges into what they were made of."""
     spec = from_hf(MODEL | {"hidden_size": 64, "intermediate_size": 128}, "tiny")

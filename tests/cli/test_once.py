@@ -36,6 +36,7 @@ def test_plan(counts: Path) -> None:
     assert counted(counts) == {"start: resolve": 1}  # it searches for more plans than the one that would run
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_train(counts: Path, ranks: int) -> None:
     """The launcher writes both files, which is how the ranks get them. A run that goes on keeps its own until the
@@ -51,6 +52,7 @@ def test_train(counts: Path, ranks: int) -> None:
     assert found == read | handed | {"rank: writes a/recipe.yaml": 1}
 
 
+@pytest.mark.prove
 def test_ranks_of_torchrun(counts: Path, ready: ReadyRanks) -> None:
     """Nobody starts them but torchrun: each makes the plan, and rank 0 writes the files."""
     with socket.socket() as free:

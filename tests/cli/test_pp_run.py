@@ -23,6 +23,7 @@ from tests.cli.test_tp_run import MODEL, PROMPT, contents, lines, train  # noqa:
 TIED: dict[str, Any] = MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("schedule", "more"), [("1f1b", []), pytest.param("zbv", ["checkpoint.save_steps=1"], marks=pytest.mark.prove)]
 )

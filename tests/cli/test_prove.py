@@ -30,6 +30,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "mine.yaml"
 
 
+@pytest.mark.prove
 def test_a_certificate(made: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", made, *SETTINGS]) == 0
     told = capfd.readouterr().out
@@ -75,6 +76,7 @@ def test_a_plan_that_was_written_for_other_machines_is_proved(made: str, capfd: 
     assert "of 16 (" in capfd.readouterr().out
 
 
+@pytest.mark.prove
 def test_what_fails_is_named_with_the_smallest_layout(made: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A fault in the code that both ranks run: each of them votes once too often."""
     with DRIFT["a vote too many"].planted():

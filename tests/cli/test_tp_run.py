@@ -55,6 +55,7 @@ def lines(run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(f"runs/{run}/metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.prove
 def test_a_run_is_that_of_one_process(train: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
     """Losses and norms within 1e-5, validation too: sums are taken in another order, in fp32. The sample is what one
     process writes from the exported weights with the same draws (two tokens, all that these ranks write)."""
@@ -88,6 +89,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.prove
 def test_an_export_and_a_text_are_the_same_from_any_layout(
     train: Callable[..., int], ranks: RankPool, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +201,7 @@ def test_the_numbers_that_a_refusal_names_are_accepted(
         assert train(*words, f"parallel.tp={legal}", model=six) == 0
 
 
+@pytest.mark.prove
 def test_a_group_over_several_nodes_is_legal_and_warned_of(
     train: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,7 +216,7 @@ def test_a_group_over_several_nodes_is_legal_and_warned_of(
     assert "on several nodes" not in capfd.readouterr().err
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "tp", "said"),
     [

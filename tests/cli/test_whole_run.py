@@ -15,6 +15,7 @@ WORDS += ["model.config.num_key_value_heads=1", "data.path=text", "data.cache=ca
 WORDS += ["train.seq_len=32", "train.global_batch_size=4", "data.repeat=true", "checkpoint.save_steps=2"]
 
 
+@pytest.mark.prove
 @pytest.mark.launched
 @pytest.mark.timeout(240)
 def test_train_generate_export_resume(

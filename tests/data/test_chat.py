@@ -415,6 +415,7 @@ def test_half_a_character_in_a_template_of_the_recipe_is_not_utf8(tmp_path: Path
         find_template("{{ 'a\udc80' }}", tmp_path)
 
 
+@pytest.mark.prove
 def test_what_holds_for_a_record_holds_for_its_renderings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls into the system are made once for a record, and each rendering has its own time."""
     monkeypatch.setattr("shardwise.data.bounds.LIMIT_S", 0.4)

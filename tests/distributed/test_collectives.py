@@ -39,6 +39,7 @@ def test_a_pair_of_products_is_that_of_one_process(
         assert nearest(answers, tokens, cut, torch.float64) < 1e-14
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("cut", [False, True])
 def test_compiled(ranks: RankPool, cut: bool) -> None:
     """In one graph, the collectives in it, gradients included."""

@@ -73,7 +73,7 @@ def by_axis(sent: compiled.Sent) -> dict[tuple[str, str], tuple[int, int]]:
     return found
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("strategy", "precision", "remat"), QUICK)
 def test_a_compiled_step_is_what_was_predicted(ranks: RankPool, strategy: str, precision: str, remat: str) -> None:
     check(ranks, plan_of(strategy, precision, remat), "aot_eager")

@@ -30,7 +30,7 @@ LONG = ModelSpec("drift-cp-long", 1024, 2048, 2048, 2, 16, 16, 128)
 """Long enough for a step of more than a GiB, whose peak counts."""
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix
 @pytest.mark.parametrize("window", [None, 5_000], ids=["all", "windows"])
 @pytest.mark.parametrize("precision", [BF16, Precision()], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("kind", "ulysses"), [("ring", 1), ("gather", 1), ("ulysses", 4), ("nested", 2)])

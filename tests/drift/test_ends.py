@@ -85,7 +85,7 @@ def test_ends_of_other_models_are_the_roots() -> None:
     assert ends(nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))) == ([], [])
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize("dial", DIALS[1:])
 def test_the_peak_with_wide_ends(dial: str) -> None:
     """Half of the weights are in the ends: what is kept of them decides the peak."""

@@ -26,7 +26,7 @@ from tests.parity.mixtures import CASES, Case
 BF16 = Precision(compute="bf16")
 
 
-@pytest.mark.rare(2)
+@pytest.mark.prove
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_setting_that_they_meet(case: Case) -> None:
     world, plan = case.plan.layout.world, replace(case.plan, precision=BF16)
@@ -51,7 +51,7 @@ PEAKS: dict[str, tuple[ModelSpec, Layout, str, str, int]] = {
 """A model, a layout, a strategy, recomputation, and micro-batches; of more than a GiB, from where on peaks count."""
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", PEAKS)
 def test_peaks_of_the_first_and_the_last_rank(name: str) -> None:
     """Within a hundredth, where 3 % are allowed elsewhere: when experts come and go by themselves is told."""
@@ -114,6 +114,7 @@ def test_what_tokens_send(remat: str, rows: int, counts: int) -> None:
     assert twice == Counter({key: 2 * calls for key, calls in expected.items()})
 
 
+@pytest.mark.prove
 def test_what_ranks_of_tp_and_cp_send_of_their_tokens() -> None:
     """Each its own part of the rows, rounded up."""
     layers = SPEC.num_hidden_layers

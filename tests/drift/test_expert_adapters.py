@@ -63,7 +63,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.matrix(40)
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", ADAPTERS)
 @pytest.mark.parametrize("where", PLANS)
 def test_adapters_of_experts(where: str, what: str) -> None:

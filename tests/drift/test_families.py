@@ -40,7 +40,7 @@ def test_every_family(family: str) -> None:
     assert not drift(spec, plan, 0).differences()
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("plan", [*PLANS, "tp"])
 def test_blocks_of_one_model_may_differ_in_width(plan: str) -> None:
     """The first two are wider than the others: each is bound to numbers of its own."""

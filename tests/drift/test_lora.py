@@ -62,7 +62,7 @@ LARGE = {
 }
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("kind", LARGE)

@@ -52,7 +52,7 @@ def on_host(plan: Plan, offload: Offload | None = None) -> Drift:
     return drift(WIDE, replace(plan, precision=Precision("bf16"), remat=Remat("full"), offload=outside))
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", LARGE)
 def test_peaks_of_wide_models(name: str) -> None:
     """Within a thousandth, where 3 % are allowed elsewhere: when gradients leave is told."""
@@ -61,7 +61,7 @@ def test_peaks_of_wide_models(name: str) -> None:
     assert abs(found.peak_error) < 1e-3
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_peaks_where_more_is_said_of_the_host(name: str) -> None:
     found = on_host(LARGE["one GPU, accumulated"], ELSEWHERE[name])
@@ -69,7 +69,7 @@ def test_peaks_where_more_is_said_of_the_host(name: str) -> None:
     assert abs(found.peak_error) < 1e-3
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", LATE)
 def test_gradients_that_leave_last(name: str) -> None:
     assert on_host(LATE[name]).differences() == []

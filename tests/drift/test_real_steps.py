@@ -63,7 +63,7 @@ def tokens(batch: Batch) -> MicroBatch:
     return MicroBatch(ids, labels, torch.arange(batch.seq_len).repeat(size[0], 1), None, batch.seq_len)
 
 
-@pytest.mark.rare(3)
+@pytest.mark.prove
 @pytest.mark.parametrize("case", CASES)
 def test_a_real_steps_peak_is_within_a_hundredth_of_the_plans(case: str, ranks: RankPool) -> None:
     plan = CASES[case]

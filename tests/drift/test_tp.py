@@ -117,7 +117,7 @@ def beside(other: str, dial: str, sequence: str, remat: str, rank: str) -> None:
     check(spec, plan_of(dial, sequence, remat=REMATS[remat], **OTHERS[other]), rank)
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("other", "dial", "sequence", "remat", "rank"), pairwise(OTHERS, DIALS, SEQUENCE, ("none", "full"), RANKS)
 )
@@ -139,7 +139,7 @@ def test_every_combination(dial: str, sequence: str) -> None:
             beside(other, dial, sequence, remat, rank)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize("sequence", SEQUENCE)
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_peak_of_a_gigabyte(remat: str, sequence: str) -> None:

@@ -34,7 +34,7 @@ def undisturbed(make: Make) -> Callable[[str], Job]:
     return done
 
 
-@pytest.mark.rare(4)
+@pytest.mark.prove
 @pytest.mark.parametrize(("strategy", "phase", "rank"), PHASES)
 def test_a_rank_killed_in_any_phase_of_a_step(
     make: Make, undisturbed: Callable[[str], Job], strategy: str, phase: str, rank: int

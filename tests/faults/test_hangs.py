@@ -47,6 +47,7 @@ def test_a_silent_rank_is_named_with_its_phase_and_ended(
     assert job.saved() == [SAVE]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("action", ["hang", "SIGKILL", "raise"])
 def test_where_nccl_says_nothing_the_watch_ends_the_run(make: Make, action: str) -> None:
     """A rank's main thread waits for the device, which waits in NCCL, whatever becomes of the others."""

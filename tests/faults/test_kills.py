@@ -32,7 +32,7 @@ def test_another_seed_is_told_apart(make: Make, whole: Job) -> None:
     assert job.weights() != whole.weights()
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("phase", "rank"),
     [
@@ -61,7 +61,7 @@ def test_a_rank_killed_in_any_phase_of_a_step(make: Make, whole: Job, phase: str
     job.same_as(whole)
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("rank", "when", "left"), [(1, "torn", [SAVE]), (0, "unnamed", [SAVE]), (0, "named", [SAVE, 2 * SAVE])]
 )

@@ -25,6 +25,7 @@ PLACES = 3
 """Of a parameter in the file."""
 
 
+@pytest.mark.prove
 def test_killed_within_a_step(make: Make, whole: Job) -> None:
     """Some weights and moments are a step ahead of others when it dies. It goes on from its checkpoint to the losses of
     the run that was in memory and that nothing disturbed, and nothing is left of the file."""

@@ -10,7 +10,7 @@ from tests.faults.job import Job
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("where", "who", "said"),
     [

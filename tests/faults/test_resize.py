@@ -20,6 +20,7 @@ def hashes(job: Job, kind: str, step: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.prove
 def test_four_ranks_zero3_then_two_ranks_zero1_then_one(make: Make, whole: Job) -> None:
     """Each begins with exactly the tensors that the one before saved. Losses go on within 1e-6 relative of the run of
     two: sums are taken in another order, in fp32."""

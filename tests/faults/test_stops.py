@@ -79,7 +79,7 @@ def stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_a_rank_is_killed_under_the_launcher_and_the_same_command_goes_on(make: Make, whole: Job) -> None:
     job = make("launcher-rank")
     words = job.write()
@@ -118,7 +118,7 @@ def test_the_launcher_is_killed_and_no_rank_outlives_it(make: Make, whole: Job) 
     job.same_as(whole)
 
 
-@pytest.mark.rare(2)
+@pytest.mark.prove
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_to_the_launcher_saves_and_stops(make: Make, whole: Job, number: signal.Signals) -> None:
     """SIGTERM to the launcher alone, as from a scheduler; Ctrl-C to all, as from a terminal. It comes while one rank is
@@ -154,7 +154,7 @@ def pending(pid: int, number: int) -> bool:
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("number", "rank"), [("SIGTERM", 1), ("SIGUSR1", 0)])
 def test_a_request_to_one_rank_stops_all_of_them(make: Make, whole: Job, number: str, rank: int) -> None:
     job = make(f"one-{number}")

@@ -30,7 +30,7 @@ def ended_by(job: Job, killed: int, codes: list[int]) -> None:
     assert found.rank in {0, 1, 2, 3} - {killed}
 
 
-@pytest.mark.rare(4)
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("phase", "rank"),
     [
@@ -57,7 +57,7 @@ def test_a_rank_killed_in_any_phase_of_a_step(make: Make, undisturbed: Job, phas
     job.same_as(undisturbed)
 
 
-@pytest.mark.rare(3)
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("rank", "when", "left"), [(3, "torn", [SAVE]), (0, "unnamed", [SAVE]), (0, "named", [SAVE, 2 * SAVE])]
 )
@@ -78,7 +78,7 @@ def test_a_rank_killed_while_it_saves(
     assert not [path.name for path in (job.directory / "checkpoints").iterdir() if "tmp" in path.name]
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_a_run_killed_again_and_again(make: Make, undisturbed: Job) -> None:
     """Before the first checkpoint, twice in the same stretch, and after the last step: each of the four ranks once."""
     job = make("tp-again", strategy="tp-zero3", world=4)

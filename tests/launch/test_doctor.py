@@ -288,7 +288,7 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_two_ranks_measure_this_machine(tmp_path: Path) -> None:
     process = start(tmp_path, "run.device=cpu", "run.nproc=2", "-o", "cluster.yaml", "--json")
     out, err = process.communicate(timeout=270)

@@ -217,7 +217,7 @@ def test_the_backward_of_narrow_documents_is_that_of_fp32_rounded(
         assert torch.equal(found, piecewise) and torch.equal(found, right.to(dtype))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("dtype", "products"), [(torch.bfloat16, "highest"), (torch.float32, "medium")])
 def test_documents_of_new_lengths_take_no_more_memory(dtype: torch.dtype, products: str) -> None:
     """200 steps, each with a length that none had before, through a process of its own: 0.5 GiB once."""

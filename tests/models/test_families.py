@@ -233,6 +233,7 @@ def test_long_and_short_factors_are_chosen_by_sequence() -> None:
         torch.testing.assert_close(together[row], model(ids[row : row + 1], positions[row : row + 1], MaskSpec())[0])
 
 
+@pytest.mark.prove
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about its own tracing
 @pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
 def test_a_block_compiles_whole(family: str) -> None:

@@ -96,6 +96,7 @@ def test_slices(tmp_path: Path) -> None:
         assert value.untyped_storage().nbytes() == value.numel() * 4
 
 
+@pytest.mark.prove
 def test_reading_a_slice_allocates_the_slice_alone(tmp_path: Path) -> None:
     """Anonymous memory of a fresh process grows by less than 8 MiB when 1 MiB of a 256 MiB tensor is read."""
     shape = (2**16, 2**10)

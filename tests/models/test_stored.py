@@ -173,6 +173,7 @@ def test_a_model_in_mxfp4_computes_what_transformers_computes(tmp_path: Path) ->
     assert relative(ours(ids, positions, MaskSpec()), reference) < 2e-5
 
 
+@pytest.mark.prove
 def test_reading_a_slice_of_a_stack_allocates_the_slice_alone(tmp_path: Path) -> None:
     """Anonymous memory of a fresh process grows by less than 8 MiB when 1 MiB of a stack of 256 MiB is read."""
     shape = (8, 2048, 4096)

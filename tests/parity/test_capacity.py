@@ -67,7 +67,7 @@ def test_training_is_that_of_one_process(ranks: RankPool) -> None:
     proved(ranks, SAMPLE)
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_training_is_that_of_one_process_in_other_layouts(ranks: RankPool) -> None:
     proved(ranks, {name: case for name, case in CASES.items() if name not in SAMPLE})
 
@@ -132,11 +132,12 @@ def tells(pool: RankPool, cases: dict[str, Case]) -> None:
             assert sum(answer[place][1] for answer in answers) == pytest.approx(times * ranks * kept, rel=1e-12), name
 
 
+@pytest.mark.prove
 def test_the_share_that_is_dropped(ranks: RankPool) -> None:
     tells(ranks, {"ep, full": SAMPLE["ep, full"]})
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_the_share_that_is_dropped_in_other_layouts(ranks: RankPool) -> None:
     tells(ranks, {name: (spec, of) for name, (spec, of) in CASES.items() if name != "ep, full" and of.lora is None})
 

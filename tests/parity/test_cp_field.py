@@ -83,7 +83,7 @@ WHERE: dict[str, Callable[[Workload, int], list[Sample]]] = {
 }
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize("where", WHERE)
 def test_it_is_one_process(ranks: RankPool, where: str) -> None:
     """Loss, norm, every first gradient, and weights after two steps, whoever has the labels and wherever borders

@@ -53,7 +53,7 @@ SIDES = (
 )
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("place", range(len(SIDES)))
 def test_a_run_goes_on_under_another_layout(eight: RankPool, tmp_path: Path, place: int) -> None:

@@ -25,13 +25,13 @@ def test_every_pair_is_met() -> None:
     assert len(FEW) == sum(case.plan.layout.world <= 4 for case in CASES)
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "model", "cp", "strategy"), FEW)
 def test_up_to_four_ranks(ranks: RankPool, pairs: Path, kind: str, model: str, cp: int, strategy: str) -> None:
     prove(ranks, pairs, [FEW[kind, model, cp, strategy]])
 
 
-@pytest.mark.rare(4)
+@pytest.mark.prove
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", MODELS)
 def test_eight_ranks(eight: RankPool, pairs: Path, model: str) -> None:

@@ -148,6 +148,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.prove
 def test_every_strategy(ranks: RankPool, pairs: Path) -> None:
     holds(ranks, pairs, [plan(strategy, 2, remat, m) for strategy, remat, m in SETTINGS])
 
@@ -161,6 +162,7 @@ def test_one_process_and_four(ranks: RankPool, pairs: Path) -> None:
 ADAPTERS = Lora(3, 6.0, frozen="fp64")
 
 
+@pytest.mark.prove
 def test_adapters(ranks: RankPool, pairs: Path) -> None:
     """The reference is the model without them."""
     holds(ranks, pairs, [plan(s, 2, remat, m, ADAPTERS) for s, remat, m in SETTINGS[::2]])
@@ -182,6 +184,7 @@ def test_tensor_parallelism(ranks: RankPool, pairs: Path, sequence: bool) -> Non
     holds(ranks, pairs, [cut(plan("zero3", 2, "full", 2)), cut(plan("zero1", 2, "none", 1, ADAPTERS))], EVEN)
 
 
+@pytest.mark.prove
 def test_validation_under_tensor_parallelism(ranks: RankPool, pairs: Path) -> None:
     """Of texts and of held-out pairs: as one process finds, the same bits on every rank."""
     one = replace(plan("ddp", 1, "none", 1, ADAPTERS), batch=Batch(1, 4, SEQ_LEN, loss_chunk_tokens=23))

@@ -214,7 +214,7 @@ def train_with_faults(rank: int, world: int, names: list[str]) -> list[tuple[par
     return planted.take_steps(rank, [FAULTS[name] for name in names])
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_planted_fault_is_caught(ranks: RankPool, world: int) -> None:
     faults = {name: fault for name, fault in FAULTS.items() if fault[2].layout.world == world}

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[ModelSpec, tuple[Plan, ...]]] = {
 }
 
 
-@pytest.mark.rare(3)
+@pytest.mark.prove
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_one_process(ranks: RankPool, case: str) -> None:
     """Loss, norm, every first gradient, and weights after two steps."""
@@ -109,7 +109,7 @@ FAVOURED: dict[str, tuple[Favoured, int]] = {
 """How routers begin, and how many experts a token goes to."""
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", FAVOURED)
 def test_E3_an_expert_with_no_token_has_gradients_of_zeros_and_decays(ranks: RankPool, case: str) -> None:
     """On whichever rank it is: not None, with which an optimizer would pass it over."""
@@ -165,6 +165,7 @@ def test_E13_ranks_that_come_late_or_have_nothing_to_learn(ranks: RankPool, of: 
     assert not compared.wrong(1e-9)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("spec", "of"),
     [

@@ -29,7 +29,7 @@ def test_up_to_four_ranks(ranks: RankPool, model: str, ep: int, strategy: str, r
     prove(ranks, [FEW[model, ep, strategy, remat]])
 
 
-@pytest.mark.rare(4)
+@pytest.mark.prove
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", MODELS)
 def test_eight_ranks(eight: RankPool, model: str) -> None:

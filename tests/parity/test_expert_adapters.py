@@ -85,13 +85,13 @@ def prove(ranks: RankPool, spec: ModelSpec, plans: list[Plan]) -> None:
     holds(drawn.prove(ranks, spec, plans, 2), plans)
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix
 @pytest.mark.parametrize("which", range(len(TWO)))
 def test_two_ranks(ranks: RankPool, which: int) -> None:
     prove(ranks, MIX, TWO[which : which + 1])
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_four_ranks(ranks: RankPool) -> None:
     prove(ranks, MIX, FOUR)
 
@@ -103,7 +103,7 @@ def test_in_four_bits(ranks: RankPool, which: int) -> None:
     prove(ranks, WIDE, SMALL_TWO[which : which + 1])
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_in_four_bits_on_four_ranks(ranks: RankPool) -> None:
     prove(ranks, WIDE, SMALL_FOUR)
 
@@ -121,7 +121,7 @@ def test_every_expert_of_every_layout_trains_its_own(ranks: RankPool) -> None:
                 assert bool(each.flatten(1).any(1).all()), name
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_what_is_dropped_is_dropped_again(ranks: RankPool) -> None:
     """Recomputed or not the losses are the same to the bit, also where the ranks of a tp group send other rows."""
     dropping = replace(LORA, dropout=0.4)

@@ -53,11 +53,12 @@ def proved(pool: RankPool, names: list[str]) -> None:
             holds(drawn.prove(pool, spec, plans, 2), plans)
 
 
+@pytest.mark.prove
 def test_e6_e7_e9_c17_gradients_of_a_sample(ranks: RankPool) -> None:
     proved(ranks, [*SAMPLE])
 
 
-@pytest.mark.rare(2)
+@pytest.mark.prove
 @pytest.mark.parametrize("group", GROUPS)
 def test_gradients(ranks: RankPool, group: str) -> None:
     proved(ranks, [name for name in GROUPS[group] if name not in SAMPLE])
@@ -72,11 +73,12 @@ def test_gradients_in_other_dtypes(compute: Any) -> None:
     assert found.gradient.error <= 1e-5 if compute == "fp32" else found.turn.error <= 1e-3, found
 
 
+@pytest.mark.prove
 def test_e10_losses_and_loads_of_a_sample(ranks: RankPool) -> None:
     told(ranks, SAMPLE[1:])
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_e10_losses_and_loads(ranks: RankPool) -> None:
     told(ranks, [name for name in PLANS if name not in SAMPLE[1:]])
 
@@ -156,6 +158,7 @@ def train_with_faults(rank: int, world: int, names: list[str]) -> list[tuple[Any
     return planted.take_steps(rank, [FAULTS[name] for name in names])
 
 
+@pytest.mark.prove
 def test_every_planted_fault_is_caught(ranks: RankPool) -> None:
     planted.all_seen(FAULTS, ranks.run(train_with_faults, list(FAULTS), world=2, timeout_s=300))
 
@@ -170,6 +173,7 @@ def counted_with_faults(rank: int, world: int) -> Mapping[str, list[StepStats]]:
     return {"right": experts.counted(rank, world, [again])[0], "padding": padding, "doubled": doubled}
 
 
+@pytest.mark.prove
 def test_planted_faults_of_the_counts_are_caught(ranks: RankPool) -> None:
     """13 tokens over two ranks, of which the second has one of padding."""
     found = ranks.run(counted_with_faults, world=2)[0]

@@ -32,7 +32,7 @@ def trained(rank: int, world: int, of: Plan) -> tuple[parity.Trace, list[StepSta
     return trace, stats, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.rare(2)
+@pytest.mark.big
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled(ranks: RankPool, name: str) -> None:

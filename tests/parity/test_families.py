@@ -12,12 +12,13 @@ from tests.parity.cases import FP64, GEMMA, QWEN, plan
 from tests.parity.test_fp64 import holds
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_gemma(ranks: RankPool) -> None:
     plans = [plan("ddp", 2, FP64, Remat("full"), 4), plan("zero3", 2, FP64, Remat("selective"), 4)]
     holds(parity.prove(ranks, GEMMA, plans), plans)
 
 
+@pytest.mark.prove
 def test_qwen(ranks: RankPool) -> None:
     plans = [plan("zero1", 2, FP64, Remat("selective"), 4), plan("zero3", 2, FP64, Remat("full"))]
     holds(parity.prove(ranks, QWEN, plans), plans)

@@ -168,7 +168,7 @@ def train_with_faults(rank: int, world: int, spec: ModelSpec, names: list[str]) 
     return traces
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_planted_fault_is_caught(ranks: RankPool, world: int) -> None:
     names = [name for name, (_, of) in FAULTS.items() if of.layout.world == world]

@@ -44,7 +44,7 @@ def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
     same_to_the_bit(ranks, case.spec, case.plan, without(case.plan))
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_held_and_copied(case: Case) -> None:
     for copied in as_planned(case.spec, case.plan):
@@ -60,7 +60,7 @@ def compiled_steps(rank: int, world: int, case: Case) -> list[parity.Trace]:
         ]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["one rank", "zero3"])
 def test_compiled_blocks(ranks: RankPool, layout: str) -> None:
     case = next(case for case in CASES if case.layout == layout and case.frozen == "uneven")
@@ -82,6 +82,7 @@ def test_every_schedule(ranks: RankPool, schedule: str) -> None:
     as_planned(spec, plan)
 
 
+@pytest.mark.prove
 def test_experts_of_blocks_without_backward_stay_away(ranks: RankPool) -> None:
     """The backward of the block after them gathers nothing of them: they have no memory by then."""
     layout, frozen = Layout(dp_shard=4, ep=2), ("embed.*", "layers.0.*", "layers.1.*")

@@ -112,6 +112,7 @@ def gradients_hold(ranks: RankPool, spec: ModelSpec, *plans: Plan) -> None:
     holds(drawn.prove(ranks, spec, both), both)
 
 
+@pytest.mark.prove
 def test_t5_the_last_norm_under_sequence_parallelism(ranks: RankPool) -> None:
     of = plan("ddp", 1, 2, sequence=True)
     assert {"norm.weight", "layers.0.mlp_norm.weight"} <= alike(seen(ranks, EVEN, of))
@@ -135,6 +136,7 @@ def test_t7_copies_of_norms_biases_and_adapters(ranks: RankPool, sequence: bool)
     gradients_hold(ranks, HEADS, adapted, trained)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero3", marks=pytest.mark.prove)])
 def test_t8_the_norm_of_gradients_and_what_is_clipped(ranks: RankPool, strategy: str) -> None:
     """The same bits on every rank, and one process's norm; gradients are clipped in every step."""
@@ -192,6 +194,7 @@ def test_t19_what_is_trained_is_what_was_asked(ranks: RankPool, lora: Lora) -> N
             assert rank.changed() == asked
 
 
+@pytest.mark.prove
 def test_k4_what_is_cut_twice_is_put_together_in_order(ranks: RankPool) -> None:
     """By FSDP2 and by tensor parallelism along one dim, bit by bit as one process: ids that neither divides, and rows
     and columns that tensor parallelism divides, as it must, into shares that FSDP2 does not. Checkpoints that other

@@ -41,6 +41,7 @@ def test_fp32(ranks: RankPool) -> None:
             assert measured.loss.error <= 1e-6 and measured.gradient.error <= 1e-5, f"{measured}\nunder {of}"
 
 
+@pytest.mark.prove
 def test_bf16_compute_with_fp32_weights(ranks: RankPool) -> None:
     """Gradients reduced in fp32."""
     plans = covering(BF16)

@@ -62,7 +62,7 @@ def frozen_plan(strategy: str, world: int, frozen: tuple[str, ...], remat: str, 
 CASES = pairwise(FROZEN, STRATEGIES, ("none", "selective", "full"), (1, 2))
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", FROZEN)
 def test_every_strategy(ranks: RankPool, what: str) -> None:
     holds(ranks, UNTIED, [frozen_plan(s, 2, FROZEN[what], remat, m) for of, s, remat, m in CASES if of == what])
@@ -76,6 +76,7 @@ def test_hybrid_and_part_of_the_ranks(ranks: RankPool, what: str) -> None:
     holds(ranks, UNTIED, [hybrid, replace(three, shard=replace(three.shard, reshard_after_forward=2))])
 
 
+@pytest.mark.prove
 def test_tied_embedding(ranks: RankPool) -> None:
     holds(ranks, TIED, [frozen_plan(s, 2, ("embed.*",), "none", 2) for s in ("ddp", "zero1", "zero3")])
 

@@ -16,7 +16,7 @@ from tests.parity.test_fp64 import holds
 from tests.parity.test_lora import holds as adapters_hold
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
 def test_full(ranks: RankPool, kind: str) -> None:
     spec = replace(spec_of(kind), initializer_range=0.3)
@@ -24,6 +24,7 @@ def test_full(ranks: RankPool, kind: str) -> None:
     holds(parity.prove(ranks, spec, plans), plans)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
 def test_adapters(ranks: RankPool, kind: str) -> None:
     spec = replace(spec_of(kind), initializer_range=0.3)

@@ -59,7 +59,7 @@ TARGETS: dict[str, tuple[str, ...]] = {"all-linear": (), "q and v": ("q", "v"), 
 CASES = pairwise(TARGETS, STRATEGIES, ("none", "selective", "full"), (1, 2))
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize("targets", TARGETS)
 def test_every_strategy(ranks: RankPool, targets: str) -> None:
     lora = Lora(3, 6.0, TARGETS[targets])
@@ -102,6 +102,7 @@ def test_hybrid_tied_and_rank_stabilised(ranks: RankPool) -> None:
     holds(ranks, TIED, [lora_plan("hsdp", 4, lora, "full", 2), lora_plan("zero3", 4, lora, "none", 1)])
 
 
+@pytest.mark.prove
 def test_magnitudes_begin_as_the_model_came(ranks: RankPool) -> None:
     """In bf16 too, where a sharded magnitude is gathered rounded: B is zero, so the first loss is LoRA's to the bit.
     The frozen weights are kept as they are computed with, which is what ``lora.frozen: auto`` does."""
@@ -112,6 +113,7 @@ def test_magnitudes_begin_as_the_model_came(ranks: RankPool) -> None:
             assert plain.losses == sized.losses
 
 
+@pytest.mark.prove
 def test_bf16(ranks: RankPool) -> None:
     """Adapters apart and in one matrix round differently in bf16, each product by 2^-9: losses agree to 5e-3, and the
     gradients of B point the same way (cosine 0.99; A's are zero in the first step)."""

@@ -45,7 +45,7 @@ def test_every_layout_is_met() -> None:
     assert {(leave_early(case.plan), case.fraction) for case in CASES} == {*product((False, True), FRACTIONS)}
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
     """Losses, norms, first gradients, and all that each rank holds after each step; gradients are clipped."""
@@ -67,7 +67,7 @@ WITH_WEIGHTS = replace(ZERO3, offload=Offload("nvme", weights="nvme"))
 SIDES = (ZERO3, without(ONE), ON_NVME, STAGED, without(FOUR), WITH_WEIGHTS)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix
 @pytest.mark.parametrize("place", range(len(SIDES)))
 def test_a_run_goes_on_with_and_without(ranks: RankPool, tmp_path: Path, place: int) -> None:
     targets = [SIDES[(place + step) % len(SIDES)] for step in (0, 1)]
@@ -168,7 +168,7 @@ def take_steps(rank: int, world: int, name: str) -> tuple[parity.Trace, parity.T
         return right, drawn.take_steps(rank, spec, plan, STEPS)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(ranks: RankPool, name: str) -> None:
     """What the proof above compares is not equal."""

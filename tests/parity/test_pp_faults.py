@@ -137,7 +137,7 @@ def train_with_faults(rank: int, world: int, names: list[str]) -> list[tuple[par
     return planted.take_steps(rank, [FAULTS[name] for name in names])
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_planted_fault_is_caught(ranks: RankPool, name: str) -> None:
     world = FAULTS[name][2].layout.world

@@ -75,6 +75,7 @@ def test_P10_what_is_recomputed_for_the_first_half_is_kept_no_longer_than_the_se
     assert found["full"].measured.peak_bytes < found["none"].measured.peak_bytes
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("schedule", "strategy", "ids"),
     [
@@ -105,6 +106,7 @@ def test_tied_ends_are_alike_after_each_of_twenty_steps(
         before = copies[0]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("schedule", [*TWO, pytest.param("interleaved", marks=pytest.mark.prove)])
 def test_P15_P16_evaluation_before_and_between_steps(ranks: RankPool, schedule: str) -> None:
     """Every rank comes through, and all say what one process says."""

@@ -36,7 +36,7 @@ class Staged:
 SIDES = [Staged(name) for name in ("zero1", "1f1b", "interleaved", "zbv", "1f1b x tp 2", "zero3")]
 
 
-@pytest.mark.rare(3)
+@pytest.mark.prove
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("source", SIDES, ids=lambda side: side.name)
 def test_K3_a_run_goes_on_under_every_layout(ranks: RankPool, tmp_path: Path, source: Staged) -> None:

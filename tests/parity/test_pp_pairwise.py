@@ -30,7 +30,7 @@ def test_up_to_four_ranks(ranks: RankPool, pairs: Path, schedule: str, model: st
     prove(ranks, pairs, [FEW[schedule, model, strategy]])
 
 
-@pytest.mark.rare(4)
+@pytest.mark.prove
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", MODELS)
 def test_eight_ranks(eight: RankPool, pairs: Path, model: str) -> None:

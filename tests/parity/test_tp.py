@@ -35,6 +35,7 @@ def test_two_ranks(ranks: RankPool, sequence: bool) -> None:
     holds(drawn.prove(ranks, EVEN, plans), plans)
 
 
+@pytest.mark.prove
 def test_beside_strategies(ranks: RankPool) -> None:
     """The models, the other strategies and degrees and all pairs of settings are in test_tp_pairwise.py."""
     plans = [
@@ -59,6 +60,7 @@ def test_tokens_that_the_ranks_do_not_divide(ranks: RankPool) -> None:
     holds(drawn.prove(ranks, EVEN, plans), plans)
 
 
+@pytest.mark.prove
 def test_fp32_and_bf16(ranks: RankPool) -> None:
     """Loss and first gradients, with the tolerances of test_fp32_bf16.py; more in test_tp_pairwise.py. Of weights of
     0.1: with those of 0.3 the plain loop itself, in bf16, is 1e-3 from the gradients in fp64."""

@@ -18,7 +18,7 @@ ADAPTERS = Lora(4, 8.0, frozen="fp64")
 DORA = replace(ADAPTERS, dora=True)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole"])
 def test_norms_over_whole_projections(ranks: RankPool, sequence: bool) -> None:
     plans = [
@@ -49,6 +49,7 @@ WIDE = replace(BIASED, name="tiny-wide", hidden_size=64, intermediate_size=256, 
 """Of whose rows two ranks have whole blocks of 64, and four too."""
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.prove)], ids=["whole", "sequence"])
 def test_weights_in_four_bits(ranks: RankPool, sequence: bool) -> None:
     """They are quantised whole, then cut, by rows and by columns."""

@@ -60,7 +60,7 @@ MORE: dict[str, tuple[ModelSpec, Plan]] = {
 }
 
 
-@pytest.mark.rare(4)
+@pytest.mark.prove
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_plan(ranks: RankPool, name: str) -> None:
     compiled_holds(ranks, *CASES[name])

@@ -93,7 +93,7 @@ def run(job: Job, name: str | None, *, save: bool = False) -> float:
     return go(STEPS)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "sequence"), list(zip(LORAS, (True, False, True), strict=True)))
 def test_an_exported_adapter(ranks: RankPool, tmp_path: Path, kind: str, sequence: bool) -> None:
     """Ranks of one layout have one loss, to the bit, before and after; those of others to 1e-9, but with magnitudes to

@@ -90,6 +90,7 @@ def train_with_faults(rank: int, world: int, names: list[str]) -> list[tuple[par
     return planted.take_steps(rank, [FAULTS[name] for name in names])
 
 
+@pytest.mark.prove
 def test_every_planted_fault_is_caught(ranks: RankPool) -> None:
     planted.all_seen(FAULTS, ranks.run(train_with_faults, list(FAULTS), world=2))
 

@@ -31,7 +31,7 @@ def test_every_pair_is_met() -> None:
     assert {case.tp for case in CASES} == {2, 4, 8}
 
 
-@pytest.mark.rare(3)
+@pytest.mark.prove
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", MODELS)
 def test_layouts(eight: RankPool, pairs: Path, model: str) -> None:
@@ -53,7 +53,7 @@ def in_type(case: Case, precision: Precision) -> Plan:
     )
 
 
-@pytest.mark.rare(4)
+@pytest.mark.prove
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", [model for model in MODELS if model != "pairs"])
 def test_fp32_and_bf16(eight: RankPool, model: str) -> None:
@@ -129,7 +129,7 @@ ODD = replace(MODELS["biased"], hidden_size=17, intermediate_size=28)
 """Beside 67 ids: columns and, with 4 ranks, shares of rows that two data-parallel ranks do not divide."""
 
 
-@pytest.mark.rare(3)
+@pytest.mark.prove
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("tp", DEGREES)
 def test_a_run_goes_on_under_another_layout(eight: RankPool, tmp_path: Path, tp: int) -> None:

@@ -67,7 +67,7 @@ def as_planned(spec: ModelSpec, plan: Plan) -> list[Counter[tuple[str, str]]]:
     return [Counter(each.measured.copied) for each in found]
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
     same_to_the_bit(ranks, case.spec, case.plan, without(case.plan))
@@ -91,7 +91,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(ranks: RankPool, schedule: str, tier: str) -> None:
@@ -131,7 +131,7 @@ def counted() -> Iterator[Counter[tuple[str, str]]]:
         yield total
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["one rank", "zero3"])
 def test_compiled_blocks(ranks: RankPool, layout: str) -> None:
     case = next(case for case in CASES if case.layout == layout and case.model == "tied")

@@ -14,6 +14,7 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 
 
+@pytest.mark.prove
 def test_one_process_traces_what_is_asked_for_in_turn_and_tells_it_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def test_1_state_that_fits_one_gpu_is_replicated() -> None:
     assert kind(plans(ONE_B, "8xH100").chosen) in ("ddp", "zero1")
 
 
+@pytest.mark.prove
 def test_2_adapters_whose_base_fits_are_replicated() -> None:
     """16 GB in bf16 on cards of 80; 5 GB in four bits on cards of 24."""
     nf4 = {"rank": 16, "frozen": "nf4"}
@@ -103,7 +104,7 @@ def on_host(spec: ModelSpec, cluster: str, gib: int, **train: object) -> Plan:
     return Search(Recipe.model_validate(asked), spec, machines).chosen
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_4_a_70b_on_two_nodes_of_eight_cards_of_96_gb() -> None:
     """ "Shard in the node, replicate across" is 131 GiB of state a card: overruled. Shards over all 16 fit tightly, and
     wait for the network two thirds of a step. With moments on the hosts stages fit, three times as fast; shards in the
@@ -122,6 +123,7 @@ def test_4_a_70b_on_two_nodes_of_eight_cards_of_96_gb() -> None:
     assert fits(plans(SEVENTY_B, cluster, train=train, lora={"rank": 16}).chosen)
 
 
+@pytest.mark.prove
 def test_5_a_70b_on_eight_gpus() -> None:
     """1,129 GB of state at 16 bytes a parameter, 847 at 12, against 640: reproduced. Adapters fit. So does the model
     with the optimizer on the host and one micro-batch, if the host has room for 1,051 GiB."""
@@ -144,6 +146,7 @@ def test_6_a_70b_on_one_node_of_four() -> None:
     assert not fits(packed) and peak_share(packed) > 1
 
 
+@pytest.mark.prove
 def test_6_but_tightly_with_the_optimizer_on_the_host_and_well_with_weights_there() -> None:
     """A card of 96 GB then has 66 GiB of weights, activations and one gradient: the gradients of several micro-batches,
     which would be another 66, are added up on the host. With the weights of blocks there too it has 4 GiB of them."""
@@ -217,6 +220,7 @@ def test_21_fifteen_million_tokens_on_32_gpus() -> None:
     assert fifteen.estimate.host_bytes < parse_cluster("1xH100").host_memory_bytes
 
 
+@pytest.mark.prove
 def test_14_7b_to_30b_on_a_few_nodes() -> None:
     """Full shard or hybrid; where micro-batches accumulate, zero1 or zero2 if it fits. Over slow cards two stages, one
     a node, are faster still by a twentieth. A 32B without stages is fully sharded too; pairs of tensor parallelism in
@@ -255,7 +259,7 @@ def test_15_what_fits_one_device_takes_no_technique() -> None:
 SIZES = (ONE_B, SEVENTY_B, FOUR_HUNDRED_B)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.big
 @pytest.mark.parametrize(
     ("cluster", "holds"), [("16x8xH100+3.2Tb/node", 3), ("16x8xH100+400Gb/node", 3), ("16x8xL40S+100Gb/node", 2)]
 )
@@ -276,6 +280,7 @@ def test_11_tensor_parallelism_stays_in_the_node() -> None:
         assert max(plan.layout.tp for plan in plans(SEVENTY_B, cluster).all) == 8
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("cluster", "most_tp"), [("8x8xH100+400Gb/node", 8), ("16x8xL40S+100Gb/node", 2)])
 def test_11_stages_are_across_nodes(cluster: str, most_tp: int) -> None:
     """A stage's ranks are one node's, tensor-parallel as far as its links are quick; only stages send over the
@@ -329,6 +334,7 @@ def test_30_the_bubble(ranks: int, stages: int, micro_batches: int) -> None:
     assert sum(step.idle_s) / sum(step.busy_s) == pytest.approx(ideal)
 
 
+@pytest.mark.prove
 def test_17_an_8b_is_not_comfortable_with_ddp_on_32_gb() -> None:
     """State is 16 bytes a parameter, of which the card holds those of 2 B: a 1.7B's fits, a 3.2B's does not."""
     assert peak_share(families(plans(EIGHT_B, "8xRTX-5090"))["ddp"]) > 3
@@ -409,6 +415,7 @@ def test_27_hybrid_shard_of_a_70b_over_two_nodes() -> None:
         assert wires.seconds("all_reduce", "dp_replicate", a_rank) == pytest.approx(took_s, rel=0.02)
 
 
+@pytest.mark.prove
 def test_28_exposed_communication() -> None:
     """t / (t + c) where nothing overlaps, which for 5.6 s sent and 5 computed is half; what a plan exposes is less, and
     it tells both."""
@@ -485,7 +492,7 @@ def test_35_the_margin() -> None:
     assert peak_share(tight.chosen) <= MARGIN and all(fits(plan) for plan in tight.known.fastest(tight.all))
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_long_rows_are_shared() -> None:
     """8B at 131,072 tokens on two nodes: without context parallelism nothing stays below the margin; with it the step
     computes, and waits for little."""

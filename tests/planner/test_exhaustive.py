@@ -81,6 +81,7 @@ def every(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> list[Plan]:
     return [timed(spec, plan, cluster) if fits(plan) else plan for plan in found]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("case", THREE, ids=str)
 def test_the_choice_is_as_fast_as_the_best_of_all(case: Case) -> None:
     check(case)
@@ -91,7 +92,7 @@ def test_generated_cases_meet_every_value() -> None:
     assert (models, methods, clusters, lengths) == ({*MODELS}, {*METHODS}, {*CLUSTERS}, {2048, 4096, 8192})
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", generated(30), ids=str)
 def test_generated(case: Case) -> None:
     check(case)
@@ -114,7 +115,7 @@ def check(case: Case) -> None:
         assert chosen.estimate.peak_bytes <= 1.02 * least or MARGIN < peak_share(chosen) < 1
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "case",
     [
@@ -151,6 +152,7 @@ def test_bounds_of_experts_that_are_spread() -> None:
         assert bounds.stand(plan, peak_share(priced))
 
 
+@pytest.mark.prove
 def test_the_table_and_the_reason_agree() -> None:
     """The chosen plan is in the table, nothing that fits above it is faster by more than runs differ, and what the
     reason compares it with is the next kind of the table without stages."""

@@ -50,6 +50,7 @@ def test_bounds_of_degrees_are_below_all_of_their_plans() -> None:
             assert least_s <= seconds(timed(EIGHT_B, price(EIGHT_B, plan, machines), machines)).step_s
 
 
+@pytest.mark.prove
 def test_a_pipeline_is_taken_where_it_is_faster_than_all_else() -> None:
     """70 B on eight nodes with one slow card each: what tensor parallelism in the node leaves to be summed between
     nodes takes longer than what stages idle. A model of 1 B on one node of fast links gains nothing by stages."""
@@ -62,6 +63,7 @@ def test_a_pipeline_is_taken_where_it_is_faster_than_all_else() -> None:
     assert Search(recipe(), ONE_B, parse_cluster("8xH100")).chosen.layout.pp == 1
 
 
+@pytest.mark.prove
 def test_a_pin_wins() -> None:
     for pins in ({"pp": 2}, {"pp": 4, "schedule": "interleaved", "stages_per_rank": 4}, {"pp": 2, "schedule": "zbv"}):
         plan = Search(recipe(parallel=pins), EIGHT_B, parse_cluster("8xH100")).chosen
@@ -86,6 +88,7 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(pins: dict[str, obj
     assert any(fix in problem.fix for problem in refused.value.problems)
 
 
+@pytest.mark.prove
 def test_the_table_has_the_best_pipelines_with_and_without_tensor_parallelism() -> None:
     found = {kind(plan): plan for plan in Search(recipe(256), EIGHT_B, parse_cluster("2x8xH100+400Gb/node")).families()}
     assert found["pp"].layout.tp == 1 < found["pp"].layout.pp and found["pp x tp"].layout.tp > 1

@@ -23,7 +23,7 @@ def share(plan: Plan) -> float:
     return plan.estimate.peak_bytes / plan.estimate.capacity_bytes
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("words", "cluster", "expected"),
     [
@@ -75,6 +75,7 @@ def test_what_is_named_fits_when_it_is_typed(words: list[str], cluster: str, exp
         assert remedy.price
 
 
+@pytest.mark.prove
 def test_where_no_single_change_is_enough_the_closest_are_named() -> None:
     asked = load_recipe(None, [MODEL, "seq_len=4096"])
     cluster = parse_cluster("1x4090")
@@ -113,6 +114,7 @@ def test_all_blocks_are_no_more_of_the_optimizer() -> None:
     assert load_recipe(None, ["offload.optimizer_fraction=1.0"]).offload.optimizer == "none"
 
 
+@pytest.mark.prove
 def test_pins_that_stand_in_the_way() -> None:
     """On two devices a model of 1.2 B parameters: as replicas; with eight rows at a time."""
     words = ["model=meta-llama/Llama-3.2-1B", "seq_len=4096", "precision=bf16", "parallel.tp=1"]
@@ -130,7 +132,7 @@ def test_pins_that_stand_in_the_way() -> None:
         assert change in names and not any(name.startswith("--cluster") for name in names)
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_where_it_is_close_only_what_stays_below_the_margin_is_a_remedy() -> None:
     words = [MODEL, "seq_len=4096", "global_batch=64", "parallel.tp=1"]
     cluster = parse_cluster("2x8xRTX-PRO-6000+200Gb/node")
@@ -142,6 +144,7 @@ def test_where_it_is_close_only_what_stays_below_the_margin_is_a_remedy() -> Non
     assert all(share(remedy.plan) <= MARGIN for remedy in found)
 
 
+@pytest.mark.prove
 def test_the_glance_never_hides_what_fits() -> None:
     for cluster in ("8xH100", "4xH100", "2x4xA100-40GB"):
         machines = parse_cluster(cluster)

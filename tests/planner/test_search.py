@@ -124,6 +124,7 @@ def test_a_cpu_computes_in_fp32_unless_another_type_is_pinned() -> None:
         assert choose(recipe(precision=PrecisionSection(compute=asked)), ONE_B, cpu).precision.compute == asked  # type: ignore[arg-type]
 
 
+@pytest.mark.prove
 def test_what_is_faster_than_the_choice_does_not_fit() -> None:
     """8 B parameters: 96 GB of fp32 state do not fit 80 GB, whatever the activations; a stage that cuts them does."""
     plan, found = choose(recipe(), EIGHT_B, H100S), families(recipe(), EIGHT_B, H100S)
@@ -205,6 +206,7 @@ def test_every_problem_of_the_pins_is_told() -> None:
     assert {problem.code for problem in error.value.problems} == {"PLAN013", "PLAN015"}
 
 
+@pytest.mark.prove
 def test_the_table_has_the_best_of_each_kind_and_what_rules_out_the_others() -> None:
     cluster = parse_cluster("2x8xRTX-PRO-6000+200Gb/node")
     plans = Search(recipe(), SEVENTY_B, cluster).families()
@@ -245,6 +247,7 @@ def test_a_plan_is_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(priced)) == len(priced) < len(search.all)
 
 
+@pytest.mark.prove
 def test_convergence_settings_are_left_alone() -> None:
     for cluster in ("8xH100", "2xH100", "64xRTX-5090"):
         plan = choose(recipe(precision=PrecisionSection(weights="fp32")), ONE_B, parse_cluster(cluster))
@@ -253,6 +256,7 @@ def test_convergence_settings_are_left_alone() -> None:
         assert plan.precision.weights == "fp32"
 
 
+@pytest.mark.prove
 def test_planning_a_known_model_needs_no_torch() -> None:
     code = (
         "import sys\n"
@@ -272,6 +276,7 @@ def test_a_cpu_passes_fewer_logits_at_a_time_than_a_gpu() -> None:
     assert chunks == [128, 2048]
 
 
+@pytest.mark.prove
 def test_chunks_of_the_loss_on_a_gpu_are_as_large_as_memory_allows() -> None:
     """Each chunk reads and writes the fp32 gradient of the output weight once more; its logits take 6 bytes each, and
     beside them their gradient's 2. What is chosen is priced, and never is a plan made not to fit by it."""

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 MEASURED = """
 import json, resource, sys
 from pathlib import Path
@@ -37,6 +39,7 @@ def measured(program: str, *words: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.prove
 def test_a_search_over_16384_gpus() -> None:
     """16,384 sequences leave all degrees of tensor parallelism to search; 2,048 leave one, and take half as long."""
     sequences, model, cluster = 16_384, "meta-llama/Llama-3.1-405B", "2048x8xH100+3.2Tb/node"

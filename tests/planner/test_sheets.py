@@ -44,6 +44,7 @@ def test_shipped_units_are_what_the_code_makes() -> None:
     assert made == {key: sheets.shipped().unit(key) for key in sheets.shipped().keys}
 
 
+@pytest.mark.prove
 def test_some_shipped_units_are_what_the_code_makes() -> None:
     """Others in every version of the code and on every day, the same where it fails and is run again. A change of what
     is traced needs ``python -m shardwise.planner.ship``."""
@@ -117,6 +118,7 @@ def test_an_edit_of_one_technique_does_not_void_the_units_of_others(monkeypatch:
     assert before[0] == after[0] and before[1] != after[1]
 
 
+@pytest.mark.prove
 def test_units_of_other_code_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     variant = next(iter(ship.ordinary()))
     assert sheets.shipped().unit(key_of(variant))
@@ -149,6 +151,7 @@ def plans_without_torch(directory: Path, words: Iterable[str]) -> None:
     assert not (directory / ".cache" / "shardwise" / "sheets").exists()
 
 
+@pytest.mark.prove
 def test_ordinary_plans_need_no_torch(tmp_path: Path) -> None:
     """Known models with one GPU and several, with tensor parallelism, adapters, and 4 bits, and what the README
     plans."""
@@ -164,6 +167,7 @@ def test_ordinary_plans_need_no_torch(tmp_path: Path) -> None:
     plans_without_torch(tmp_path, words)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.prove)], ids=["few seconds", "many"])
 def test_recipes_need_no_torch(tmp_path: Path, long: bool) -> None:
     """Every one that ships, but those of long rows, which try heads and rings at once, and those of mixtures of

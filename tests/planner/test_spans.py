@@ -84,7 +84,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_price_does_not_depend_on_what_was_priced_before(model: str, base: str) -> None:

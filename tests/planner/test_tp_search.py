@@ -21,6 +21,7 @@ def recipe(seq_len: int = 4096, **sections: object) -> Recipe:
     return Recipe.model_validate({"train": Train(seq_len=seq_len, global_batch_size=64), **sections})
 
 
+@pytest.mark.prove
 def test_auto_uses_it_where_it_is_faster_or_nothing_else_fits() -> None:
     """70 B parameters on two nodes: ZeRO-3 with full recomputation is above the margin, half of each layer is not. Of
     an 8 B no layer is too large, and the links cost more than they save."""
@@ -45,6 +46,7 @@ def test_a_degree_that_is_pinned_is_kept(sequence: bool) -> None:
     assert (("tp", "reduce_scatter") in sent) is sequence
 
 
+@pytest.mark.prove
 def test_every_degree_inside_a_node_is_tried_with_the_same_sequences_a_step() -> None:
     search = Search(recipe(), EIGHT_B, parse_cluster("8xH100"))
     assert {plan.layout.tp for plan in search.all} == {1, 2, 4, 8}
@@ -80,6 +82,7 @@ def test_what_cannot_be_is_refused_with_what_to_write(
     assert all(fix in problem.fix for problem in refused.value.problems)
 
 
+@pytest.mark.prove
 def test_the_margin_holds_with_it_too() -> None:
     plan = choose(recipe(131_072), EIGHT_B, parse_cluster("8xH100"))
     assert plan.estimate.peak_bytes <= MARGIN * plan.estimate.capacity_bytes

@@ -109,7 +109,7 @@ def failed(checks: list[Check]) -> list[Check]:
     return [check for check in checks if check.problems]
 
 
-@pytest.mark.rare(12)
+@pytest.mark.rare(20)
 @pytest.mark.parametrize("name", CASES)
 def test_a_planted_fault_is_found_and_its_smallest_layout_is_right(ranks: RankPool, name: str) -> None:
     subject, broken = subject_of(*CASES[name]), FaultyRanks(ranks, name)
@@ -189,7 +189,7 @@ FIELD_CASES: dict[str, tuple[ModelSpec, Plan, str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FIELD)
 def test_what_was_wrong_elsewhere_is_found(ranks: RankPool, name: str) -> None:
     """Megatron-LM#7452: T6 and T11 by parity, K3 by the checkpoint. (C2 and E7 are of axes that are not there yet.)"""
@@ -294,7 +294,7 @@ COMPOSITIONS: dict[str, tuple[ModelSpec, Plan]] = {
 }
 
 
-@pytest.mark.rare(10)
+@pytest.mark.rare(20)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_compositions_of_several_axes_are_certified(ranks: RankPool, name: str) -> None:

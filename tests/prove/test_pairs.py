@@ -25,7 +25,7 @@ def subject_of(names: tuple[str, ...]) -> Certification:
     return found
 
 
-@pytest.mark.rare(16)
+@pytest.mark.rare(24)
 @pytest.mark.parametrize("names", ROWS, ids=", ".join)
 def test_both_are_certified(ranks: RankPool, names: tuple[str, ...]) -> None:
     subject = subject_of(names)

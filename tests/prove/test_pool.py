@@ -42,6 +42,7 @@ def test_meshes_of_one_run_do_not_leak_into_the_next(ranks: RankPool) -> None:
             torch.testing.assert_close(gradient, torch.full((8, 4), (world - 1) / 2))
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted where Linux lists them")
 def test_groups_of_a_run_end_with_it(ranks: RankPool) -> None:
     """Each has threads, which wake all the time: hundreds of them left nothing of the processor to the work."""
@@ -75,6 +76,7 @@ def test_a_failing_rank_is_named_with_its_traceback(ranks: RankPool) -> None:
     assert ranks.run(rank_work.place, world=2) == [(0, 2, 1), (1, 2, 1)]
 
 
+@pytest.mark.prove
 def test_a_hanging_rank_is_stopped_and_its_place_shown() -> None:
     with RankPool(2) as pool:
         pool.run(rank_work.nothing, world=2)

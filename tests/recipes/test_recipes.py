@@ -144,6 +144,7 @@ def test_preference_run_small(tmp_path: Path) -> None:
     assert (tmp_path / "small" / "adapter" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.prove
 def test_all_weights_run_small_with_the_optimizer_on_the_host(tmp_path: Path) -> None:
     """The recipe's own settings, in this process; losses and norms are to the bit what they are without."""
     records = [{"prompt": f"is {i} odd? ", "completion": f"{i % 2}"} for i in range(40)]
@@ -160,6 +161,7 @@ def test_all_weights_run_small_with_the_optimizer_on_the_host(tmp_path: Path) ->
     assert len(lines["host"]) == 3 and lines["host"] == lines["none"]
 
 
+@pytest.mark.prove
 def test_all_weights_beyond_the_gpu_run_small(tmp_path: Path) -> None:
     """The recipe's own settings, in this process; losses and norms are to the bit what they are without."""
     records, lines = [{"prompt": f"{i} is {'odd' if i % 2 else 'even'}"} for i in range(40)], {}
@@ -179,6 +181,7 @@ def test_all_weights_beyond_the_gpu_run_small(tmp_path: Path) -> None:
     assert len(lines["host"]) == 3 and lines["host"] == lines["none"]
 
 
+@pytest.mark.prove
 def test_adapters_over_weights_on_the_host_run_small(tmp_path: Path) -> None:
     """The recipe's own settings, in this process; losses and norms are to the bit what they are without."""
     records = [{"prompt": f"is {i} odd? ", "completion": f"{i % 2}"} for i in range(40)]
@@ -221,7 +224,7 @@ def test_the_quickstart_is_the_model_that_it_says() -> None:
     assert spec.name == "llama-5.3m"
 
 
-@pytest.mark.rare(4)
+@pytest.mark.rare(12)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_recipe_is_certified(path: Path, tmp_path: Path, ranks: RankPool) -> None:

@@ -102,7 +102,7 @@ def test_every_rank_tells_what_one_found_in_its_slice(
     assert told[0].startswith("error[MOD006]: `model.embed_tokens.weight` holds 1 NaN of ")
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS[2::-1])
 def test_weights_that_the_files_have_turned_are_read_and_written_in_any_layout(
     ranks: RankPool, tmp_path: Path, world: int, layout: Layout, strategy: str
@@ -139,6 +139,7 @@ def test_weights_have_the_type_that_the_plan_says(ranks: RankPool) -> None:
             assert {value.dtype for value in weights.values()} == {torch.bfloat16}
 
 
+@pytest.mark.prove
 def test_a_sharded_model_writes_what_a_whole_one_writes(ranks: RankPool) -> None:
     """Greedy and sampled, in fp64; weights are shards again afterwards."""
     model = Decoder(TIED).double()

@@ -68,6 +68,7 @@ def test_a_step_does_nothing_that_torch_would_refuse_on_a_gpu(given: Plan) -> No
     assert not refused
 
 
+@pytest.mark.prove
 def test_torch_is_asked_from_the_beginning_to_the_end(tmp_path: Path) -> None:
     """And what it computes on a CPU does not change. Memory that nothing was written into yet is not filled."""
     asked: list[tuple[bool, bool]] = []

@@ -45,6 +45,7 @@ def events(run: Path, kind: str) -> list[int]:
     return [event["step"] for event in found if event["event"] == kind]
 
 
+@pytest.mark.prove
 def test_a_run_stops_when_validation_no_longer_improves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Validated at 2, 4 (the lowest), 6 and 8; what was counted survives an interruption."""
     made = recipe(tmp_path, **CHANGES)

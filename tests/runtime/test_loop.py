@@ -103,6 +103,7 @@ def test_what_was_saved_is_said_when_the_last_step_was_not(root: Path) -> None:
         train_here(made, at(4, poison))
 
 
+@pytest.mark.prove
 def test_a_run_that_could_not_keep_its_last_checkpoint_says_so_and_has_its_model(
     root: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_run_that_could_not_keep_its_last_checkpoint_says_so_and_has_its_model
     assert found is not None and (found.kind, found.exit_code) == ("error", 73)
 
 
+@pytest.mark.prove
 def test_a_disk_too_full_for_the_last_checkpoint_is_no_success(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps after the newest that is there can be done again."""
     made = recipe(root, "unkept-full")
@@ -131,6 +133,7 @@ def test_a_disk_too_full_for_the_last_checkpoint_is_no_success(root: Path, monke
     assert (directory(made) / "hf" / "model.safetensors").exists()
 
 
+@pytest.mark.prove
 def test_a_step_is_not_longer_for_the_save_before_it(root: Path, slow_disk: None) -> None:
     made = recipe(root, "slow-disk", train={"max_steps": 4}, checkpoint={"asynchronous": False})
     train_here(made)
@@ -276,6 +279,7 @@ def test_a_run_that_broke_ends_as_if_it_had_not(root: Path, whole: Path, step: i
     assert weights_hash(directory(made)) == weights_hash(whole)
 
 
+@pytest.mark.prove
 def test_good_checkpoints_serve_whatever_else_is_damaged(
     root: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -328,7 +332,7 @@ def test_a_damaged_identity_without_a_checkpoint_is_made_anew(root: Path, capsys
     assert "no checkpoint needs it, so the run starts over" in capsys.readouterr().out
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_within_a_step_and_stops(root: Path, whole: Path, number: signal.Signals) -> None:
     made = recipe(root, f"stopped-{number.name}")

@@ -110,7 +110,7 @@ def plain_vision() -> list[float]:
 PLAIN = {"vision": plain_vision, "transformers": plain_transformers}
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "strategies"), [("vision", ("zero1", "zero2")), ("transformers", ("ddp", "zero3"))], ids=PLAIN
 )
@@ -161,6 +161,7 @@ def test_float64(ranks: RankPool, strategy: str, settings: dict[str, Any]) -> No
     same(ranks.run(own_ranks.train, strategy, dict(settings), 5, world=2, timeout_s=120), plain(5))
 
 
+@pytest.mark.prove
 def test_hybrid(ranks: RankPool) -> None:
     same(ranks.run(own_ranks.train, "hsdp", {"nodes": 2}, 5, world=4, timeout_s=120), plain(5))
 
@@ -335,6 +336,7 @@ def test_a_stop_is_seen_by_all_ranks_at_the_same_step(ranks: RankPool, tmp_path:
         ranks.run(own_ranks.stopped, "ddp", str(tmp_path / "cut"), -1, world=1, timeout_s=120)
 
 
+@pytest.mark.prove
 def test_what_is_being_saved_can_be_resumed_from(ranks: RankPool, tmp_path: Path) -> None:
     """As by a loop that goes back after a loss that exploded: the save in flight talks among the ranks too."""
     assert ranks.run(own_ranks.resumed_at_once, str(tmp_path), world=2, timeout_s=30) == [1, 1]
@@ -436,6 +438,7 @@ def test_buffers_of_the_first_rank_are_saved(ranks: RankPool, tmp_path: Path) ->
     assert all(torch.equal(right[name], value) for name, value in found.items())
 
 
+@pytest.mark.prove
 def test_checkpoints_load_under_another_strategy(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(own_ranks.train, "zero3", {}, 3, str(tmp_path), world=4, timeout_s=120)
     found = ranks.run(own_ranks.train, "ddp", {}, 6, str(tmp_path), world=2, timeout_s=120)

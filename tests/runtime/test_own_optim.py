@@ -21,7 +21,7 @@ def test_every_optimizer_that_may_step_slices_is_tested() -> None:
     assert {kind.__name__ for kind in own_optim.ON_SLICES} == {name for name, _ in SETTINGS}
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_known_optimizers_step_as_in_one_process(ranks: RankPool, layout: str) -> None:
     """In float64, within 1e-9. Under ddp every rank holds whole weights, so that Adafactor, Rprop and Muon serve."""

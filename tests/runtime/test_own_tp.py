@@ -29,6 +29,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("case", SETTINGS)
 def test_float64(ranks: RankPool, case: str) -> None:
     """A loss of the logits that ``model()`` returns, whole on every rank; rows are a data-parallel group's."""

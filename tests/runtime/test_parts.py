@@ -162,6 +162,7 @@ TIED = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("tied", [False, True])
 def test_parts_are_the_whole_model_on_two_ranks(ranks: RankPool, tied: bool) -> None:
     plans = TIED if tied else UNTIED

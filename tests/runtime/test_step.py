@@ -77,6 +77,7 @@ def test_a_method_reports_figures_beside_its_loss() -> None:
     assert not any(torch.equal(old, new) for old, new in zip(before, state.trained(), strict=True))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "plan",
     [

@@ -50,6 +50,7 @@ COUNTS = st.integers(1, 2**40)
 KINDS = st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"])
 
 
+@pytest.mark.prove
 @given(
     st.builds(
         Measured,
@@ -90,6 +91,7 @@ def test_a_file_that_ends_at_any_line_is_refused(tmp_path: Path) -> None:
     assert load_cluster(file) == CLUSTER
 
 
+@pytest.mark.prove
 def test_a_file_without_any_one_line_is_refused_or_means_the_same(tmp_path: Path) -> None:
     """A line of comments is no loss, nor is one more assumption; of what earlier versions did not measure, its absence
     says that. All else is a loss."""

@@ -64,7 +64,7 @@ def test_every_kind_of_layer_meets_every_kind_of_batch() -> None:
     assert 8 < met == graphs["eager"]
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["selective", "none", "full"])
 def test_the_first_step_compiles_for_documents_of_any_length(mode: Any) -> None:
     """One graph a kind of layer, made in the first step: what came later would come in the middle of a run, on each

@@ -58,6 +58,7 @@ KINDS = (
 )
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("ranks_", [2, 3, 4])
 def test_it_is_attention(ranks: RankPool, ranks_: int) -> None:
     """Output and all gradients, in float64, to 1e-12."""

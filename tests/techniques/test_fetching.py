@@ -369,6 +369,7 @@ def test_of_a_model_no_more_than_a_block_is_here_while_it_is_made(monkeypatch: p
         assert (parameter.untyped_storage().nbytes() > 0) is there and kept(parameter).untyped_storage().nbytes()
 
 
+@pytest.mark.prove
 def test_a_run_that_goes_on_and_its_model(tmp_path: Path) -> None:
     """Checkpoints and the model have what is frozen too; validations between steps change nothing."""
     frozen, found = ("layers.0.*", "layers.1.mlp.*"), {}

@@ -592,6 +592,7 @@ def test_frozen_weights_are_not_copied() -> None:
     assert host_weights([module], of_ranks(1, offload=Offload())) is None
 
 
+@pytest.mark.prove
 def test_drift_of_a_large_model_writes_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its numbers are fake: what is in files is on the host instead, and the certificate says so."""
     spec = replace(UNTIED, hidden_size=512, intermediate_size=2048, vocab_size=4096)
@@ -605,7 +606,7 @@ def test_drift_of_a_large_model_writes_no_file(monkeypatch: pytest.MonkeyPatch) 
         assert said in shrink(spec, each).unseen
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_it_is_certified(ranks: RankPool) -> None:
     """What `shardwise prove` does for a plan that has it: the small plan has it too."""
     plan = Plan(Layout(dp_shard=2), Batch(2, 2, 32, 16), Shard("zero3"), Precision("bf16"), offload=Offload("host"))

@@ -102,6 +102,7 @@ def test_a_program_that_sends_less_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert any("all_gather" in told for told in drift(SPEC, asked).differences())
 
 
+@pytest.mark.prove
 def test_two_ranks_compute_what_one_process_does(ranks: RankPool) -> None:
     plans = [
         plan(Layout(tp=2), Batch(4, 2, 12, 7), precision=FP64, remat=Remat(mode))  # type: ignore[arg-type]

@@ -177,6 +177,7 @@ def test_less_recomputation_beside_it_is_refused() -> None:
     assert "PLAN028" in {problem.code for problem in raised.value.problems}
 
 
+@pytest.mark.prove
 def test_the_remedy_of_long_rows() -> None:
     """An 8B at 1,048,576 tokens on 8 x 80 GB."""
     words = ["model=meta-llama/Llama-3.1-8B", "train.seq_len=1048576", "train.global_batch_size=1", "parallel.cp=8"]

@@ -70,6 +70,7 @@ def enumerate_kills(ask: Ask, tmp_path: Path, naive: bool) -> tuple[int, list[st
     return deaths, wrong
 
 
+@pytest.mark.prove
 def test_no_death_leaves_a_torn_checkpoint(ask: Ask, tmp_path: Path) -> None:
     deaths, wrong = enumerate_kills(ask, tmp_path, naive=False)
     assert deaths >= 20 and wrong == []
@@ -92,6 +93,7 @@ if shutil.which("strace"):
         subprocess.run([*command, *program], capture_output=True, timeout=60, cwd=root, env=environment)
         return trace.read_text()
 
+    @pytest.mark.prove
     def test_system_calls_as_the_kernel_sees_them(tmp_path: Path) -> None:
         """The seam might miss a call; strace does not."""
         save(tmp_path / "first", 1, commit.DISK)

@@ -76,7 +76,7 @@ def written(directory: Path) -> dict[str, int]:
     }
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "world"), LAYOUTS)
 def test_saved_in_any_layout_loads_bitwise_in_every_other(
     ranks: RankPool, tmp_path: Path, layout: str, world: int
@@ -167,6 +167,7 @@ def test_killed_at_every_system_call_of_two_ranks(ask: Ask, tmp_path: Path) -> N
     assert deaths >= 40 and wrong == []
 
 
+@pytest.mark.prove
 def test_killed_while_writing_in_place_leaves_torn_checkpoints(ask: Ask, tmp_path: Path) -> None:
     """The enumeration can fail: the same save, without the temporary directory and the rename."""
     save_steps(tmp_path / "first", 1)

@@ -59,6 +59,7 @@ def test_orders_to_fail() -> None:
     assert InjectedFault.parse("save:5:0:SIGTERM") == InjectedFault("save", 5, 0, "SIGTERM")
 
 
+@pytest.mark.prove
 def test_a_killed_process_has_left_its_mark(tmp_path: Path) -> None:
     code = f"from shardwise.runtime.faults.guard import *; InjectedFault('data', 1, 0).fire(Path({str(tmp_path)!r}))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -signal.SIGKILL

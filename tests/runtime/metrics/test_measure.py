@@ -143,6 +143,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     assert held - resident_bytes() > 50 * MIB and last.sum() == 25_000
 
 
+@pytest.mark.prove
 def test_measuring_on_a_cpu_writes_nothing_to_the_terminal_and_holds_back_nothing_else() -> None:
     """In a process of its own: torch counts its lines by process, and writes the first."""
     code = """

@@ -183,6 +183,7 @@ def order_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return seen
 
 
+@pytest.mark.prove
 def test_figures_come_a_step_late_and_before_a_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step's at once: somebody waits to see it. Every step's are in metrics.jsonl."""
     seen = order_of(monkeypatch)
@@ -212,7 +213,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     monkeypatch.setattr(pretrain, "finish", finish)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize(("allowed", "stops_at", "launched"), [(1, 6, 6), (0, 5, 6), (2, 7, 7)])
 def test_a_poisoned_run_names_its_step_although_the_figures_come_late(
@@ -238,6 +239,7 @@ def test_a_poisoned_run_names_its_step_although_the_figures_come_late(
     assert weights_hash(directory(made)) == weights_hash(directory(whole))
 
 
+@pytest.mark.prove
 def test_a_skipped_step_costs_one_update_and_the_rest_goes_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The count of updates in a checkpoint is that of the kernel: bias correction goes on where it was."""
     made = recipe(root, "skipped")
@@ -249,6 +251,7 @@ def test_a_skipped_step_costs_one_update_and_the_rest_goes_on(root: Path, monkey
     assert [(facts["step"], facts["updates"]) for facts in kept] == [(6, 5), (8, 7)]
 
 
+@pytest.mark.prove
 def test_a_run_that_fails_keeps_the_figures_of_its_last_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 6 has no data: step 5 was launched, and its line is not lost."""
     fetch = Guard.fetch

@@ -12,6 +12,7 @@ from tests.runtime.small_run import directory, numbers, recipe, train_here, weig
 from tests.runtime.test_loop import Broken, at, fail
 
 
+@pytest.mark.prove
 def test_a_profile_changes_no_number_and_holds_the_steps(tmp_path: Path) -> None:
     """Steps 2 to 4: those that the report's measurements would otherwise take, which come later then."""
     plain, profiled = recipe(tmp_path, "plain"), recipe(tmp_path, "profiled", run={"profile_steps": "2:4"})

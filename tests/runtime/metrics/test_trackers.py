@@ -130,6 +130,7 @@ def wandb_history(path: Path, name: str) -> dict[int, float]:
     return found
 
 
+@pytest.mark.prove
 def test_what_is_secret_in_an_address_reaches_no_tracker(tmp_path: Path, kept: list[Kept]) -> None:
     text = b"".join(path.read_bytes() for path in sorted(write_text(tmp_path / "text").iterdir()))
     MemoryFileSystem().pipe("/me:sesame@bucket/text.txt", text)
@@ -154,6 +155,7 @@ def test_rows_and_outcome_reach_the_tracker(tmp_path: Path, kept: list[Kept]) ->
     assert tracker.subject.run_id == json.loads((directory(made) / "run.json").read_text())["run_id"]
 
 
+@pytest.mark.prove
 def test_a_failed_run_is_closed_as_failed_and_a_resumed_one_goes_on(tmp_path: Path, kept: list[Kept]) -> None:
     saved_at_once = {"save_steps": 3, "asynchronous": False}
     made = recipe(tmp_path, "broken", run={"trackers": ["wandb"]}, train={"max_steps": 5}, checkpoint=saved_at_once)

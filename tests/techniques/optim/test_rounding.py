@@ -170,7 +170,7 @@ def losses(plan: Plan) -> list[float]:
     return found
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_a_small_model_trains_as_with_fp32_moments() -> None:
     """With bf16 moments the losses are those of fp32 moments: measured 0.2 % apart on the way down and 0.1 % at the
     end, 5 % allowed. With weights in bf16 too, 4 % and 2 % apart (10 %), where rounding to the nearest ends at three
@@ -213,6 +213,7 @@ def test_no_layout_changes_it(ranks: RankPool, tmp_path: Path, kind: str) -> Non
         assert torch.equal(value, two["weights"][name]), name
 
 
+@pytest.mark.prove
 def test_the_recipe_says_so_and_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     """A run with bf16 moments that broke goes on bit for bit, and is another run than with fp32 moments."""
 
