@@ -56,9 +56,9 @@ SHARE = 6
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``matrix(n)``, `make test` runs one case in n. Of one marked ``matrix`` or ``prove``, `make prove`
-    runs one case in SHARE, of one marked ``rare(n)`` one in n; what is left is marked ``big``. Long files come first, so
-    that no worker is left with one at the end."""
+    """Of a test marked ``matrix(n)``, `make test` runs one case in n. Of one marked ``matrix`` or ``prove``, `make
+    prove` runs one case in SHARE, of one marked ``rare(n)`` one in n; what is left is marked ``big``. Long files come
+    first, so that no worker is left with one at the end."""
     tests: defaultdict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
