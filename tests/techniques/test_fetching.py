@@ -24,6 +24,7 @@ from shardwise.planner.search import Search, choose
 from shardwise.planner.seconds import step
 from shardwise.planner.seconds.step import timed
 from shardwise.prove.parity import CPU
+from shardwise.runtime import begin
 from shardwise.runtime.build import build_parts
 from shardwise.runtime.loop import train
 from shardwise.runtime.state import TrainState
@@ -370,9 +371,18 @@ def test_of_a_model_no_more_than_a_block_is_here_while_it_is_made(monkeypatch: p
 
 
 @pytest.mark.prove
-def test_a_run_that_goes_on_and_its_model(tmp_path: Path) -> None:
-    """Checkpoints and the model have what is frozen too; validations between steps change nothing."""
+def test_a_run_that_goes_on_and_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints and the model have what is frozen too; validations between steps change nothing. Where weights are on
+    a disk, a save's copy is made there too."""
     frozen, found = ("layers.0.*", "layers.1.mlp.*"), {}
+    on_disk: set[tuple[str, bool]] = set()
+
+    class Told(begin.RunCheckpoints):
+        def __init__(self, *given: Any, staged_on_disk: bool) -> None:
+            super().__init__(*given, staged_on_disk=staged_on_disk)
+            on_disk.add((where, staged_on_disk))
+
+    monkeypatch.setattr(begin, "RunCheckpoints", Told)
 
     def fail(state: TrainState, stats: StepStats) -> None:
         if state.step == 4:
@@ -389,3 +399,4 @@ def test_a_run_that_goes_on_and_its_model(tmp_path: Path) -> None:
         run = small_run.directory(made)
         found[where] = small_run.numbers(run), small_run.weights_hash(run)
     assert found["host"] == found["nvme"] == found["none"]
+    assert on_disk == {("none", False), ("host", False), ("nvme", True)}
