@@ -2,10 +2,11 @@
 tokens share.
 
 Two seams. ``MoE.route`` says which experts each token goes to; ``Experts.inner`` computes rows that are sorted by their
-expert, and is what expert parallelism replaces. Two more for what is counted (models/balance.py): ``MoE.rows_of`` says
-in which rows a pass's tokens are, ``MoE.over_rows`` sums over the ranks that have tokens of the same rows. With a
-capacity, experts drop in training what is beyond it (models/capacity.py). Weights of all experts of a layer are one
-matrix, one expert's rows after another's, so that whatever cuts, adapts or stores a matrix by rows serves here too.
+expert, and is what expert parallelism replaces: while rows are on their way it has the shared MLP computed. Two more
+for what is counted (models/balance.py): ``MoE.rows_of`` says in which rows a pass's tokens are, ``MoE.over_rows`` sums
+over the ranks that have tokens of the same rows. With a capacity, experts drop in training what is beyond it
+(models/capacity.py). Weights of all experts of a layer are one matrix, one expert's rows after another's, so that
+whatever cuts, adapts or stores a matrix by rows serves here too.
 """
 
 from __future__ import annotations
@@ -154,6 +155,18 @@ class _Combined(torch.autograd.Function):
         return of_token.mul_(own), grad_weights, None, None
 
 
+class Beside:
+    """What can be computed beside something else: when it is first asked for, once."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self.compute, self.made = compute, None
+
+    def __call__(self) -> Tensor:
+        if self.made is None:
+            self.made = self.compute()
+        return self.made
+
+
 class Experts(nn.Module):
     """The MLPs of all experts: down(act(gate(x)) * up(x)) of the rows of each."""
 
@@ -165,16 +178,17 @@ class Experts(nn.Module):
         self.expert_down = Stacked(count, d, f, bias=bias)
         self.gated = GATES[spec.activation]
 
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [n,d] -> [n,d]: for each token the sum of what its experts make of it, weighted."""
+    def forward(self, x: Tensor, routing: Routing, beside: Beside | None = None) -> Tensor:
+        """x [n,d] -> [n,d]: for each token the sum of what its experts make of it, weighted. ``beside``: what else is
+        needed of the same x, and may be computed meanwhile."""
         k = routing.ids.shape[1]
         order, inverse = sorting(routing.ids.flatten())
         if routing.kept is not None:  # what is dropped comes last
             order = order[: routing.kept]
-        rows = self.inner(_Sorted.apply(x, order, inverse, k), routing.counts)
+        rows = self.inner(_Sorted.apply(x, order, inverse, k), routing.counts, beside)
         return _Combined.apply(rows, routing.weights, order, inverse)
 
-    def inner(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def inner(self, rows: Tensor, counts: Tensor, beside: Beside | None) -> Tensor:
         """The seam that expert parallelism replaces. Rows [R,d] sorted by expert, ``counts`` [E] for each -> [R,d]."""
         return self.products(rows, counts)
 
@@ -204,11 +218,14 @@ class MoE(nn.Module):
             routing = balanced(routing, self.rows_of(x), self.tally, self.coefficients, self.over_rows)
             if self.room is not None:
                 routing = self.kept(routing, self.rows_of(x), self.room, self.tally)
-        out = self.experts(flat, routing).view_as(x)
-        if self.shared is None:
-            return out
-        common = self.shared(x)
-        return out + (common if self.shared_gate is None else common * torch.sigmoid(self.shared_gate(x)))
+        common = None if self.shared is None else Beside(partial(self.common, self.shared, x))
+        out = self.experts(flat, routing, common).view_as(x)
+        return out if common is None else out + common()
+
+    def common(self, shared: MLP, x: Tensor) -> Tensor:
+        """What the MLP that all tokens share makes of x [..,d], by its gate."""
+        out: Tensor = shared(x)
+        return out if self.shared_gate is None else out * torch.sigmoid(self.shared_gate(x))
 
     def route(self, x: Tensor) -> Routing:
         """The seam that decides which experts compute a token. x [n,d], the weights in fp32."""
