@@ -12,6 +12,7 @@ whatever cuts, adapts or stores a matrix by rows serves here too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -155,15 +156,15 @@ class _Combined(torch.autograd.Function):
         return of_token.mul_(own), grad_weights, None, None
 
 
-class Beside:
-    """What can be computed beside something else: when it is first asked for, once."""
+@dataclass
+class Lazy:
+    """What is computed when it is first asked for, once."""
 
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self.compute, self.made = compute, None
+    compute: Callable[[], Tensor]
+    made: Tensor | None = None
 
     def __call__(self) -> Tensor:
-        if self.made is None:
-            self.made = self.compute()
+        self.made = self.compute() if self.made is None else self.made
         return self.made
 
 
@@ -178,7 +179,7 @@ class Experts(nn.Module):
         self.expert_down = Stacked(count, d, f, bias=bias)
         self.gated = GATES[spec.activation]
 
-    def forward(self, x: Tensor, routing: Routing, beside: Beside | None = None) -> Tensor:
+    def forward(self, x: Tensor, routing: Routing, beside: Lazy | None = None) -> Tensor:
         """x [n,d] -> [n,d]: for each token the sum of what its experts make of it, weighted. ``beside``: what else is
         needed of the same x, and may be computed meanwhile."""
         k = routing.ids.shape[1]
@@ -188,7 +189,7 @@ class Experts(nn.Module):
         rows = self.inner(_Sorted.apply(x, order, inverse, k), routing.counts, beside)
         return _Combined.apply(rows, routing.weights, order, inverse)
 
-    def inner(self, rows: Tensor, counts: Tensor, beside: Beside | None) -> Tensor:
+    def inner(self, rows: Tensor, counts: Tensor, beside: Lazy | None) -> Tensor:
         """The seam that expert parallelism replaces. Rows [R,d] sorted by expert, ``counts`` [E] for each -> [R,d]."""
         return self.products(rows, counts)
 
@@ -218,7 +219,7 @@ class MoE(nn.Module):
             routing = balanced(routing, self.rows_of(x), self.tally, self.coefficients, self.over_rows)
             if self.room is not None:
                 routing = self.kept(routing, self.rows_of(x), self.room, self.tally)
-        common = None if self.shared is None else Beside(partial(self.common, self.shared, x))
+        common = None if self.shared is None else Lazy(partial(self.common, self.shared, x))
         out = self.experts(flat, routing, common).view_as(x)
         return out if common is None else out + common()
 

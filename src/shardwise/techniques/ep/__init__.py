@@ -165,7 +165,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
         for part in parts:
             for name, module in part.named_modules():
                 if isinstance(module, Experts):
-                    module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign, assignment]
+                    module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign]
                 elif isinstance(module, Stacked):
                     _cut(module, meshes)
                     inside = torch_dtype(compute_dtype(plan.precision, name))
