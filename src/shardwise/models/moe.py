@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
 
 from shardwise.models.balance import Routing, RowPlaces, Tally, balanced, count_once
 from shardwise.models.capacity import within_capacity
@@ -105,11 +106,32 @@ def of_owners(bias: Tensor, counts: Tensor, out: Tensor) -> Tensor:
     return bias.to(out.dtype).unflatten(0, (-1, out.shape[1])).index_select(0, owners(counts, out.shape[0]))
 
 
+@torch.library.custom_op("shardwise::sum_rows", mutates_args=())
+def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """rows [R,d], ``places`` [n,k] of which each of n has k -> [n,d]: the sums of these, weighted, in the order of the
+    k. No copy of the rows is made in the order of the places, which would take longer than the sums."""
+    return embedding_bag(places, rows, mode="sum", per_sample_weights=weights)
+
+
+@sum_rows.register_fake
+def _(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.new_empty(places.shape[0], rows.shape[1])
+
+
 def unsorted(rows: Tensor, order: Tensor | None, inverse: Tensor) -> Tensor:
     """Rows that were sorted, in the places where they were; zeros where those were that ``order`` lacks. None: all."""
     if order is None or order.shape == inverse.shape:
         return rows.index_select(0, inverse)
     return rows.new_zeros(inverse.shape[0], *rows.shape[1:]).index_copy_(0, order, rows)
+
+
+def added_up(rows: Tensor, order: Tensor | None, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Of each token the rows, which were sorted, of its ``places`` [n,k], weighted and added up."""
+    if order is not None and order.shape[0] < places.numel():
+        rows = unsorted(rows, order, places.flatten())
+        places = torch.arange(rows.shape[0], device=rows.device).view_as(places)
+    summed: Tensor = sum_rows(rows, places, weights)
+    return summed
 
 
 class _Sorted(torch.autograd.Function):
@@ -128,7 +150,7 @@ class _Sorted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         inverse, order = ctx.saved_tensors
-        return unsorted(grad, order, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        return added_up(grad, order, inverse.unflatten(0, (-1, ctx.k))), None, None, None
 
 
 class _Combined(torch.autograd.Function):
@@ -136,10 +158,7 @@ class _Combined(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        each = unsorted(rows, order, inverse).unflatten(0, weights.shape)
-        out = rows.new_empty(weights.shape[0], rows.shape[1])  # FSDP2 warns of a module that returns a view
-        torch.bmm(weights.to(rows.dtype).unsqueeze(1), each, out=out.unsqueeze(1))
-        return out
+        return added_up(rows, order, inverse.view_as(weights), weights.to(rows.dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
