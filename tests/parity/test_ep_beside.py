@@ -35,6 +35,9 @@ PLANS: dict[str, Plan] = {
     "ddp, recomputed": plan(SPREAD, remat=Remat("full")),
     "tp": plan(Layout(tp=2, ep=2), remat=Remat("selective"), precision=BF16),
     "adapters": plan(SPREAD, "zero3", lora=Lora(2, targets=("gate", "down", "expert_up"))),
+    "adapters of the shared expert alone, recomputed": plan(
+        SPREAD, "zero3", lora=Lora(2, targets=("gate", "up", "down")), remat=Remat("full")
+    ),
     "1f1b": plan(STAGED, "zero3", pipeline=Pipeline("1f1b", 1, (2, 2))),
     "zbv": plan(replace(STAGED, v_shaped=True), "zero1", pipeline=Pipeline("zbv", 2, (1, 1, 1, 1))),
 }

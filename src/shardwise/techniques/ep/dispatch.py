@@ -51,7 +51,11 @@ def computed_elsewhere(
     own = _Started.apply(rows, way)
     order, inverse = sorting(owners(of_rank.flatten(), own.shape[0]) % of_rank.shape[1])
     if beside is not None:
-        beside()
+        try:
+            beside()
+        except BaseException:  # such as that with which a recomputation ends that needs nothing more
+            wait_rows(own)
+            raise
     own = _Permuted.apply(_Arrived.apply(own, way), order, inverse)
     own = _Permuted.apply(products(own, of_rank.sum(0)), inverse, order)
     return exchanged(own, Way(how.group, come, sent))
