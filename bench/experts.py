@@ -1,12 +1,14 @@
 """A mixture of experts, forward and backward: on two gloo ranks with different experts beside a plain all-to-all loop
-of the same products; and in one process beside transformers' own module.
+of the same products; in one process beside transformers' own module; and, with a shared expert, on two ranks beside
+itself with nothing computed while rows are on their way.
 
     python bench/experts.py [--pairs 20] [--tokens 2048] [--json FILE]
 
 The plain loop is what one writes with torch alone: top-k, a stable sort, counts and rows by ``all_to_all_single``, one
 product after another for each expert, rows home again and added up by ``index_add``. transformers' module is that of
-Qwen3-MoE, with the implementation of experts that it takes by itself here. One thread a process; rounds are
-interleaved, each side first in every other one.
+Qwen3-MoE, with the implementation of experts that it takes by itself here. The links of the last comparison take
+``LINK`` bytes a second: an exchange is over no earlier, and takes no processor's time until then; the same without that
+is the memory of one machine. One thread a process; rounds are interleaved, each side first in every other one.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,6 +41,8 @@ from shardwise.techniques import ep
 WORLD = 2
 HIDDEN, WIDTH, EXPERTS, TOP = 512, 256, 16, 4
 SPEC = ModelSpec("experts", 64, HIDDEN, WIDTH, 1, 8, 2, 64, experts=EXPERTS, experts_per_token=TOP, expert_size=WIDTH)
+SHARED = replace(SPEC, shared_expert_size=4 * WIDTH, shared_expert_gate=True)
+LINK = 2e8
 Side = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 """From hidden states [n,d] and the gradient of what comes out: that, and the gradients of input and weights."""
 
@@ -49,8 +55,28 @@ WEIGHTS = {"router": (EXPERTS, HIDDEN), "gate": (EXPERTS * WIDTH, HIDDEN), "up":
 WEIGHTS |= {"down": (EXPERTS * HIDDEN, WIDTH)}
 
 
-def ours(spread: bool) -> Side:
-    module = MoE(SPEC)
+class Under:
+    """An exchange that is over no earlier than at this time."""
+
+    def __init__(self, work: dist.Work, until_s: float) -> None:
+        self.work, self.until_s = work, until_s
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(max(0.0, self.until_s - time.perf_counter()))
+
+
+exchange = dist.all_to_all_single
+
+
+def over_link(out: Tensor, x: Tensor, *splits: list[int], group: Any, async_op: bool) -> Under:
+    until_s = time.perf_counter() + out.numel() * out.element_size() / LINK
+    return Under(exchange(out, x, *splits, group=group, async_op=True), until_s)
+
+
+def ours(spread: bool, spec: ModelSpec = SPEC, beside: bool = True) -> Side:
+    torch.manual_seed(0)
+    module = MoE(spec)
     held = [module.router, module.experts.expert_gate, module.experts.expert_up, module.experts.expert_down]
     with torch.no_grad():
         for seed, (one, shape) in enumerate(zip(held, WEIGHTS.values(), strict=True)):
@@ -58,6 +84,9 @@ def ours(spread: bool) -> Side:
     if spread:
         layout = Layout(dp_shard=WORLD, ep=WORLD)
         ep.apply([module], Plan(layout), meshes(layout, "cpu"))
+    if not beside:
+        inner: Any = module.experts.inner
+        module.experts.inner = lambda rows, counts, _: inner(rows, counts)  # type: ignore[method-assign]
 
     def run(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         x = x.detach().requires_grad_()
@@ -145,12 +174,21 @@ def theirs() -> Side:
     return run
 
 
+def shared(rank: int, world: int, tokens: int, pairs: int, link: bool) -> dict[str, Any]:
+    """As :func:`compared`: with something beside exchanges, and without."""
+    with patch.object(dist, "all_to_all_single", over_link if link else exchange):
+        return timed({"ours": ours(True, SHARED), "other": ours(True, SHARED, beside=False)}, rank, tokens, pairs)
+
+
 def compared(rank: int, world: int, tokens: int, pairs: int) -> dict[str, Any]:
     """Seconds of each side, and how far their results are apart."""
+    if world > 1:
+        return timed({"ours": ours(spread=True), "other": plain()}, rank, tokens, pairs)
+    return timed({"ours": ours(spread=False), "other": theirs()}, rank, tokens, pairs)
+
+
+def timed(sides: dict[str, Side], rank: int, tokens: int, pairs: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    sides = (
-        {"ours": ours(spread=True), "other": plain()} if world > 1 else {"ours": ours(spread=False), "other": theirs()}
-    )
     given = drawn(tokens, HIDDEN, seed=10 + rank) * HIDDEN**0.5, drawn(tokens, HIDDEN, seed=20 + rank)
     results = {name: side(*given) for name, side in sides.items()}
     apart = max(float((a - b).norm() / b.norm()) for a, b in zip(*results.values(), strict=True))
@@ -158,8 +196,7 @@ def compared(rank: int, world: int, tokens: int, pairs: int) -> dict[str, Any]:
     for number in range(pairs):
         order = ["ours", "other", "again"] if number % 2 else ["again", "other", "ours"]
         for name in order:
-            if world > 1:
-                dist.barrier()
+            dist.barrier()
             began_s = time.perf_counter()
             sides["ours" if name == "again" else name](*given)
             taken[name].append(time.perf_counter() - began_s)
@@ -183,9 +220,15 @@ def main() -> None:
     chosen, told = parser.parse_args(), dict[str, Any]()
     load = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     print(f"torch {torch.__version__}, {load}, {chosen.tokens} tokens a rank")
-    for world, what in ((WORLD, "a plain all-to-all loop, ep 2"), (1, "transformers' module, one process")):
+    comparisons: dict[str, tuple[int, Callable[..., dict[str, Any]], tuple[bool, ...]]] = {
+        "a plain all-to-all loop, ep 2": (WORLD, compared, ()),
+        "transformers' module, one process": (1, compared, ()),
+        "nothing beside exchanges, ep 2": (WORLD, shared, (False,)),
+        f"the same, links of {LINK:.0e} bytes a second": (WORLD, shared, (True,)),
+    }
+    for what, (world, function, more) in comparisons.items():
         with RankPool(world) as pool:
-            answers = pool.run(compared, chosen.tokens, chosen.pairs, world=world, timeout_s=3600)
+            answers = pool.run(function, chosen.tokens, chosen.pairs, *more, world=world, timeout_s=3600)
         other, again = ratio(answers, "other"), ratio(answers, "again")
         apart = max(answer["apart"] for answer in answers)
         told[what] = {"other": other, "again": again, "apart": apart}

@@ -12,8 +12,10 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
+from shardwise.models.roles import is_expert
 from shardwise.planner.events import Send
 from shardwise.planner.schedule import folded, schedule
+from shardwise.planner.seconds.kernels import under_way
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.trace import traced_here
 from shardwise.prove.drift import drift, predict
@@ -21,6 +23,7 @@ from shardwise.prove.world import WorldCounter, measure
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.sheet import SEND
 from tests.parity.mixtures import CASES, Case
 
 BF16 = Precision(compute="bf16")
@@ -36,13 +39,14 @@ def test_every_setting_that_they_meet(case: Case) -> None:
 
 LARGE = ModelSpec("drift-ep-large", 4096, 1024, 2048, 4, 16, 4, 64, experts=16, experts_per_token=4, expert_size=1024)
 SHARED = replace(LARGE, shared_expert_size=2048, shared_expert_gate=True, dense_layers=(0,))
-"""What comes after experts is computed again before their backward begins."""
 BIASED = replace(LARGE, expert_bias=True, router_bias=True, activation="clamped_swiglu")
 SPREAD, STAGES = Layout(dp_shard=4, ep=2), Layout(dp_shard=4, pp=2, ep=2)
 ZBV = replace(STAGES, v_shaped=True)
 PEAKS: dict[str, tuple[ModelSpec, Layout, str, str, int]] = {
     "zero3, recomputed": (LARGE, SPREAD, "zero3", "full", 2),
     "zero3, a shared expert, recomputed": (SHARED, SPREAD, "zero3", "full", 2),
+    "zero3, a shared expert, some recomputed": (SHARED, SPREAD, "zero3", "selective", 2),
+    "zero2, a shared expert": (SHARED, SPREAD, "zero2", "none", 2),
     "zero2, biases": (BIASED, SPREAD, "zero2", "none", 2),
     "no rank has the same": (BIASED, Layout(dp_shard=4, ep=4), "zero3", "none", 2),
     "1f1b": (SHARED, STAGES, "zero3", "none", 4),
@@ -158,7 +162,11 @@ def test_what_no_other_rank_has_is_neither_gathered_nor_summed() -> None:
     assert sent(plan, "dp_replicate") == Counter({("all_reduce", 4 * whole): 1})
 
 
-def test_weights_of_experts_come_when_it_is_told() -> None:
+COMMON = replace(SPEC, shared_expert_size=32, shared_expert_gate=True)
+
+
+@pytest.mark.parametrize("spec", [SPEC, COMMON], ids=["experts", "a shared one too"])
+def test_weights_of_experts_come_when_it_is_told(spec: ModelSpec) -> None:
     """With their block's, before what its attention sends, for later the host waits to hear how many rows come: the
     order of what is sent is that of the plan's events."""
     plan = planned(Layout(dp_shard=2, tp=2, ep=2), "zero2", count=2, remat="full")
@@ -171,13 +179,28 @@ def test_weights_of_experts_come_when_it_is_told() -> None:
         found.extend(self.sent - before)
 
     with patch.object(WorldCounter, "_sent", watched):
-        measure(SPEC, plan)
-    events = schedule(techniques.cost(sheet_of(SPEC, plan, units=traced_here), plan), plan, "cpu")
+        measure(spec, plan)
+    events = schedule(techniques.cost(sheet_of(spec, plan, units=traced_here), plan), plan, "cpu")
     sends = [(event.axis, event.kind, event.bytes) for event in events if isinstance(event, Send)]
     told, real = ([each for each in calls if each[0] in ("tp", "ep", "expert_fsdp")] for calls in (sends, found))
     assert told == real[-len(told) :]
     kinds = [(axis, kind) for axis, kind, _ in told]
     assert kinds.index(("expert_fsdp", "all_gather")) < kinds.index(("tp", "all_gather"))
+
+
+def test_what_is_computed_while_rows_are_under_way() -> None:
+    """The shared expert forward, on the way there; its backward, on the gradients' way home; nothing of experts."""
+    for layout in (Layout(dp_shard=2, ep=2), Layout(tp=2, ep=2)):
+        plan = planned(layout, "zero3" if layout.tp == 1 else "ddp")
+        (block,) = sheet_of(COMMON, plan, units=traced_here).blocks
+        for ops, products in ((block.forward, 4), (block.backward, 8)):
+            ways = [[ops[i] for i in during] for during in under_way(ops).values()]
+            assert [sum(op.kind == "matmul" for op in way) for way in ways if len(way) > 1] == [products]
+            beside = next(way for way in ways if len(way) > 1)
+            assert not any(is_expert(op.weight) for op in beside)
+            sends = [op.name for op in beside if op.kind == SEND]
+            assert sends == (["all_gather", "reduce_scatter"] if layout.tp > 1 else [])
+            assert len(ways) == sum(op.name == "all_to_all" for op in ops)
 
 
 def operations(spec: ModelSpec, plan: Plan) -> int:

@@ -14,7 +14,7 @@ from shardwise.models import layers
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, from_hf
 from shardwise.models.grouped import grouped, served
-from shardwise.models.moe import Experts, MoE, Routing, counted, logits
+from shardwise.models.moe import Experts, MoE, Routing, added_up, counted, logits
 from tests.models.families import LENGTH, config_of, mixtures, pair, random_model, routed, spec_of
 from tests.models.llama import relative, tokens
 
@@ -262,3 +262,22 @@ def test_a_layer_is_a_mixture_or_dense() -> None:
     assert spec.dense_layers == (0, 1, 2, 4) and spec.expert_layers == 2
     kinds = [type(layer.mlp) for layer in random_model(spec).layers]
     assert kinds == [layers.MLP, layers.MLP, layers.MLP, MoE, layers.MLP, MoE]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("k", [1, 2, 8])
+@pytest.mark.parametrize("tokens", [0, 1, 13])
+def test_rows_are_added_up_where_they_are(tokens: int, k: int, dtype: torch.dtype) -> None:
+    """Bit by bit as copies in the order of the tokens are, one after another; weighted, and where some were dropped."""
+    order = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(k))
+    places = order.argsort().view(tokens, k)
+    rows = torch.randn(tokens * k, 6, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    weights = torch.rand(tokens, k, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    for kept in {tokens * k, tokens * k // 2}:
+        each = rows.new_zeros(tokens * k, 6).index_copy_(0, order[:kept], rows[:kept]).view(tokens, k, 6)
+        summed = rows.new_zeros(tokens, 6)
+        for one in each.unbind(1):
+            summed += one
+        assert torch.equal(added_up(rows[:kept], order[:kept], places), summed)
+        weighted = added_up(rows[:kept], order[:kept], places, weights)
+        torch.testing.assert_close(weighted, (each * weights.unsqueeze(-1)).sum(1), rtol=1e-6, atol=1e-6)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.distributed import meshes
 from shardwise.distributed.meshes import Meshes
+from shardwise.distributed.torch_private import in_backward
 from shardwise.models import moe
 from shardwise.models.balance import Routing
 from shardwise.models.moe import Experts, MoE
@@ -32,6 +33,7 @@ from shardwise.techniques.states import Division, State
 from tests.parity import planted
 from tests.parity.mixtures import GPT_OSS, MIXTRAL, MODELS, QWEN2
 from tests.parity.planted import Fault
+from tests.parity.test_ep_beside import late_exchanges
 from tests.parity.test_ep_field import plan
 
 divided, expert_mesh, replication, state = (
@@ -42,6 +44,7 @@ divided, expert_mesh, replication, state = (
 )
 computed, from_group, grouped = dispatch.computed_elsewhere, DeviceMesh.from_group, moe.grouped
 experts_forward, mixed, route = Experts.forward, MoE.forward, MoE.route
+wait_rows = dispatch.wait_rows
 
 
 def by_loss(name: str, plan: Plan) -> str:
@@ -89,12 +92,12 @@ def rolled(*given: Any) -> Tensor:
     return computed(*given).roll(1, 0)
 
 
-def without_remote_scores(self: Experts, x: Tensor, routing: Routing) -> Tensor:
+def without_remote_scores(self: Experts, x: Tensor, routing: Routing, *beside: Any) -> Tensor:
     """Weights of what other ranks' experts make have no gradient."""
     each = routing.counts.shape[0] // 2
     own = routing.ids // each == distributed.get_rank() % 2
     weights = torch.where(own, routing.weights, routing.weights.detach())
-    return experts_forward(self, x, routing._replace(weights=weights))
+    return experts_forward(self, x, routing._replace(weights=weights), *beside)
 
 
 def shared_on_every_rank(self: MoE, x: Tensor) -> Tensor:
@@ -137,6 +140,19 @@ def returned_unsorted() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def forgotten(*, backward: bool) -> Iterator[None]:
+    """Nothing has come until it is waited for, and rows, or their gradients, are not."""
+
+    def waits(x: Tensor) -> None:
+        if not x.is_floating_point() or in_backward() != backward:
+            wait_rows(x)
+
+    with late_exchanges(), patch.object(dispatch, "wait_rows", waits):
+        yield
+    dispatch.UNDER_WAY.clear()
+
+
 DDP = plan(Layout(dp_replicate=2, dp_shard=2, ep=2))
 TENSOR = plan(Layout(tp=4, ep=2))
 SHARDED = plan(Layout(dp_shard=4, ep=2), "zero3")
@@ -177,6 +193,8 @@ FAULTS: dict[str, Fault] = {
         MIXTRAL,
         PAIR,
     ),
+    "rows are read before they have come": (lambda: forgotten(backward=False), QWEN2, PAIR),
+    "gradients of rows are read before they have come": (lambda: forgotten(backward=True), QWEN2, PAIR),
     "E2: routers learn from the experts of their own rank alone": (
         lambda: patch.object(Experts, "forward", without_remote_scores),
         MIXTRAL,

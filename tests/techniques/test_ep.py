@@ -1,19 +1,24 @@
-"""What expert parallelism cannot do, and what is said instead."""
+"""What expert parallelism cannot do, and what is said instead; and the seconds of what runs beside its exchanges."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from shardwise import techniques
 from shardwise.cli.app import main
 from shardwise.models.config import ModelSpec
+from shardwise.planner.price import price
+from shardwise.planner.seconds.rates import own_traits, rates_of
+from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.wires import wires_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, load_recipe
-from shardwise.spec.plan import Batch, Plan, Shard
+from shardwise.spec.plan import Batch, Plan, Precision, Remat, Seconds, Shard
 from shardwise.techniques import ep
 from tests.parity.mixtures import MIXTRAL
 from tests.parity.pairwise import DENSE
@@ -186,3 +191,50 @@ def test_the_reserve_is_the_recipe_s_to_say() -> None:
     assert (made.layout.ep, made.expert_imbalance) == (2, 2.5)
     for plan, agrees in ((made, True), (replace(made, expert_imbalance=1.5), False)):
         assert all(planned == asked for planned, asked in ep.pins(recipe, plan).values()) == agrees
+
+
+PAIR = parse_cluster("2xH100")
+WIDTH, TOKENS, CHOSEN, EXPERTS = 2048, 4096, 8, 64
+MIXTURE = ModelSpec(
+    "beside", 1024, WIDTH, 4096, 2, 16, 4, 128, experts=EXPERTS, experts_per_token=CHOSEN, expert_size=256
+)
+SPREAD = Plan(Layout(dp_shard=2, ep=2, ranks_per_node=2), Batch(1, 1, TOKENS), Shard("zero1"), Precision("bf16"))
+
+
+def seconds(shared: int, plan: Plan = SPREAD) -> Seconds:
+    """Of a step, with a shared expert of such a size."""
+    spec = replace(MIXTURE, shared_expert_size=shared)
+    found = timed(spec, price(spec, plan, PAIR), PAIR).estimate.seconds
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("shared", [512, 1280, 16_384])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_layer_takes_the_longer_of_an_exchange_and_its_shared_expert(
+    shared: int, remat: Literal["none", "full"]
+) -> None:
+    """And not the sum of both. By hand: rows go there and back, forward and backward, each time of the same size.
+    Beside the way there run the three products of the shared expert, and two kernels between them that move five
+    activations; beside the way of the gradients home six products, and five kernels that move eleven, and three
+    gradients of the input to add two up. A block that runs again in backward does its forward twice."""
+    plan = replace(SPREAD, remat=Remat(remat))
+    found, alone = seconds(shared, plan), seconds(0, plan)
+    rates, wires = rates_of(plan, PAIR, own_traits()), wires_of(plan.layout, PAIR)
+    way_s = wires.seconds("all_to_all", "ep", CHOSEN * TOKENS * WIDTH * 2)
+    counts_s = wires.seconds("all_to_all", "ep", 8 * EXPERTS)
+    layers, forwards = MIXTURE.num_hidden_layers, 2 if remat == "full" else 1
+    sent_s = layers * ((2 * forwards + 2) * way_s + forwards * counts_s)
+    assert found.sent_s["ep"] == alone.sent_s["ep"] == pytest.approx(sent_s)
+    sorted_s = (sent_s - alone.exposed_s["ep"]) / (layers * forwards)
+    assert 0 < sorted_s < 0.1 * way_s  # beside the way there in any case: the order of what comes
+
+    into, out_of = (rates.product_s(1, TOKENS, *matrix) for matrix in ((shared, WIDTH), (WIDTH, shared)))
+    gradients_s = 2 * rates.product_s(1, shared, WIDTH, TOKENS) + rates.product_s(1, WIDTH, shared, TOKENS)
+    inner, outer = (rates.pointwise_s(2 * TOKENS * size) for size in (shared, WIDTH))
+    forward_s = sorted_s + 2 * into + out_of + 5 * inner + 5 * rates.gap_s
+    backward_s = into + 2 * out_of + gradients_s + 11 * inner + 3 * outer + 11 * rates.gap_s
+    hidden_s = layers * (forwards * min(way_s, forward_s) + min(way_s, backward_s))
+    assert found.exposed_s["ep"] == pytest.approx(sent_s - hidden_s, rel=1e-3)
+    longer = {512: (False, False), 1280: (False, True), 16_384: (True, True)}[shared]
+    assert (forward_s > way_s, backward_s > way_s) == longer

@@ -22,7 +22,7 @@ KINDS = {
 }
 
 
-OWN = {"shardwise::exchange": "all_to_all", "shardwise::exchange_rows": "all_to_all"}
+OWN = {"shardwise::exchange": "all_to_all", "shardwise::start_rows": "all_to_all"}
 """Operations of ours that are one collective each, and what is done to send it."""
 
 

@@ -2,20 +2,23 @@
 tokens share.
 
 Two seams. ``MoE.route`` says which experts each token goes to; ``Experts.inner`` computes rows that are sorted by their
-expert, and is what expert parallelism replaces. Two more for what is counted (models/balance.py): ``MoE.rows_of`` says
-in which rows a pass's tokens are, ``MoE.over_rows`` sums over the ranks that have tokens of the same rows. With a
-capacity, experts drop in training what is beyond it (models/capacity.py). Weights of all experts of a layer are one
-matrix, one expert's rows after another's, so that whatever cuts, adapts or stores a matrix by rows serves here too.
+expert, and is what expert parallelism replaces: while rows are on their way it has the shared MLP computed. Two more
+for what is counted (models/balance.py): ``MoE.rows_of`` says in which rows a pass's tokens are, ``MoE.over_rows`` sums
+over the ranks that have tokens of the same rows. With a capacity, experts drop in training what is beyond it
+(models/capacity.py). Weights of all experts of a layer are one matrix, one expert's rows after another's, so that
+whatever cuts, adapts or stores a matrix by rows serves here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
 
 from shardwise.models.balance import Routing, RowPlaces, Tally, balanced, count_once
 from shardwise.models.capacity import within_capacity
@@ -103,11 +106,32 @@ def of_owners(bias: Tensor, counts: Tensor, out: Tensor) -> Tensor:
     return bias.to(out.dtype).unflatten(0, (-1, out.shape[1])).index_select(0, owners(counts, out.shape[0]))
 
 
+@torch.library.custom_op("shardwise::sum_rows", mutates_args=())
+def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """rows [R,d], ``places`` [n,k] of which each of n has k -> [n,d]: the sums of these, weighted, in the order of the
+    k. No copy of the rows is made in the order of the places, which would take longer than the sums."""
+    return embedding_bag(places, rows, mode="sum", per_sample_weights=weights)
+
+
+@sum_rows.register_fake
+def _(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.new_empty(places.shape[0], rows.shape[1])
+
+
 def unsorted(rows: Tensor, order: Tensor | None, inverse: Tensor) -> Tensor:
     """Rows that were sorted, in the places where they were; zeros where those were that ``order`` lacks. None: all."""
     if order is None or order.shape == inverse.shape:
         return rows.index_select(0, inverse)
     return rows.new_zeros(inverse.shape[0], *rows.shape[1:]).index_copy_(0, order, rows)
+
+
+def added_up(rows: Tensor, order: Tensor | None, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Of each token the rows, which were sorted, of its ``places`` [n,k], weighted and added up."""
+    if order is not None and order.shape[0] < places.numel():
+        rows = unsorted(rows, order, places.flatten())
+        places = torch.arange(rows.shape[0], device=rows.device).view_as(places)
+    summed: Tensor = sum_rows(rows, places, weights)
+    return summed
 
 
 class _Sorted(torch.autograd.Function):
@@ -126,7 +150,7 @@ class _Sorted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         inverse, order = ctx.saved_tensors
-        return unsorted(grad, order, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        return added_up(grad, order, inverse.unflatten(0, (-1, ctx.k))), None, None, None
 
 
 class _Combined(torch.autograd.Function):
@@ -134,10 +158,7 @@ class _Combined(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        each = unsorted(rows, order, inverse).unflatten(0, weights.shape)
-        out = rows.new_empty(weights.shape[0], rows.shape[1])  # FSDP2 warns of a module that returns a view
-        torch.bmm(weights.to(rows.dtype).unsqueeze(1), each, out=out.unsqueeze(1))
-        return out
+        return added_up(rows, order, inverse.view_as(weights), weights.to(rows.dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -154,6 +175,18 @@ class _Combined(torch.autograd.Function):
         return of_token.mul_(own), grad_weights, None, None
 
 
+@dataclass
+class Lazy:
+    """What is computed when it is first asked for, once."""
+
+    compute: Callable[[], Tensor]
+    made: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        self.made = self.compute() if self.made is None else self.made
+        return self.made
+
+
 class Experts(nn.Module):
     """The MLPs of all experts: down(act(gate(x)) * up(x)) of the rows of each."""
 
@@ -165,16 +198,17 @@ class Experts(nn.Module):
         self.expert_down = Stacked(count, d, f, bias=bias)
         self.gated = GATES[spec.activation]
 
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [n,d] -> [n,d]: for each token the sum of what its experts make of it, weighted."""
+    def forward(self, x: Tensor, routing: Routing, beside: Lazy | None = None) -> Tensor:
+        """x [n,d] -> [n,d]: for each token the sum of what its experts make of it, weighted. ``beside``: what else is
+        needed of the same x, and may be computed meanwhile."""
         k = routing.ids.shape[1]
         order, inverse = sorting(routing.ids.flatten())
         if routing.kept is not None:  # what is dropped comes last
             order = order[: routing.kept]
-        rows = self.inner(_Sorted.apply(x, order, inverse, k), routing.counts)
+        rows = self.inner(_Sorted.apply(x, order, inverse, k), routing.counts, beside)
         return _Combined.apply(rows, routing.weights, order, inverse)
 
-    def inner(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def inner(self, rows: Tensor, counts: Tensor, beside: Lazy | None) -> Tensor:
         """The seam that expert parallelism replaces. Rows [R,d] sorted by expert, ``counts`` [E] for each -> [R,d]."""
         return self.products(rows, counts)
 
@@ -204,11 +238,14 @@ class MoE(nn.Module):
             routing = balanced(routing, self.rows_of(x), self.tally, self.coefficients, self.over_rows)
             if self.room is not None:
                 routing = self.kept(routing, self.rows_of(x), self.room, self.tally)
-        out = self.experts(flat, routing).view_as(x)
-        if self.shared is None:
-            return out
-        common = self.shared(x)
-        return out + (common if self.shared_gate is None else common * torch.sigmoid(self.shared_gate(x)))
+        common = None if self.shared is None else Lazy(partial(self.common, self.shared, x))
+        out = self.experts(flat, routing, common).view_as(x)
+        return out if common is None else out + common()
+
+    def common(self, shared: MLP, x: Tensor) -> Tensor:
+        """What the MLP that all tokens share makes of x [..,d], by its gate."""
+        out: Tensor = shared(x)
+        return out if self.shared_gate is None else out * torch.sigmoid(self.shared_gate(x))
 
     def route(self, x: Tensor) -> Routing:
         """The seam that decides which experts compute a token. x [n,d], the weights in fp32."""

@@ -56,7 +56,7 @@ class Compute(NamedTuple):
 class Send(NamedTuple):
     """One collective over the ranks of a group, ``axis``; ``bytes`` is what is gathered, scattered or reduced. What
     is in one stream runs in order; what is in another runs beside it, but for what a ``Wait`` says. ``beside_ns``: so
-    long the device computes meanwhile, of what was told before."""
+    long the device computes meanwhile, of what is told before or after."""
 
     kind: str
     axis: str
@@ -124,10 +124,9 @@ class AddTiedGradients(NamedTuple):
 
 
 class ExpertsRun(NamedTuple):
-    """The experts of a block begin, or end: their forward, their backward, or their forward ``again``, within a
-    backward."""
+    """The experts of a block begin, or end: their forward or their backward."""
 
-    which: Literal["forward", "again", "backward"]
+    which: Literal["forward", "backward"]
     begins: bool
 
 

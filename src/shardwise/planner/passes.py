@@ -7,7 +7,7 @@ a ``WeightsCall``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -28,7 +28,7 @@ from shardwise.planner.events import (
     WeightsCall,
 )
 from shardwise.planner.overhead import attention_bytes
-from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen
+from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen, under_way
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import BYTES, Dtype, Plan
@@ -88,9 +88,10 @@ class Passes:
         local = _Local(self, unit)
         keep = {tensor for i in unit.saved_ops for tensor in unit.forward[i].allocates} | {unit.input}
         begin, end = self._experts(unit, unit.forward)
+        beside = meanwhile(unit.forward, local.forward)
         for i, op in enumerate(unit.forward_plain if unit.recompute else unit.forward):
             yield from _calls(i, {begin: ExpertsRun("forward", begins=True), end: ExpertsRun("forward", begins=False)})
-            yield from local.runs(op, local.forward[i])
+            yield from local.runs(op, local.forward[i], beside.get(i, 0))
             yield from (local.free(tensor) for tensor in op.frees if tensor not in keep)
         yield from _calls(len(unit.forward), {end: ExpertsRun("forward", begins=False)})
         # The loop over the blocks lets go of a block's input once it has run, and nobody holds the tail's in the loss.
@@ -110,13 +111,10 @@ class Passes:
         """Forward again, until all that backward reads is there."""
         local = _Local(self, unit)
         made: set[int] = set()
-        begin, end = self._experts(unit, unit.forward)
-        begins, ends = (ExpertsRun("again", begins=first) for first in (True, False))
-        calls: dict[int, WeightsCall] = {begin: begins, end: ends} if self._again(unit) else {}
+        beside = meanwhile(unit.forward, local.forward, unit.saved_ops)
         for i, op in enumerate(recomputed(unit)):
-            yield from _calls(i, calls)
             if i not in unit.saved_ops:
-                yield from local.runs(op, local.forward[i])
+                yield from local.runs(op, local.forward[i], beside.get(i, 0))
             made.update(op.allocates)
             for tensor in op.frees:
                 if tensor != unit.input:
@@ -165,19 +163,18 @@ class Passes:
         gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}
         begin, end = self._experts(unit, unit.backward)
         begins, ends = (ExpertsRun("backward", begins=first) for first in (True, False))
-        calls: dict[int, WeightsCall] = {begin: begins, end: ends}
-        if unit.recompute:
-            # It begins where backward first reads what was not saved: in the experts, unless something comes after.
-            first_read = {} if self._again(unit) else calls
-            yield from _calls(begin, first_read)
+        calls: dict[int, WeightsCall] = {begin: begins, end: ends} if end >= 0 else {}
+        if unit.recompute:  # it begins where backward first reads what was not saved: in the experts
+            yield from _calls(begin, calls)
             yield from self.recompute(unit)
-            calls = calls if self._again(unit) else {end: calls[end]}
+            calls.pop(begin, None)
+        beside = meanwhile(unit.backward, local.backward, later)
         for i, op in enumerate(unit.backward):
             yield from _calls(i, calls)
             if i in later:
                 yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients and tensor not in held)
                 continue
-            yield from local.runs(op, local.backward[i])
+            yield from local.runs(op, local.backward[i], beside.get(i, 0))
             for tensor in op.allocates:
                 if tensor in gradients:
                     if first and self.tied and gradients[tensor] is unit.weights[0]:
@@ -189,17 +186,13 @@ class Passes:
                 workspace = "attention workspace", size
                 yield from (Make((0, workspace[0]), *workspace), Free((0, workspace[0]), *workspace))
             yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients and tensor not in held)
-        yield from _calls(len(unit.backward), {end: calls[end]})
+        yield from _calls(len(unit.backward), calls)
         yield from self._end_of_graph(local)
 
     def _experts(self, unit: Unit, ops: tuple[Op, ...]) -> tuple[int, int]:
         """Between which of these operations the experts of a block run, where their weights come and go by themselves;
         -1 where not."""
         return experts_among(unit, ops) if self.apart and unit.name == "block" else (-1, -1)
-
-    def _again(self, unit: Unit) -> bool:
-        """Whether a recomputation runs through all experts, for what comes after them, before their own backward."""
-        return len(recomputed(unit)) > self._experts(unit, unit.forward)[1]
 
     def _end_of_graph(self, local: _Local) -> Iterator[Piece]:
         """What no operation of backward frees is held by the unit's graph to its end: what a node saves that does not
@@ -280,8 +273,8 @@ class _Local:
     def free(self, tensor: int) -> Free:
         return Free(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
 
-    def runs(self, op: Op, takes: Duration) -> Iterator[Piece]:
-        """What an operation makes, and what it computes or sends."""
+    def runs(self, op: Op, takes: Duration, beside_ns: int = 0) -> Iterator[Piece]:
+        """What an operation makes, and what it computes, or sends while so long something else is computed."""
         for tensor in op.allocates:
             yield Make(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
         does = techniques.within(op, self.where)
@@ -290,11 +283,16 @@ class _Local:
             yield Free((0, "workspace"), "activations", does.workspace)
         size = op.flops * self.times[op.per] // self.parts[op.per]
         if op.kind == SEND:
-            yield Send(op.name, op.axis, "activations", size)
+            yield Send(op.name, op.axis, "activations", size, beside_ns=beside_ns)
         elif size or takes.device_ns:
             yield Compute(size, takes.device_ns, takes.host_ns, takes.kind)
         for kind, sent, beside in does.sent if does else ():
             yield Send(kind, op.axis, "activations", sent, beside_ns=round(beside * takes.device_ns))
+
+
+def meanwhile(ops: tuple[Op, ...], takes: Sequence[Duration], left_out: Set[int] = frozenset()) -> dict[int, int]:
+    """For how long the device computes, of each collective that is waited for later, until then."""
+    return {i: sum(takes[k].device_ns for k in during if k not in left_out) for i, during in under_way(ops).items()}
 
 
 @lru_cache(maxsize=KEPT_UNITS)
@@ -318,14 +316,16 @@ def put_off(unit: Unit) -> frozenset[int]:
 
 @lru_cache(maxsize=2 * KEPT_UNITS)
 def experts_among(unit: Unit, ops: tuple[Op, ...]) -> tuple[int, int]:
-    """From after the last operation with another weight before those with weights of experts to before the next: all
-    that experts do is within. (-1, -1) where there are none."""
+    """From after the last operation with another weight before those with weights of experts to before the next, but
+    for what runs while rows are on their way to experts: all that experts do is within. (-1, -1) where there are
+    none."""
     named = {tensor: name for name, tensor in unit.weight_gradients}
     weights = [[op.weight] * bool(op.weight) + [named[t] for t in op.allocates if t in named] for op in ops]
     own = [i for i, names in enumerate(weights) if any(map(is_expert, names))]
     if not own:
         return -1, -1
-    others = [i for i, names in enumerate(weights) if names and not any(map(is_expert, names))]
+    beside = {i for during in under_way(ops).values() for i in during}
+    others = [i for i, names in enumerate(weights) if names and i not in beside and not any(map(is_expert, names))]
     before = max((i + 1 for i in others if i < own[0]), default=0)
     return before, min((i for i in others if i > own[-1]), default=len(ops))
 

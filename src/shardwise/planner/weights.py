@@ -208,14 +208,8 @@ class Sharded(Weights):
         for experts in _experts_of(self.groups, name):
             if run.which == "forward":
                 (self.before_forward if run.begins else self.after_forward)(experts)
-            elif run.which == "backward":
+            else:
                 (self.before_backward if run.begins else self.after_backward)(experts)
-            elif run.begins and ("weights", experts) not in self.tape.alive:
-                if experts not in self.buffers:
-                    self._gather(experts)
-                self._copy_out(experts)
-            elif not run.begins and experts in self.buffers:
-                _let_go(self, [experts])
 
     def gradient(self, weight: Tensor, name: Hashable) -> None:
         apart = self.plan.layout.ep > 1 and is_expert(weight.name)

@@ -35,10 +35,10 @@ def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
         each = (of_rows(logits.unflatten(0, shape), spec) for logits, shape in zip(found, shapes, strict=True))
         return sum(each, start=torch.zeros((), dtype=torch.float64)) / max(1, len(layers))
 
-    def chosen(module: nn.Module, args: tuple[Tensor, Routing]) -> tuple[Tensor, Routing]:
+    def chosen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         spec: ModelSpec = model.spec  # type: ignore[assignment]
-        x, routing = args
-        return x, routing._replace(weights=routing.weights * has_room(routing, shapes[-1], spec))
+        x, routing, *more = args
+        return x, routing._replace(weights=routing.weights * has_room(routing, shapes[-1], spec)), *more
 
     shapes: list[tuple[int, int]] = []
     hooks = [layer.register_forward_pre_hook(entered) for layer in layers]

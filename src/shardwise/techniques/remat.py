@@ -162,7 +162,7 @@ class _Chosen:
             "shardwise::attention",
             "shardwise::attention_over_ranks",
             "shardwise::exchange",
-            "shardwise::exchange_rows",
+            "shardwise::start_rows",
         }
     )
 

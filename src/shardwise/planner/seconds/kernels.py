@@ -19,6 +19,8 @@ SUM = "aten.sum"
 """A sum over tokens, which gives the gradient of a small weight, is a kernel of its own in a fused run."""
 EMPTY = ("aten.empty", "aten.new_empty")
 LOOK_UP = "aten.embedding"
+WAIT = "shardwise.wait_rows"
+"""What a collective writes is there only after this, which takes no time of its own."""
 GROUPED_PRODUCTS = 9
 """Of a layer with experts, forward and backward: each bears its part of what the host does more there."""
 DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
@@ -60,8 +62,15 @@ def durations(unit: Unit, direction: str, rates: Rates, b: int, s: int) -> tuple
     return tuple(found)
 
 
+def under_way(ops: tuple[Op, ...]) -> dict[int, range]:
+    """Of each collective that is waited for later, the operations that run meanwhile."""
+    waits = {tensor: i for i, op in enumerate(ops) if op.name == WAIT for tensor in op.writes}
+    sends = ((i, op.allocates) for i, op in enumerate(ops) if op.kind == SEND)
+    return {i: range(i + 1, waits[made[0]]) for i, made in sends if made and made[0] in waits}
+
+
 def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
-    if op.kind == SEND or op.name.startswith(EMPTY):
+    if op.kind == SEND or op.name.startswith((*EMPTY, WAIT)):
         return NOTHING
     if op.kind == "attention":
         groups, queries, keys, head_dim = (number(dim, sizes) for dim in op.dims[:4])
@@ -115,7 +124,7 @@ def _runs(ops: tuple[Op, ...]) -> Iterator[list[int]]:
     """The operations between two that are not fused."""
     run: list[int] = []
     for i, op in enumerate(ops):
-        if op.kind in ("matmul", "attention", SEND) or op.dims or op.name == LOOK_UP:
+        if op.kind in ("matmul", "attention", SEND) or op.dims or op.name in (LOOK_UP, WAIT):
             if run:
                 yield run
             run = []

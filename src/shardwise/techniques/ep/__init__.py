@@ -8,7 +8,8 @@
 The ranks of dp_shard x cp x tp are folded anew (spec/layout.py): neighbours have different experts, and those that have
 the same ones, ``expert_fsdp``, stand across. An expert's gradient is whole once these and the replicas have added
 theirs, for the tokens of the ep ranks came to it. Nothing is dropped: how many rows a rank gets is known when they are
-routed, so the host waits for these numbers once a layer. On paper each rank gets as many rows as it sends, and memory
+routed, so the host waits for these numbers once a layer. While rows go to their experts, and while their gradients
+come back, the MLP that all tokens share is computed. On paper each rank gets as many rows as it sends, and memory
 is reserved for ``expert_imbalance`` times as many. It pays where the weights of experts, and not the tokens, fill the
 memory or the links.
 """
@@ -148,10 +149,10 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 def steps_of(operation: str) -> Callable[..., Any] | None:
     """What an operation of this technique's own does, operation by operation."""
-    if operation == "shardwise::exchange_rows":
-        from shardwise.techniques.ep.dispatch import exchanged
+    if operation == "shardwise::start_rows":
+        from shardwise.techniques.ep.dispatch import started
 
-        return exchanged
+        return started
     return None
 
 
@@ -164,7 +165,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
         for part in parts:
             for name, module in part.named_modules():
                 if isinstance(module, Experts):
-                    module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign, assignment]
+                    module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign]
                 elif isinstance(module, Stacked):
                     _cut(module, meshes)
                     inside = torch_dtype(compute_dtype(plan.precision, name))
@@ -189,7 +190,7 @@ def _cut(module: nn.Module, meshes: Meshes) -> None:
         module.register_parameter(word, nn.Parameter(whole, parameter.requires_grad))
 
 
-def _inner(module: Experts, plan: Plan, meshes: Meshes) -> Callable[[Tensor, Tensor], Tensor]:
+def _inner(module: Experts, plan: Plan, meshes: Meshes) -> Callable[..., Tensor]:
     from torch import distributed
 
     from shardwise.techniques.ep.dispatch import Dispatch, computed_elsewhere

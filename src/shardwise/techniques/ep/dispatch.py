@@ -1,9 +1,15 @@
-"""Rows go to the ranks that have their experts, and what these make of them comes back. One operation,
-``shardwise::exchange_rows``, whose backward is the other way."""
+"""Rows go to the ranks that have their experts, and what these make of them comes back.
+
+``shardwise::start_rows`` begins an exchange, and ``shardwise::wait_rows`` waits for it; what is computed between the
+two runs beside it. In backward the gradients of what came begin their way back where it was waited for, and are waited
+for where it was begun. Autograd runs first what was called last, so that the backward of what was between the two is
+between them again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +32,13 @@ class Dispatch(NamedTuple):
     imbalance: float | None = None
 
 
-def computed_elsewhere(products: Products, how: Dispatch, rows: Tensor, counts: Tensor) -> Tensor:
+def computed_elsewhere(
+    products: Products, how: Dispatch, rows: Tensor, counts: Tensor, beside: Callable[[], Tensor] | None = None
+) -> Tensor:
     """Rows [n*k,d] sorted by expert, of which each of all E experts has so many ([E]) -> what the experts make of them,
-    in the same order."""
-    there = exchange_rows(counts, how.group, *[[counts.shape[0] // how.ranks] * how.ranks] * 2)
+    in the same order. ``beside`` is called while rows are on their way."""
+    even = [counts.shape[0] // how.ranks] * how.ranks
+    there = exchanged(counts, Way(how.group, even, even))
     if how.imbalance is None:
         sent, come = splits(counts.view(how.ranks, -1), there.view(how.ranks, -1))
     else:
@@ -38,13 +47,18 @@ def computed_elsewhere(products: Products, how: Dispatch, rows: Tensor, counts: 
         own_experts = there.shape[0] // how.ranks
         come = [sum(each[first : first + own_experts]) for first in range(0, there.shape[0], own_experts)]
         there = torch.tensor(each, device=there.device)
-    of_rank = there.view(how.ranks, -1)
-    own = exchange_rows(rows, how.group, sent, come)
+    of_rank, way = there.view(how.ranks, -1), Way(how.group, sent, come)
+    own = _Started.apply(rows, way)
     order, inverse = sorting(owners(of_rank.flatten(), own.shape[0]) % of_rank.shape[1])
-    own = _Permuted.apply(own, order, inverse)
+    if beside is not None:
+        try:
+            beside()
+        except BaseException:  # such as that with which a recomputation ends that needs nothing more
+            wait_rows(own)
+            raise
+    own = _Permuted.apply(_Arrived.apply(own, way), order, inverse)
     own = _Permuted.apply(products(own, of_rank.sum(0)), inverse, order)
-    back: Tensor = exchange_rows(own, how.group, come, sent)
-    return back
+    return exchanged(own, Way(how.group, come, sent))
 
 
 def splits(by_rank: Tensor, of_rank: Tensor) -> tuple[list[int], list[int]]:
@@ -75,28 +89,83 @@ class _Permuted(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-def exchanged(x: Tensor, group: str, sent: list[int], come: list[int]) -> Tensor:
-    """x [R,..], of which each rank of a group gets so many rows (``sent``), one after another -> the rows that come
-    from each, so many (``come``)."""
-    out = x.new_empty(sum(come), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), come, sent, group=group_named(group))
+@dataclass
+class Way:
+    """From each rank of a group to each: how many rows are ``sent`` to each, one after another, and how many ``come``
+    from it. ``home``: in backward, where the gradients of those that were sent will be."""
+
+    group: str
+    sent: list[int]
+    come: list[int]
+    home: Tensor | None = None
+
+
+def exchanged(x: Tensor, way: Way) -> Tensor:
+    """x [R,..] -> the rows that come. Nothing is computed meanwhile."""
+    here: Tensor = _Arrived.apply(_Started.apply(x, way), way)
+    return here
+
+
+class _Started(torch.autograd.Function):
+    """x [R,..] -> where the rows that come will be. Backward waits for the gradients of x: those that it is given are
+    on their way, and have as many rows as came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        return start_rows(x, way.group, way.sent, way.come)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        home, ctx.way.home = ctx.way.home, None
+        wait_rows(home)
+        return home, None
+
+
+class _Arrived(torch.autograd.Function):
+    """What :class:`_Started` returned, once the rows are there. Backward begins to send their gradients home."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        wait_rows(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.way.home = start_rows(grad, ctx.way.group, ctx.way.come, ctx.way.sent)
+        return grad, None
+
+
+UNDER_WAY: dict[int, tuple[dist.Work | None, Tensor]] = {}
+"""By the storage that is received into: what is waited for, and what is sent, which must stay until then."""
+
+
+def started(x: Tensor, group: str, sent: list[int], come: list[int]) -> Tensor:
+    """What ``start_rows`` does, operation by operation."""
+    out, x = x.new_empty(sum(come), *x.shape[1:]), x.contiguous()
+    work = dist.all_to_all_single(out, x, come, sent, group=group_named(group), async_op=True)
+    UNDER_WAY[out.untyped_storage()._cdata] = work, x
     return out
 
 
-exchange_rows = torch.library.custom_op("shardwise::exchange_rows", exchanged, mutates_args=())
+start_rows = torch.library.custom_op("shardwise::start_rows", started, mutates_args=())
 
 
-@exchange_rows.register_fake
+@start_rows.register_fake
 def _(x: Tensor, group: str, sent: list[int], come: list[int]) -> Tensor:
-    return x.new_empty(sum(come), *x.shape[1:])
+    out = x.new_empty(sum(come), *x.shape[1:])
+    UNDER_WAY[out.untyped_storage()._cdata] = None, x
+    return out
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.group, ctx.sent, ctx.come = inputs
+def waited(x: Tensor) -> None:
+    """What ``wait_rows`` does: it fills what ``start_rows`` returned. Where that has been waited for, nothing:
+    recomputation that saves what came starts nothing."""
+    work, _ = UNDER_WAY.pop(x.untyped_storage()._cdata, (None, None))
+    if work is not None:
+        work.wait()
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return exchange_rows(grad, ctx.group, ctx.come, ctx.sent), None, None, None
-
-
-exchange_rows.register_autograd(_backward, setup_context=_save)
+wait_rows = torch.library.custom_op("shardwise::wait_rows", waited, mutates_args=("x",))
+wait_rows.register_fake(waited)
