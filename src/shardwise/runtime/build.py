@@ -89,8 +89,9 @@ def allocate(
             part.restore_buffers()
     if spec.tie_word_embeddings and pp.line_of(parts) is None:  # of stages, each end has a weight of its own
         tie(parts)
-    for part in parts if plan else ():
-        keep_gradients(part, plan)
+    for part in parts:
+        if plan is not None:
+            keep_gradients(part, plan)
 
 
 def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan, draw: Draw | None = None) -> None:

@@ -181,8 +181,11 @@ class HostWeights:
         self._leaving = None
 
     def give_back(self) -> None:
-        """The device gets the updated weights, but those that wait on the host, which were updated where they are.
-        Gradients have been used: their rooms are."""
+        """The device gets the updated weights, for which the rooms of gradients are used; those that wait on the host
+        have them already, or get them there from a file."""
+        with torch.no_grad():
+            for parameter in self._fetched if self.scratch else ():
+                local(kept(parameter)).copy_(local(self.copies[parameter]))
         self.copied["host", "device"] += self.returning.give()
 
 

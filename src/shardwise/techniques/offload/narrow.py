@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from shardwise.distributed.torch_private import sum_gradients_in
 from shardwise.models.roles import is_adaptable
 from shardwise.spec.plan import Dtype, Plan
 from shardwise.spec.sheet import KEPT_UNITS, Op, Unit
@@ -58,8 +59,6 @@ def keep_gradients(part: nn.Module, plan: Plan) -> None:
     """Gradients of a part's narrow weights, which have memory by now, come in the dtype of ``precision.weights``."""
     if not narrows(plan):
         return
-    from shardwise.distributed.torch_private import sum_gradients_in
-
     wide = torch_dtype(plan.precision.weights)
     for parameter in part.parameters():
         if parameter.requires_grad and parameter.dtype != wide:
