@@ -28,6 +28,7 @@ from shardwise.techniques.offload.host import HostWeights
 from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.sums import HostSums
+from tests.drift.compiled import compiler
 from tests.parity import drawn
 from tests.parity.cases import FP64, SEQ_LEN
 from tests.parity.moving import goes_on
@@ -61,7 +62,7 @@ known = parity.held
 
 
 def train_on_rank(rank: int, world: int, spec: ModelSpec, plan: Plan) -> list[parity.Trace]:
-    with patch.object(parity, "held", held):
+    with patch.object(parity, "held", held), compiler("aot_eager"):
         return drawn.train_on_rank(rank, world, spec, [plan, without(plan)], STEPS)
 
 
@@ -84,6 +85,12 @@ def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
 @pytest.mark.parametrize("name", NARROW)
 def test_of_narrow_weights_too(ranks: RankPool, name: str) -> None:
     bit_by_bit(ranks, *NARROW[name])
+
+
+@pytest.mark.parametrize("name", ["one rank", pytest.param("sharded, some frozen", marks=pytest.mark.prove)])
+def test_of_compiled_blocks(ranks: RankPool, name: str) -> None:
+    spec, plan = NARROW[name]
+    bit_by_bit(ranks, spec, replace(plan, compile=True))
 
 
 ZERO3 = Plan(Layout(dp_shard=2), Batch(2, 2, SEQ_LEN, 7), Shard("zero3"), FP64, offload=Offload("host"))
