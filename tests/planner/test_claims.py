@@ -146,9 +146,9 @@ def test_6_a_70b_on_one_node_of_four() -> None:
 
 
 def test_6_but_with_the_optimizer_on_the_host_and_faster_with_weights_there() -> None:
-    """A card of 96 GB then has 34 GiB of weights, those of blocks in bf16, activations and one gradient: the gradients of
-    several micro-batches, which would be another 66, are added up on the host. With the weights of blocks there too it
-    has 4 GiB of them."""
+    """A card of 96 GB then has 34 GiB of weights, those of blocks in bf16, activations and one gradient: the gradients
+    of several micro-batches, which would be another 66, are added up on the host. With the weights of blocks there too
+    it has 4 GiB of them."""
     once, often = (on_host(SEVENTY_B, "4xRTX-PRO-6000", 1536, global_batch_size=rows) for rows in (4, 64))
     for each in (once, often):
         assert each.estimate.memory["weights"] / GIB == pytest.approx(33.8, abs=0.1)
