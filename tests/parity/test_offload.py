@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.distributed.slices import gradient_dtype, local
 from shardwise.models.config import ModelSpec
-from shardwise.prove import parity
+from shardwise.prove import moves, parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
 from shardwise.runtime.state import TrainState
@@ -108,6 +108,24 @@ SIDES = (ZERO3, without(ONE), ON_NVME, STAGED, without(FOUR), WITH_WEIGHTS)
 def test_a_run_goes_on_with_and_without(ranks: RankPool, tmp_path: Path, place: int) -> None:
     targets = [SIDES[(place + step) % len(SIDES)] for step in (0, 1)]
     goes_on(ranks, tmp_path, replace(DENSE, tie_word_embeddings=place % 2 == 1), SIDES[place], targets)
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize(("source", "target"), [("host", "none"), ("none", "host"), ("nvme", "host"), ("host", "nvme")])
+def test_a_narrow_run_goes_on_with_and_without(ranks: RankPool, tmp_path: Path, source: str, target: str) -> None:
+    """What is saved are the weights in fp32: bit by bit the run without, before and after."""
+    spec, plan = NARROW["one rank"]
+
+    def go(where: str, offload: str, first: int) -> moves.Stretch:
+        own, run = replace(plan, offload=Offload(offload)), moves.SavedRun(str(tmp_path / where), first)  # type: ignore[arg-type]
+        [found] = ranks.run(moves.go, spec, own, run, drawn.RANDOM, world=1)
+        return found
+
+    for first in (0, moves.STEPS):
+        found, right = go("with", target if first else source, first), go("without", "none", first)
+        assert found.losses == right.losses
+        for mine, other in ((found.before, right.before), (found.after, right.after)):
+            assert mine.keys() == other.keys() and all(torch.equal(mine[name], value) for name, value in other.items())
 
 
 def stale(self: HostWeights, parameter: nn.Parameter) -> None:

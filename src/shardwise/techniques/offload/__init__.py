@@ -3,7 +3,8 @@
     offload.optimizer   where                                            what is copied a step, of each trained weight
     none                all on the device                                nothing
     host                moments, the weights that are updated, and       its gradient to the host, as it becomes whole
-                        gradients in memory of the host                  in backward; its new value back, after the step
+                        gradients in memory of the host                  in backward; its new value back, of blocks
+                                                                         within the next forward (returned.py)
     nvme                the same, but moments and weights in a file      the same, piece by piece; and the file is read
                         (scratch.py, streamed.py)                        and written
 
@@ -25,12 +26,13 @@
                         optimizer is there (staged.py)
 
 The optimizer is the same, torch's fused AdamW or one of ours, on tensors of the host (host.py): the numbers do not
-change. The host waits for the gradient norm before it updates, so that clipping and the skip of a bad step stay exact.
-A gradient leaves while backward still runs where no sum over ranks comes after it: under a sharded strategy, or on one
-rank, without tp and pp; others leave when backward is over. It pays where moments do not fit: all that is trained
-crosses the bus twice a step, and is updated at the rate of the host's memory. What blocks are given (activations.py)
-crosses it while they compute, and pays where rows are long; so do weights that wait (weights.py), in every micro-batch,
-which pays where they do not fit: those of a large model on few devices.
+change. Of blocks that compute in 16 bits the device has no more than those (narrow.py). The host waits for the gradient
+norm before it updates, so that clipping and the skip of a bad step stay exact. A gradient leaves while backward still
+runs where no sum over ranks comes after it: under a sharded strategy, or on one rank, without tp and pp; others leave
+when backward is over. It pays where moments do not fit: all that is trained crosses the bus twice a step, and is
+updated at the rate of the host's memory. What blocks are given (activations.py) crosses it while they compute, and pays
+where rows are long; so do weights that wait (weights.py), in every micro-batch, which pays where they do not fit: those
+of a large model on few devices.
 """
 
 from __future__ import annotations
