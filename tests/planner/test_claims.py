@@ -145,7 +145,7 @@ def test_6_a_70b_on_one_node_of_four() -> None:
     assert not fits(packed) and peak_share(packed) > 1
 
 
-def test_6_but_with_the_optimizer_on_the_host_and_faster_with_weights_there() -> None:
+def test_6_but_with_the_optimizer_on_the_host_and_as_fast_with_weights_there() -> None:
     """A card of 96 GB then has 34 GiB of weights, those of blocks in bf16, activations and one gradient: the gradients
     of several micro-batches, which would be another 66, are added up on the host. With the weights of blocks there too
     it has 4 GiB of them."""
@@ -157,7 +157,7 @@ def test_6_but_with_the_optimizer_on_the_host_and_faster_with_weights_there() ->
     node = replace(parse_cluster("4xRTX-PRO-6000"), host_memory_bytes=1536 * GIB)
     asked = {"train": {"seq_len": 4096, "global_batch_size": 64}, "offload": {"optimizer": "host", "weights": "host"}}
     outside = Search(Recipe.model_validate(asked), SEVENTY_B, node).chosen
-    assert fits(outside) and seconds(outside).step_s < seconds(often).step_s
+    assert fits(outside) and seconds(outside).step_s == pytest.approx(seconds(often).step_s, rel=0.01)
     assert outside.estimate.memory["weights"] / GIB < 8
 
 

@@ -98,8 +98,11 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
         told = "pinned" if fraction else "searched: the fastest that fits"
         for each in tried if fraction is None else (fraction,):
             both = {**why, "offload.optimizer_fraction": told} if each < 1 else why
-            outside = replace(others, optimizer=there, optimizer_fraction=each)
-            yield replace(plan, offload=outside, why={**plan.why, **both})
+            outside = replace(plan, offload=replace(others, optimizer=there, optimizer_fraction=each))
+            if narrows(outside):
+                kept = "recipe, as what is updated elsewhere; the device has blocks in " + plan.precision.compute
+                both = {**both, "precision.weights": kept}
+            yield replace(outside, why={**plan.why, **both})
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
