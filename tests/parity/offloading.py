@@ -113,6 +113,7 @@ NARROW: dict[str, tuple[ModelSpec, Plan]] = {
     "some frozen": (DENSE, _plan(Layout(), frozen=("layers.0.attention.*", "embed.*"))),
     "sharded, some frozen": (DENSE, replace(SHARDED, frozen=("layers.*.mlp.*", "*norm*"))),
     "sharded, biased, gathered once": (BIASED, replace(SHARDED, shard=Shard("zero2"))),
+    "shards of unlike sizes": (BIASED, replace(SHARDED, layout=Layout(dp_shard=3), batch=Batch(1, 2, SEQ_LEN, 7))),
     "sharded, reduced in bf16": (DENSE, replace(SHARDED, precision=Precision("bf16", reduce="bf16"))),
 }
 """What the cases above do not have of weights that are narrow on the device."""

@@ -87,7 +87,8 @@ def test_of_narrow_weights_too(ranks: RankPool, name: str) -> None:
     bit_by_bit(ranks, *NARROW[name])
 
 
-@pytest.mark.parametrize("name", ["one rank", pytest.param("sharded, some frozen", marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ["one rank", "sharded, some frozen"])
 def test_of_compiled_blocks(ranks: RankPool, name: str) -> None:
     spec, plan = NARROW[name]
     bit_by_bit(ranks, spec, replace(plan, compile=True))
