@@ -159,7 +159,9 @@ ON_HOST = {
 
 
 @pytest.mark.parametrize("offload", ON_HOST.values(), ids=ON_HOST)
-@pytest.mark.parametrize(("precision", "steps", "limit"), [(FP64, 5, 1e-9), (FP32, 2, 1e-4)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "steps", "limit"), [(FP64, 5, 1e-9), (FP32, 2, 1e-4), (BF16, 2, 2e-2)], ids=["fp64", "fp32", "bf16"]
+)
 def test_training_with_what_is_on_the_host(
     alone: torch.device, precision: Precision, steps: int, limit: float, offload: plans.Offload
 ) -> None:

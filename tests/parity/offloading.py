@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.models.config import ModelSpec
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Precision, Shard
+from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques.offload.legal import leave_each
 from tests.covering import pairwise
 from tests.parity.cases import SEQ_LEN
@@ -87,6 +87,36 @@ FRACTIONS = (1.0, 0.5)
 AXES = LAYOUTS, MODELS, PRECISIONS, OPTIMIZERS, (1, 2), TIERS, ("device", "host"), FRACTIONS
 """Of the fields of a case, in their order."""
 CASES = [Case(*values) for values in pairwise(*AXES, legal=lambda *values: Case(*values).possible)]
+
+
+def _plan(layout: Layout, **more: object) -> Plan:
+    batch = Batch(ROWS // 2 // layout.dp, 2, SEQ_LEN, loss_chunk_tokens=7)
+    base = Plan(layout, batch, Shard("ddp", bucket_bytes=4096), Precision("bf16"), offload=Offload("host"))
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+BIASED = replace(DENSE, attention_bias=True, mlp_bias=True)
+SHARDED = _plan(Layout(dp_shard=2), shard=Shard("zero3"))
+NARROW: dict[str, tuple[ModelSpec, Plan]] = {
+    "one rank": (BIASED, _plan(Layout())),
+    "recomputed, summed on the host": (
+        replace(DENSE, qk_norm="head", norm_plus_one=True),
+        _plan(Layout(), remat=Remat("full"), offload=Offload("host", sums="host")),
+    ),
+    "on NVMe, some saved": (DENSE, _plan(Layout(), remat=Remat("selective"), offload=Offload("nvme"))),
+    "replicas in fp16": (BIASED, _plan(Layout(dp_replicate=2), precision=Precision("fp16"))),
+    "tp": (BIASED, _plan(Layout(tp=2), sequence_parallel=True)),
+    "cp": (DENSE, _plan(Layout(cp=2))),
+    "experts": (MODELS["experts"], _plan(Layout(dp_replicate=2))),
+    "experts of ranks": (MODELS["experts"], _plan(Layout(dp_shard=2, ep=2))),
+    "halves of a backward": (DENSE, _plan(Layout(pp=2), pipeline=Pipeline("interleaved_zb", 1, (1, 1)))),
+    "some frozen": (DENSE, _plan(Layout(), frozen=("layers.0.attention.*", "embed.*"))),
+    "sharded, some frozen": (DENSE, replace(SHARDED, frozen=("layers.*.mlp.*", "*norm*"))),
+    "sharded, biased, gathered once": (BIASED, replace(SHARDED, shard=Shard("zero2"))),
+    "shards of unlike sizes": (BIASED, replace(SHARDED, layout=Layout(dp_shard=3), batch=Batch(1, 2, SEQ_LEN, 7))),
+    "sharded, reduced in bf16": (DENSE, replace(SHARDED, precision=Precision("bf16", reduce="bf16"))),
+}
+"""What the cases above do not have of weights that are narrow on the device."""
 
 
 if __name__ == "__main__":

@@ -14,21 +14,25 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.distributed.slices import gradient_dtype, local
 from shardwise.models.config import ModelSpec
-from shardwise.prove import parity
+from shardwise.prove import moves, parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
+from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Shard
 from shardwise.techniques import offload
+from shardwise.techniques.offload import returned
 from shardwise.techniques.offload.host import HostWeights
 from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.sums import HostSums
+from tests.drift.compiled import compiler
 from tests.parity import drawn
 from tests.parity.cases import FP64, SEQ_LEN
 from tests.parity.moving import goes_on
-from tests.parity.offloading import CASES, FRACTIONS, LAYOUTS, Case
+from tests.parity.offloading import CASES, FRACTIONS, LAYOUTS, NARROW, Case
 from tests.parity.pairwise import DENSE
 
 STEPS = 3
@@ -45,16 +49,49 @@ def test_every_layout_is_met() -> None:
     assert {(leave_early(case.plan), case.fraction) for case in CASES} == {*product((False, True), FRACTIONS)}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
-    """Losses, norms, first gradients, and all that each rank holds after each step; gradients are clipped."""
-    plans = [case.plan, without(case.plan)]
-    for found, right in ranks.run(drawn.train_on_rank, case.spec, plans, STEPS, world=case.plan.layout.world):
+def held(state: TrainState) -> dict[str, list[int]]:
+    """What a rank holds; that the device has what the host has updated, rounded where it is narrow, is looked at."""
+    for parameter, copy in state.host.copies.items() if state.host else ():
+        if local(parameter.detach()).untyped_storage().nbytes():  # it does not wait
+            assert torch.equal(local(parameter.detach()), local(copy.detach()).to(parameter.dtype))
+            assert copy.dtype == gradient_dtype(parameter)
+    return known(state)
+
+
+known = parity.held
+
+
+def train_on_rank(rank: int, world: int, spec: ModelSpec, plan: Plan) -> list[parity.Trace]:
+    with patch.object(parity, "held", held), compiler("aot_eager"):
+        return drawn.train_on_rank(rank, world, spec, [plan, without(plan)], STEPS)
+
+
+def bit_by_bit(ranks: RankPool, spec: ModelSpec, plan: Plan) -> None:
+    for found, right in ranks.run(train_on_rank, spec, plan, world=plan.layout.world):
         assert found.losses == right.losses and found.norms == right.norms
         assert found.gradients.keys() == right.gradients.keys()
         assert all(torch.equal(found.gradients[name], value) for name, value in right.gradients.items())
         assert found.held == right.held
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
+    """Losses, norms, first gradients, and all that each rank holds after each step; gradients are clipped."""
+    bit_by_bit(ranks, case.spec, case.plan)
+
+
+@pytest.mark.matrix(4)
+@pytest.mark.parametrize("name", NARROW)
+def test_of_narrow_weights_too(ranks: RankPool, name: str) -> None:
+    bit_by_bit(ranks, *NARROW[name])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ["one rank", "sharded, some frozen"])
+def test_of_compiled_blocks(ranks: RankPool, name: str) -> None:
+    spec, plan = NARROW[name]
+    bit_by_bit(ranks, spec, replace(plan, compile=True))
 
 
 ZERO3 = Plan(Layout(dp_shard=2), Batch(2, 2, SEQ_LEN, 7), Shard("zero3"), FP64, offload=Offload("host"))
@@ -72,6 +109,24 @@ SIDES = (ZERO3, without(ONE), ON_NVME, STAGED, without(FOUR), WITH_WEIGHTS)
 def test_a_run_goes_on_with_and_without(ranks: RankPool, tmp_path: Path, place: int) -> None:
     targets = [SIDES[(place + step) % len(SIDES)] for step in (0, 1)]
     goes_on(ranks, tmp_path, replace(DENSE, tie_word_embeddings=place % 2 == 1), SIDES[place], targets)
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize(("source", "target"), [("host", "none"), ("none", "host"), ("nvme", "host"), ("host", "nvme")])
+def test_a_narrow_run_goes_on_with_and_without(ranks: RankPool, tmp_path: Path, source: str, target: str) -> None:
+    """What is saved are the weights in fp32: bit by bit the run without, before and after."""
+    spec, plan = NARROW["one rank"]
+
+    def go(where: str, offload: str, first: int) -> moves.Stretch:
+        own, run = replace(plan, offload=Offload(offload)), moves.SavedRun(str(tmp_path / where), first)  # type: ignore[arg-type]
+        [found] = ranks.run(moves.go, spec, own, run, drawn.RANDOM, world=1)
+        return found
+
+    for first in (0, moves.STEPS):
+        found, right = go("with", target if first else source, first), go("without", "none", first)
+        assert found.losses == right.losses
+        for mine, other in ((found.before, right.before), (found.after, right.after)):
+            assert mine.keys() == other.keys() and all(torch.equal(mine[name], value) for name, value in other.items())
 
 
 def stale(self: HostWeights, parameter: nn.Parameter) -> None:
@@ -150,6 +205,21 @@ def one_buffer_for_all() -> AbstractContextManager[Any]:
     return patch.object(HostSums, "add", lambda self, room, total, copied: add(self, room, room, copied))
 
 
+def as_they_began() -> AbstractContextManager[Any]:
+    """The device computes with the weights of the first step."""
+    return patch.object(returned, "_send", lambda group: None)
+
+
+def rounded_gradients() -> AbstractContextManager[Any]:
+    """As they would come to a weight in bf16 that is not told otherwise."""
+
+    def rounded(self: HostWeights, parameter: nn.Parameter) -> None:
+        local(parameter.grad).copy_(local(parameter.grad).bfloat16())  # type: ignore[arg-type]
+        take(self, parameter)
+
+    return patch.object(HostWeights, "_take", rounded)
+
+
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], ModelSpec, Plan]] = {
     "the last step's gradient": (of_the_last_step, DENSE, ZERO3),
     "weights that return before the step": (before_the_step, DENSE, ZERO3),
@@ -158,6 +228,9 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], ModelSpec, Pl
     "a read that overtakes a write": (a_step_late, DENSE, ON_NVME),
     "a sum of one micro-batch": (nothing_added, DENSE, SUMMED),
     "a sum in a buffer": (one_buffer_for_all, DENSE, SUMMED),
+    "narrow weights that do not return": (as_they_began, *NARROW["one rank"]),
+    "shards that do not return": (as_they_began, *NARROW["sharded, some frozen"]),
+    "gradients as narrow as their weights": (rounded_gradients, *NARROW["sharded, some frozen"]),
 }
 
 

@@ -126,14 +126,15 @@ def test_4_a_70b_on_two_nodes_of_eight_cards_of_96_gb() -> None:
 @pytest.mark.prove
 def test_5_a_70b_on_eight_gpus() -> None:
     """1,129 GB of state at 16 bytes a parameter, 847 at 12, against 640: reproduced. Adapters fit. So does the model
-    with the optimizer on the host and one micro-batch, if the host has room for 1,051 GiB."""
+    with the optimizer on the host, if that has room for 1,051 GiB, or for 26 more with stages."""
     assert not any(fits(plan) for plan in families(plans(SEVENTY_B, "8xH100")).values())
     state = 8 * state_bytes(SEVENTY_B, sharded(SEVENTY_B, 8))
     assert state / GB == pytest.approx(1129, rel=0.01) and 0.75 * state / GB == pytest.approx(847, rel=0.01)
     assert fits(plans(SEVENTY_B, "8xH100", lora={"rank": 16}).chosen)
     small, large = (on_host(SEVENTY_B, "8xH100", gib) for gib in (1000, 1536))
     assert small.estimate.host_bytes / GIB == pytest.approx(1051, rel=0.001) and peak_share(small) > 1
-    assert fits(large) and kind(large) == "zero3" and large.batch.accumulation == 1
+    assert fits(large) and kind(large) == "pp x tp" and large.estimate.host_bytes / GIB == pytest.approx(1077, abs=1)
+    assert peak_share(replace(small, estimate=replace(small.estimate, host_capacity_bytes=1536 * GIB))) < 0.7
 
 
 def test_6_a_70b_on_one_node_of_four() -> None:
@@ -147,28 +148,29 @@ def test_6_a_70b_on_one_node_of_four() -> None:
 
 
 @pytest.mark.prove
-def test_6_but_tightly_with_the_optimizer_on_the_host_and_well_with_weights_there() -> None:
-    """A card of 96 GB then has 66 GiB of weights, activations and one gradient: the gradients of several micro-batches,
-    which would be another 66, are added up on the host. With the weights of blocks there too it has 4 GiB of them."""
+def test_6_but_with_the_optimizer_on_the_host_and_as_fast_with_weights_there() -> None:
+    """A card of 96 GB then has 34 GiB of weights, those of blocks in bf16, activations and one gradient: the gradients
+    of several micro-batches, which would be another 66, are added up on the host. With the weights of blocks there too
+    it has 4 GiB of them."""
     once, often = (on_host(SEVENTY_B, "4xRTX-PRO-6000", 1536, global_batch_size=rows) for rows in (4, 64))
     for each in (once, often):
-        assert each.estimate.memory["weights"] / GIB == pytest.approx(65.7, abs=0.1)
-        assert 0.8 < peak_share(each) <= 0.95 and kind(each) == "zero3"
+        assert each.estimate.memory["weights"] / GIB == pytest.approx(33.8, abs=0.1)
+        assert fits(each) and kind(each) == "zero3"
     assert once.batch.accumulation == 1 < often.batch.accumulation and often.offload.sums == "host"
     node = replace(parse_cluster("4xRTX-PRO-6000"), host_memory_bytes=1536 * GIB)
     asked = {"train": {"seq_len": 4096, "global_batch_size": 64}, "offload": {"optimizer": "host", "weights": "host"}}
     outside = Search(Recipe.model_validate(asked), SEVENTY_B, node).chosen
-    assert fits(outside) and seconds(outside).step_s < seconds(often).step_s
+    assert fits(outside) and seconds(outside).step_s == pytest.approx(seconds(often).step_s, rel=0.01)
     assert outside.estimate.memory["weights"] / GIB < 8
 
 
 def test_7_a_405b_on_one_node_of_four() -> None:
-    """With AdamW on NVMe all weights do not fit: 421 GiB of weights and gathered blocks a card, gradients of 1.5 TiB on
+    """With AdamW on NVMe all weights do not fit: 234 GiB of weights and gathered blocks a card, gradients of 1.5 TiB on
     the host, 4.4 TiB on the disks, which take 75 times as long as what is computed. Adapters over 4 bits fit, and on
     one card with frozen weights on the host, which are waited for a thousandth of a step."""
     train = {"seq_len": 2048, "global_batch_size": 4}
     disk = plans(FOUR_HUNDRED_B, "4xRTX-PRO-6000", train=train, offload={"optimizer": "nvme"}).chosen
-    assert peak_share(disk) > 4 and disk.estimate.peak_bytes / GIB == pytest.approx(421, abs=1)
+    assert peak_share(disk) > 2 and disk.estimate.peak_bytes / GIB == pytest.approx(234, abs=1)
     assert disk.estimate.host_bytes / 2**40 == pytest.approx(1.5, abs=0.05)
     assert disk.estimate.disk_bytes / 2**40 == pytest.approx(4.4, abs=0.05)
     assert seconds(disk).optimizer_s > 70 * seconds(disk).compute_s
@@ -456,9 +458,10 @@ def test_31_tensor_parallelism_over_pcie(name: str, times: float) -> None:
 @pytest.mark.parametrize(("rows", "m", "slower"), [(16, 1, 3.9), (48, 3, 2.0), (512, 32, 1.1)])
 def test_32_an_optimizer_on_the_host_costs_seconds_and_not_a_share(rows: int, m: int, slower: float) -> None:
     """Overruled: it does not halve the speed, but adds so many seconds to a step, however long that is. Of an 8B on a
-    node: 40 bytes a parameter at the 110 GB/s of its CPUs, and new weights over the bus, 3.0 s. That halves the speed
+    node: 40 bytes a parameter at the 110 GB/s of its CPUs, and what it waits for copies, 3.0 s. That halves the speed
     of 8 H100 at 48 rows of 4,096 tokens a step, quarters it at 16, and costs a tenth at 512. Gradients leave beside
-    backward; if they did not, another 0.08 s. Of disks nothing is said here."""
+    backward; if they did not, another 0.08 s. New weights come in forward, rounded by the same CPUs. Of disks nothing
+    is said here."""
     plan = replace(
         sharded(EIGHT_B, 8, "zero2"), batch=Batch(rows // 8 // m, m, 4096, 512), remat=Remat("selective"), compile=True
     )
@@ -467,11 +470,11 @@ def test_32_an_optimizer_on_the_host_costs_seconds_and_not_a_share(rows: int, m:
         for each in (Offload(), Offload("host"))
     )
     way_s = 4 * parameter_count(EIGHT_B) / 8 / (0.8 * 63e9)
-    added_s = 40 * parameter_count(EIGHT_B) / 110e9 + way_s
+    added_s = 40 * parameter_count(EIGHT_B) / 110e9 + found.offload_s
     assert added_s == pytest.approx(3.0, abs=0.01) and way_s == pytest.approx(0.08, abs=0.001)
     assert found.step_s - without.step_s == pytest.approx(added_s, rel=0.02)
     assert found.step_s / without.step_s == pytest.approx(slower, rel=0.06)
-    assert found.copied_s - found.offload_s == pytest.approx(way_s, rel=0.1), "what is hidden behind backward"
+    assert way_s > found.offload_s, "most is hidden"
 
 
 @pytest.mark.parametrize(("name", "at_35_percent"), [("RTX-5090", 11_400), ("RTX-PRO-6000", 27_400)])

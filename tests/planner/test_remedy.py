@@ -31,6 +31,7 @@ def share(plan: Plan) -> float:
             ["seq_len=4096", "global_batch=64"],
             "8xH100",
             [
+                "offload.optimizer=auto",
                 "lora.rank=16",
                 "lora.rank=16 lora.frozen=nf4",
                 "--cluster 2x8xH100-SXM-80GB+3200Gb/node",

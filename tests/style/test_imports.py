@@ -55,6 +55,7 @@ WITH_TORCH = {
     "shardwise.techniques.offload.filed",
     "shardwise.techniques.offload.weights",
     "shardwise.techniques.offload.host",
+    "shardwise.techniques.offload.returned",
     "shardwise.techniques.offload.scratch",
     "shardwise.techniques.offload.staged",
     "shardwise.techniques.offload.streamed",

@@ -40,6 +40,11 @@ def cuts(tensor: DTensor) -> list[tuple[int, int]]:
     return first + [(axis, kind.dim) for axis, kind in placed if is_strided(kind)]  # type: ignore[attr-defined]
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype that the gradient of a parameter comes in: its own, unless it was told another."""
+    return parameter.grad_dtype or parameter.dtype
+
+
 def keep_on_host(parameter: Tensor, values: Tensor) -> None:
     """From here on the ``values`` of a parameter are those of another tensor, cut over ranks as it is, and its own
     memory has them only while it is computed with."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
+from weakref import proxy
 
 if TYPE_CHECKING:
     import torch
@@ -174,6 +177,24 @@ def begin_sharding(module: torch.nn.Module) -> None:
     vars(fully_shard)["state"](module)._lazy_init()
 
 
+def sum_gradients_in(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Have FSDP2 give the sums of a module's gradients in this dtype, whatever its shards are stored in. By itself it
+    rounds them to the dtype of the shards, each time that it looks at these: what is updated elsewhere, in a wider one,
+    would lose what was summed."""
+    from torch.distributed.fsdp import FSDPModule
+
+    def looks(own: Callable[[Any], None], group: Any) -> None:
+        own(group)
+        if group._orig_dtype is not None:  # something is trained
+            group._orig_dtype = dtype
+
+    for unit in module.modules():
+        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        if group is not None:
+            own = type(group)._init_mp_dtypes
+            group._init_mp_dtypes = partial(looks, own, proxy(group))  # type: ignore[method-assign]
+
+
 def end_backward(module: torch.nn.Module) -> None:
     """Have FSDP2 do what it does by itself at the end of a backward: reduce gradients, or keep them. It has no public
     way where gradients of weights are made apart from those of inputs; torch's own pipeline stages use the same names.
@@ -220,7 +241,10 @@ def placed_as(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
     if not isinstance(like, DTensor):
         return values
-    return DTensor(values, like._spec, requires_grad=False)
+    spec, meta = like._spec, like._spec.tensor_meta
+    if meta is not None and meta.dtype != values.dtype:
+        spec = replace(spec, tensor_meta=meta._replace(dtype=values.dtype))
+    return DTensor(values, spec, requires_grad=False)
 
 
 def fused_adamw(

@@ -27,6 +27,7 @@ from shardwise.spec.plan import BYTES, Batch, Plan
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques import offload, optim
 from shardwise.techniques.offload.legal import leave_early
+from shardwise.techniques.offload.updated import elsewhere
 from shardwise.techniques.pp.actions import SCHEDULES
 
 
@@ -282,7 +283,7 @@ class LowerBounds:
 
 def _on_device(costed: Sheet, plan: Plan) -> dict[str, int]:
     """What of weights and moments the device holds."""
-    state, moved = (optim.state_bytes(each, plan) for each in (costed, offload.elsewhere(costed)))
+    state, moved = (optim.state_bytes(each, plan) for each in (costed, elsewhere(costed)))
     return offload.on_device(state, moved["moments"], costed, plan)
 
 

@@ -1,5 +1,5 @@
-"""When gradients leave the device, where the optimizer is on the host, and inputs of blocks, which come back; and when
-weights come that wait there."""
+"""When gradients leave the device, where the optimizer is on the host, and when what it has updated returns; when
+inputs of blocks leave, which come back; and when weights come that wait there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques import pp
 from shardwise.techniques.offload import blocks_again, leaving, waiting_bytes
-from shardwise.techniques.offload.legal import leave_early
+from shardwise.techniques.offload.legal import leave_early, return_beside
 from shardwise.techniques.offload.sizes import ROOMS, STAGED_BLOCKS, whole_pages
+from shardwise.techniques.offload.updated import elsewhere, return_bytes
 from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.shard.unit_bytes import ExpertsOf
 
@@ -95,6 +96,39 @@ def _unit_of(key: Hashable) -> UnitName:
     return group if isinstance(group, int) else "stem"
 
 
+class Returning:
+    """As techniques/offload/returned.py does it, before the first micro-batch's forward and within it: weights that the
+    host has updated in the step before."""
+
+    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
+        self.tape, self.sharded = tape, plan.sharded
+        self.sizes: dict[UnitName, tuple[int, int]] = {}  # bytes that are copied, and that the host reads and writes
+        if return_beside(plan):
+            stem, *kinds, tail = (
+                return_bytes(unit, sheet.place, plan.precision.weights) for unit in elsewhere(sheet).units
+            )
+            self.sizes = {"stem": (stem[0] + tail[0], stem[1] + tail[1])}
+            self.sizes |= {number: kinds[kind] for number, kind in enumerate(sheet.order)}
+
+    def before_forward(self, name: UnitName, micro_batch: int) -> None:
+        if micro_batch or name not in self.sizes:
+            return
+        if name == "stem":
+            self.tape.record("compute", "weights updated")
+            for stream in ("adds", "home"):
+                self.tape.wait(stream, "weights updated")
+        size, cast = self.sizes[name]
+        if cast:
+            self.tape.add(Copy("host", "host", cast, "adds"))
+            self.tape.record("adds", ("cast", name))
+            self.tape.wait("home", ("cast", name))
+        if size:
+            self.tape.add(Copy("host", "device", size, "home"))
+            self.tape.record("home", ("returned", name))
+            for stream in ["compute"] + ["gather"] * self.sharded:
+                self.tape.wait(stream, ("returned", name))
+
+
 class Inputs:
     """Of the blocks among a stage's ``units``, the inputs that leave, as techniques/offload/activations.py does it."""
 
@@ -154,16 +188,19 @@ class Inputs:
 
 
 class Fetching:
-    """The weights of a stage's blocks that wait on the host, as techniques/offload/weights.py has them come and go."""
+    """The weights of a stage's blocks that wait on the host, as techniques/offload/weights.py has them come and go; or
+    those that return."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.sharded, self.stays = tape, plan.sharded, plan.layout.pp == 1
         self.sizes, self.in_file = waiting_bytes(sheet, plan), plan.offload.weights == "nvme"
+        self.returning = Returning(tape, sheet, plan)
         self.read: list[int] = []  # since the backward before, of those in a file
         order = sheet.order if self.sizes else ()
         self.backward = {number for number, kind in enumerate(order) if sheet.blocks[kind].backward}
 
-    def before_forward(self, name: UnitName) -> None:
+    def before_forward(self, name: UnitName, micro_batch: int) -> None:
+        self.returning.before_forward(name, micro_batch)
         if self.sizes and isinstance(name, int):
             self._come(name)
             self._await(name)

@@ -36,6 +36,7 @@ from shardwise.spec.place import Stage
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques import offload, optim, pp
+from shardwise.techniques.offload.updated import elsewhere, returned_late
 from shardwise.techniques.pp.actions import SCHEDULES, Action
 from shardwise.techniques.shard import gradient_bytes
 from shardwise.techniques.shard.replicas import blocks_of_bucket
@@ -45,9 +46,8 @@ PERIODS = 4
 
 
 def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu", rates: Rates | None = None) -> list[Event]:
-    """The events of one step at the sheet's place, the state of the model included, from before the first forward; with
-    the workspaces of kernels where ``kind`` is cuda, and durations where there are ``rates``. Raises ValueError for the
-    sheet of another plan."""
+    """The events of one step at the sheet's place, the model's state included; with the workspaces of kernels where
+    ``kind`` is cuda, and durations where there are ``rates``. Raises ValueError for the sheet of another plan."""
     sheet.check(plan)
     tape = Tape()
     _begin(tape, sheet, plan)
@@ -159,7 +159,7 @@ def stage_of(sheet: Sheet, stage: Stage, plan: Plan, kind: Kind, rates: Rates | 
 
 def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     """What is there before the first forward pass and stays."""
-    state, moved = (optim.state_bytes(each, plan) for each in (sheet, offload.elsewhere(sheet)))
+    state, moved = (optim.state_bytes(each, plan) for each in (sheet, elsewhere(sheet)))
     for tier, held in offload.tiers(sheet, plan, moved["moments"], in_flight(sheet, plan)).items():
         for category, size in held.items():
             tape.make((tier, category), category, size, tier)
@@ -171,10 +171,10 @@ def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
 
 
 def _end(tape: Tape, sheet: Sheet, plan: Plan) -> None:
-    """What is sent once, after the last backward pass, and the weights that the host has updated."""
+    """What is sent once, after the last backward pass, and what the host has updated that comes at once."""
     for sent in sheet.step:
         tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
-    if plan.offload.optimizer != "none" and (size := offload.returned_bytes(sheet, plan)):
+    if size := returned_late(sheet, plan):
         tape.add(Copy("host", "device", size, "home"))
 
 
@@ -208,7 +208,7 @@ class Step:
         self.tape.add(Mark("start of forward"))
         for unit, name in enumerate(self.names):
             self.tape.add(Begin("forward", name, micro_batch, self.number))
-            self.fetching.before_forward(name)
+            self.fetching.before_forward(name, micro_batch)
             self.weights.before_forward(name)
             self.inputs.begins(self.at(micro_batch, unit))
             if name != "tail" or self.head:

@@ -25,6 +25,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.techniques import offload, optim, pp
 from shardwise.techniques.offload.host import HostWeights
+from shardwise.techniques.offload.narrow import keep_gradients
 
 
 def build(
@@ -33,11 +34,11 @@ def build(
     """The state of a run before its first step: weights drawn (or read, see :func:`fill`), moments zero."""
     directory = Path(recipe.offload.directory).expanduser() if recipe.offload.directory else None
     parts = build_parts(spec, plan, meshes, device, directory)
+    host = offload.host_weights(parts, plan, directory)
     fill(parts, spec, recipe, plan, draw)
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
     if directory:
         offload.scratch_in(parts, directory)
-    host = offload.host_weights(parts, plan, directory)
     state = TrainState(parts, optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), scale=scale, host=host)
     state.weights_filled()
     return state
@@ -88,6 +89,9 @@ def allocate(
             part.restore_buffers()
     if spec.tie_word_embeddings and pp.line_of(parts) is None:  # of stages, each end has a weight of its own
         tie(parts)
+    for part in parts:
+        if plan is not None:
+            keep_gradients(part, plan)
 
 
 def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan, draw: Draw | None = None) -> None:

@@ -142,7 +142,7 @@ class TrainState:
         if copy is None or first is None or copy is first:
             return
         with torch.no_grad():
-            local(copy).copy_(local(first))
+            local(kept(copy)).copy_(local(kept(first)))
             for key, value in self.optimizer.state.get(self.updated(copy), {}).items():
                 local(value).copy_(local(self.optimizer.state[self.updated(first)][key]))
 

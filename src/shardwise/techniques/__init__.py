@@ -45,6 +45,7 @@ from shardwise.spec.plan import Batch, Estimate, Offload, Optim, Pipeline, Plan,
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Unit, Within
 from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, offload, optim, pp, precision, remat, shard, tp
+from shardwise.techniques.offload.narrow import store_narrow
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -198,6 +199,8 @@ def apply(
         if technique is shard and not plan.sharded:
             allocate(parts)
         parts = technique.apply(parts, plan, meshes)
+        if technique is precision:
+            store_narrow(parts, plan)
         if technique is shard and plan.sharded:
             allocate(parts)
     return parts

@@ -23,6 +23,8 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan, Seconds
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques import offload
+from shardwise.techniques.offload import updated
+from shardwise.techniques.offload.legal import return_beside
 
 UNFUSED = 23
 """Of clipping (a norm, a product) 3, of decay 2, of the moments 8, of the square root, its correction and epsilon 6, of
@@ -80,13 +82,14 @@ def copies_s(costed: Sheet, plan: Plan, rates: Rates) -> tuple[float, float]:
     if plan.offload.optimizer == "none":
         return 0.0, 0.0
     out, home = rates.host_link_bytes_per_s
-    return offload.trained_bytes(costed, plan) / out, offload.returned_bytes(costed, plan) / home
+    return updated.trained_bytes(costed, plan) / out, updated.returned_bytes(costed, plan) / home
 
 
 def _offloaded(found: Seconds, plan: Plan, late_s: float, copied_s: tuple[float, float]) -> Seconds:
     """The same with what the device waits for the host: so long, after backward, until the last gradient has left, and
-    for the new weights, which from NVMe come while others are read."""
-    waits_s = late_s + (copied_s[1] if plan.offload.optimizer == "host" else 0.0)
+    for the new weights, unless they come within the next forward, or from NVMe while others are read."""
+    at_once = plan.offload.optimizer == "host" and not return_beside(plan)
+    waits_s = late_s + (copied_s[1] if at_once else 0.0)
     longer = {key: vars(found)[key] * (1 + waits_s / found.step_s) for key in ("step_s", "low_s", "high_s")}
     return replace(found, **longer, offload_s=waits_s, copied_s=sum(copied_s))
 
@@ -206,13 +209,13 @@ def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False)
     fused, AdamW reads or writes a number of the weights' dtype ``UNFUSED`` times, and gradients are scaled in memory,
     as they are on the host. From NVMe each number is read and written. What the device updates, it does while the host
     updates the rest."""
-    numbers, elsewhere_s = offload.trained_numbers(costed), 0.0
+    numbers, elsewhere_s = updated.trained_numbers(costed), 0.0
     tensors = sum(times * sum(weight.trained for weight in unit.weights) for unit, times in costed.repeated())
     weight = BYTES[plan.precision.weights]
     moment = 1 if plan.optim.name == "adamw8bit" else BYTES[plan.optim.moments or plan.precision.weights]
     moved = weight * UNFUSED if unfused else weight + 2 * weight + 4 * moment + weight  # the norm reads gradients first
     if plan.offload.optimizer != "none":
-        elsewhere = offload.trained_numbers(offload.elsewhere(costed))
+        elsewhere = updated.trained_numbers(updated.elsewhere(costed))
         streamed = elsewhere * (weight + 2 * moment) if plan.offload.optimizer == "nvme" else 0
         on_host_s = elsewhere * (moved + 2 * weight) / rates.host_bytes_per_s
         elsewhere_s = max(on_host_s, sum(streamed / rate for rate in rates.disk_bytes_per_s))

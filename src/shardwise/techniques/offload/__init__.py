@@ -3,7 +3,8 @@
     offload.optimizer   where                                            what is copied a step, of each trained weight
     none                all on the device                                nothing
     host                moments, the weights that are updated, and       its gradient to the host, as it becomes whole
-                        gradients in memory of the host                  in backward; its new value back, after the step
+                        gradients in memory of the host                  in backward; its new value back, of blocks
+                                                                         within the next forward (returned.py)
     nvme                the same, but moments and weights in a file      the same, piece by piece; and the file is read
                         (scratch.py, streamed.py)                        and written
 
@@ -25,12 +26,13 @@
                         optimizer is there (staged.py)
 
 The optimizer is the same, torch's fused AdamW or one of ours, on tensors of the host (host.py): the numbers do not
-change. The host waits for the gradient norm before it updates, so that clipping and the skip of a bad step stay exact.
-A gradient leaves while backward still runs where no sum over ranks comes after it: under a sharded strategy, or on one
-rank, without tp and pp; others leave when backward is over. It pays where moments do not fit: all that is trained
-crosses the bus twice a step, and is updated at the rate of the host's memory. What blocks are given (activations.py)
-crosses it while they compute, and pays where rows are long; so do weights that wait (weights.py), in every micro-batch,
-which pays where they do not fit: those of a large model on few devices.
+change. Of blocks that compute in 16 bits the device has no more than those (narrow.py). The host waits for the gradient
+norm before it updates, so that clipping and the skip of a bad step stay exact. A gradient leaves while backward still
+runs where no sum over ranks comes after it: under a sharded strategy, or on one rank, without tp and pp; others leave
+when backward is over. It pays where moments do not fit: all that is trained crosses the bus twice a step, and is
+updated at the rate of the host's memory. What blocks are given (activations.py) crosses it while they compute, and pays
+where rows are long; so do weights that wait (weights.py), in every micro-batch, which pays where they do not fit: those
+of a large model on few devices.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Offload, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tier, Unit
-from shardwise.techniques.offload.legal import leave_early, problems
+from shardwise.techniques.offload.legal import leave_early, problems, return_beside
+from shardwise.techniques.offload.narrow import narrowed, narrows
 from shardwise.techniques.offload.sizes import (
     BUFFER_BYTES,
     PAGE_BYTES,
@@ -60,6 +63,7 @@ from shardwise.techniques.offload.sizes import (
     SUM_BUFFERS,
     whole_pages,
 )
+from shardwise.techniques.offload.updated import copied_bytes, largest_bytes, staying, trained_bytes
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -94,8 +98,11 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
         told = "pinned" if fraction else "searched: the fastest that fits"
         for each in tried if fraction is None else (fraction,):
             both = {**why, "offload.optimizer_fraction": told} if each < 1 else why
-            outside = replace(others, optimizer=there, optimizer_fraction=each)
-            yield replace(plan, offload=outside, why={**plan.why, **both})
+            outside = replace(plan, offload=replace(others, optimizer=there, optimizer_fraction=each))
+            if narrows(outside):
+                kept = "recipe, as what is updated elsewhere; the device has blocks in " + plan.precision.compute
+                both = {**both, "precision.weights": kept}
+            yield replace(outside, why={**plan.why, **both})
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
@@ -120,29 +127,17 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Says which units the device updates, where the host updates others. What is on the host, :func:`tiers` says, and
-    planner/leaving.py when gradients leave."""
+    """Says which units the device updates, where the host updates others, and of which its weights are narrow. What is
+    on the host, :func:`tiers` says, and planner/leaving.py when gradients leave and weights return."""
+    moved = sheet.blocks
+    if narrows(plan):
+        moved = tuple(narrowed(block, plan.precision.compute, sharded=plan.sharded) for block in moved)
     if plan.offload.optimizer == "none" or plan.offload.optimizer_fraction == 1:
-        return sheet
+        return replace(sheet, blocks=moved)
     each = zip(sheet.order, sheet.place.blocks, strict=True)
     order = tuple(kind if plan.offload.moves(number) else kind + len(sheet.blocks) for kind, number in each)
-    blocks = (*sheet.blocks, *map(_staying, sheet.blocks))
-    return replace(sheet, stem=_staying(sheet.stem), blocks=blocks, order=order, tail=_staying(sheet.tail))
-
-
-@lru_cache(maxsize=KEPT_UNITS)
-def _staying(unit: Unit) -> Unit:
-    return replace(unit, stays=True)
-
-
-def elsewhere(sheet: Sheet) -> Sheet:
-    """The sheet without the weights that the device updates where the host updates others."""
-    return sheet.rewritten(_moved) if any(unit.stays for unit in sheet.units) else sheet
-
-
-@lru_cache(maxsize=KEPT_UNITS)
-def _moved(unit: Unit) -> Unit:
-    return replace(unit, weights=()) if unit.stays else unit
+    blocks = (*moved, *map(staying, sheet.blocks))
+    return replace(sheet, stem=staying(sheet.stem), blocks=blocks, order=order, tail=staying(sheet.tail))
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
@@ -215,7 +210,7 @@ def tiers(sheet: Sheet, plan: Plan, moments: int, flying: Sequence[int] = (1,)) 
     trained = trained_bytes(sheet, plan)
     found: dict[Tier, dict[str, int]] = {}
     if plan.offload.optimizer == "host":
-        found["host"] = {"weights": returned_bytes(sheet, plan), "gradients": trained, "moments": moments}
+        found["host"] = {"weights": copied_bytes(sheet, plan), "gradients": trained, "moments": moments}
     if plan.offload.optimizer == "nvme":
         counts = 4 * sum(times * sum(weight.trained for weight in unit.weights) for unit, times in sheet.repeated())
         found["host"] = {"gradients": trained, "moments": counts, "buffers": BUFFER_BYTES}
@@ -230,7 +225,7 @@ def tiers(sheet: Sheet, plan: Plan, moments: int, flying: Sequence[int] = (1,)) 
     if plan.offload.weights == "nvme":
         here = found.setdefault("host", {})
         here["buffers"] = here.get("buffers", 0) + staged_bytes(sheet, plan)
-        updated = trained - returned_bytes(sheet, plan) if plan.offload.optimizer == "nvme" else 0
+        updated = trained - copied_bytes(sheet, plan) if plan.offload.optimizer == "nvme" else 0
         found.setdefault("disk", {})["frozen"] = waiting - updated
     inputs = input_bytes(sheet, plan)
     if plan.offload.activations == "host":
@@ -309,38 +304,6 @@ def fetched_bytes(sheet: Sheet, plan: Plan) -> int:
     return sum(exact) + sum(again if plan.layout.pp > 1 else again[:-1])
 
 
-def trained_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Bytes of the trained weights at the sheet's place, without padding, whose gradients are copied to the host."""
-    return trained_numbers(elsewhere(sheet)) * BYTES[plan.precision.weights]
-
-
-def returned_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Bytes of the trained weights that are copied to the device after the step: those that do not wait on the host."""
-    if plan.offload.weights == "none":
-        return trained_bytes(sheet, plan)
-    return sum(_trained(end, sheet.place) for end in (sheet.stem, sheet.tail)) * BYTES[plan.precision.weights]
-
-
-def largest_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Bytes of the largest weight at the sheet's place that the host updates, without padding."""
-    return max(_largest(unit, sheet.place) for unit in elsewhere(sheet).units) * BYTES[plan.precision.weights]
-
-
-@lru_cache(maxsize=8 * KEPT_UNITS)
-def _largest(unit: Unit, place: Place) -> int:
-    return max((weight.local_numel(place, padded=False) for weight in unit.weights if weight.trained), default=0)
-
-
-def trained_numbers(sheet: Sheet) -> int:
-    """How many numbers the trained weights at the sheet's place have, without padding."""
-    return sum(times * _trained(unit, sheet.place) for unit, times in sheet.repeated())
-
-
-@lru_cache(maxsize=8 * KEPT_UNITS)
-def _trained(unit: Unit, place: Place) -> int:
-    return sum(weight.local_numel(place, padded=False) for weight in unit.weights if weight.trained)
-
-
 def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None = None) -> HostWeights | None:
     """Copies of the trained weights of parts that have been filled, if the optimizer is to update those; on NVMe in a
     file in ``directory``, or where temporary files are."""
@@ -358,6 +321,8 @@ def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None 
     early, sums = leave_early(plan), plan.offload.sums == "host"
     places = {one: place for part in parts if part in _WAITING for one, place in _WAITING[part].places.items()}
     found = HostWeights(trained, early=early, cut=plan.sharded, sums=sums, directory=where, places=places)
+    if return_beside(plan):
+        found.returning.come_beside([block for part in parts for _, block in numbered(part)])
     _HOST_WEIGHTS.update(dict.fromkeys(parts, found))
     return found
 

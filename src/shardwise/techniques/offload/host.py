@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.distributed.pinned import host_buffer
-from shardwise.distributed.slices import kept, local, waits
+from shardwise.distributed.slices import gradient_dtype, keep_on_host, kept, local, waits
 from shardwise.distributed.torch_private import placed_as
+from shardwise.techniques.offload.returned import Return, ReturningWeights
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.sizes import BLOCK_BYTES, THREADS
 from shardwise.techniques.offload.streamed import STATES, StreamedAdamW
@@ -53,10 +54,11 @@ class HostWeights:
         self._stream: torch.cuda.Stream | None = None
         self._leaving: tuple[Tensor, torch.cuda.Event | None] | None = None
         weakly = proxy(self)  # or parameter, hook and parameter would hold one another
-        held = {parameter: local(parameter.detach()) for parameter in parameters}
+        held = {parameter: _wide(parameter) for parameter in parameters}
+        self._fetched = {parameter for parameter in held if waits(parameter)}
         self._sums: HostSums | None = None
         if sums and held:
-            pinned = any(values.is_cuda for values in held.values())
+            pinned = any(parameter.is_cuda for parameter in held)
             self._sums = HostSums(max(values.nbytes for values in held.values()), pinned=pinned)
         if directory is not None:
             sizes = ([0 if key in self._places else one.nbytes, one.nbytes, one.nbytes] for key, one in held.items())
@@ -64,17 +66,22 @@ class HostWeights:
         for number, (parameter, values) in enumerate(held.items()):
             first = local(kept(parameter))
             if self.scratch and parameter not in self._places:
-                copy = self.scratch.mapped(PLACES * number, values).copy_(first)
+                copy = self.scratch.mapped(PLACES * number, values)
             else:
-                copy = first if waits(parameter) else self._room(values).copy_(first)
+                copy = first if parameter in self._fetched else self._room(values, pinned=parameter.is_cuda)
+            copy = copy if copy is first else copy.copy_(first)
             self.copies[parameter] = nn.Parameter(placed_as(parameter, copy))
-            self._gradients[parameter] = placed_as(parameter, self._room(values))
-            if values.is_cuda and self._stream is None:
-                self._stream = torch.cuda.Stream(values.device)
+            self._gradients[parameter] = placed_as(parameter, self._room(values, pinned=parameter.is_cuda))
+            if not waits(parameter) and (not self.scratch or copy.dtype != first.dtype):
+                keep_on_host(parameter, self.copies[parameter].detach())
+            if parameter.is_cuda and self._stream is None:
+                self._stream = torch.cuda.Stream(parameter.device)
             if early and (parameter.ndim or not cut):
                 parameter.register_post_accumulate_grad_hook(lambda parameter: weakly._arrived(parameter))
         if self.scratch:
             self.scratch.settle()
+        both = ((one, local(copy.detach()), local(self._gradients[one])) for one, copy in self.copies.items())
+        self.returning = ReturningWeights([Return(*three) for three in both if three[0] not in self._fetched])
 
     def streamed(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> StreamedAdamW:
         """AdamW that goes through the scratch file."""
@@ -86,20 +93,22 @@ class HostWeights:
             places[copy] = [self._places.get(parameter, own[0]), *own[1:]]
 
         def give(copy: nn.Parameter, first: int, piece: Tensor) -> None:
-            if of[copy] in self._places:
+            parameter = of[copy]
+            if parameter in self._places:
                 return  # it is there when it is written
+            there = local(kept(parameter) if parameter in self._fetched else parameter.detach())
             with torch.no_grad():
-                local(kept(of[copy])).view(-1)[first : first + piece.numel()].copy_(piece)
-            if not waits(of[copy]):
-                self.copied["host", "device"] += piece.nbytes
+                there.view(-1)[first : first + piece.numel()].copy_(piece.to(there.dtype))
+            if parameter not in self._fetched:
+                self.copied["host", "device"] += piece.numel() * there.element_size()
 
         rooms = [aligned(3 * BLOCK_BYTES) for _ in range(THREADS)]
         self._rooms = [room for _, room in rooms]
         return StreamedAdamW(groups, defaults, places, rooms, give)
 
-    def _room(self, values: Tensor) -> Tensor:
+    def _room(self, values: Tensor, *, pinned: bool) -> Tensor:
         """Memory of the host for as many numbers; of a GPU's, pinned, so that copies run beside kernels."""
-        self._pinned.append(host_buffer(values.nbytes, pinned=values.is_cuda))  # pinned as long as it is held
+        self._pinned.append(host_buffer(values.nbytes, pinned=pinned))  # pinned as long as it is held
         return self._pinned[-1].view(values.dtype).view(values.shape)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -109,7 +118,7 @@ class HostWeights:
     def tensors(self) -> list[Tensor]:
         """What is in memory: the room for gradients, and the copies, but for weights that wait there anyhow; of a file,
         the blocks that are on their way."""
-        copies = [copy for parameter, copy in self.copies.items() if not waits(parameter)]
+        copies = [copy for parameter, copy in self.copies.items() if parameter not in self._fetched]
         buffers = self._sums.buffers if self._sums else []
         return [*self._gradients.values(), *(self._rooms if self.scratch else copies), *buffers]
 
@@ -119,10 +128,13 @@ class HostWeights:
         return [value for each in own for name, value in each.items() if name == "step" or not self.scratch]
 
     def read(self) -> None:
-        """The copies take the values of the weights, which have been filled anew."""
+        """Weights have been filled anew: the copies take their values, or where they are what was filled, the
+        device."""
         with torch.no_grad():
             for parameter, copy in self.copies.items():
-                if parameter not in self._places:
+                if waits(parameter) and parameter not in self._fetched:
+                    local(parameter.detach()).copy_(local(copy))
+                elif parameter not in self._places:
                     local(copy).copy_(local(kept(parameter)))
         if self.scratch:
             self.scratch.settle()
@@ -165,14 +177,18 @@ class HostWeights:
             self._stream.synchronize()
         if self._sums:
             self._sums.settle()
+        self.returning.settle()
         self._leaving = None
 
     def give_back(self) -> None:
-        """The device gets the updated weights, all at once; what it is given to do next waits for them. Those that wait
-        on the host get them there."""
+        """The device gets the updated weights, for which the rooms of gradients are used; those that wait on the host
+        have them already, or get them there from a file."""
         with torch.no_grad():
-            for parameter, copy in self.copies.items():
-                values = local(copy)
-                local(kept(parameter)).copy_(values, non_blocking=True)
-                if not waits(parameter):
-                    self.copied["host", "device"] += values.nbytes
+            for parameter in self._fetched if self.scratch else ():
+                local(kept(parameter)).copy_(local(self.copies[parameter]))
+        self.copied["host", "device"] += self.returning.give()
+
+
+def _wide(parameter: nn.Parameter) -> Tensor:
+    """A tensor as this rank's piece of a parameter, in the dtype in which it is updated, without memory."""
+    return torch.empty(local(parameter.detach()).shape, dtype=gradient_dtype(parameter), device="meta")

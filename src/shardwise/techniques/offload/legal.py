@@ -18,6 +18,13 @@ def leave_each(plan: Plan) -> bool:
     return leave_early(plan) and plan.shard.strategy != "zero1" and plan.layout.dp_replicate == 1
 
 
+def return_beside(plan: Plan) -> bool:
+    """Whether a block's new weights come while the blocks before it compute. From NVMe they come while others are
+    read; stages, which gather some of theirs before they run, wait for all."""
+    outside = plan.offload
+    return outside.optimizer == "host" and outside.weights == "none" and plan.layout.pp == 1
+
+
 def problems(plan: Plan, blocks: int) -> list[Problem]:
     """What is wrong with a plan of a model of so many blocks (PLAN028)."""
     return [

@@ -58,15 +58,15 @@ class Replicas:
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup, bucket_bytes: int, wire: torch.dtype
     ) -> None:
-        from shardwise.distributed.slices import local
+        from shardwise.distributed.slices import gradient_dtype, local
 
         parameters = {name: p for name, p in named if p.requires_grad}
-        sizes = [(name, local(p).numel() * p.element_size()) for name, p in parameters.items()]
+        sizes = [(name, local(p).numel() * gradient_dtype(p).itemsize) for name, p in parameters.items()]
         self.group = group
         self.wire = wire
         self.active = True
         mixed = [[parameters[name] for name in names] for names in buckets(sizes, bucket_bytes)]
-        self.buckets = [list(alike) for bucket in mixed for _, alike in groupby(bucket, lambda p: p.dtype)]
+        self.buckets = [list(alike) for bucket in mixed for _, alike in groupby(bucket, gradient_dtype)]
         self._reset()
         weakly = proxy(self)  # or parameter, hook and parameter would hold one another, where no collector looks
         for index, bucket in enumerate(self.buckets):
@@ -88,9 +88,10 @@ class Replicas:
         import torch
         from torch import distributed
 
-        from shardwise.distributed.slices import local
+        from shardwise.distributed.slices import gradient_dtype, local
 
-        gradients = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
+        zeros = (torch.zeros_like(p, dtype=gradient_dtype(p)) if p.grad is None else p.grad for p in bucket)
+        gradients = [local(gradient) for gradient in zeros]
         if len(bucket) == 1 and gradients[0].is_contiguous():
             flat = gradients[0].view(-1)
         else:
@@ -110,11 +111,11 @@ class Replicas:
             return
         while len(self._sent) < len(self.buckets):
             self._send(self.buckets[len(self._sent)])
-        from shardwise.distributed.slices import local
+        from shardwise.distributed.slices import gradient_dtype, local
 
         for bucket, (wired, work) in zip(self.buckets, self._sent, strict=True):
             work.wait()
-            if wired.dtype != bucket[0].dtype:
+            if wired.dtype != gradient_dtype(bucket[0]):
                 for parameter, piece in _pieces(wired, bucket):
                     assert parameter.grad is not None
                     local(parameter.grad).copy_(piece)

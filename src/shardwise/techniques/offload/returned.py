@@ -1,0 +1,101 @@
+"""Weights that the host has updated, on their way back to the device.
+
+Embedding and output layer are waited for. A block's weights come while the blocks before it compute, in the next
+forward. What the device has in another dtype is cast on the host, to the room of its gradient, which nothing else needs
+until the block's backward; a thread casts a block while the one before it is copied. On a CPU all come at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.distributed.pinned import beside
+from shardwise.distributed.slices import local
+from shardwise.distributed.torch_private import gather_stream
+
+
+class Return(NamedTuple):
+    """A weight of the device, its copy on the host, and room there for as many bytes as that has."""
+
+    parameter: nn.Parameter
+    copy: Tensor
+    room: Tensor
+
+    def cast(self) -> Tensor:
+        """The copy in the dtype that the device has."""
+        dtype = self.parameter.dtype
+        if self.copy.dtype == dtype:
+            return self.copy
+        return self.room.view(-1).view(dtype)[: self.copy.numel()].view(self.copy.shape).copy_(self.copy)
+
+
+class ReturningWeights:
+    """``returns``: all that return; those of blocks once they are told of (:meth:`come_beside`)."""
+
+    def __init__(self, returns: Sequence[Return]) -> None:
+        self._groups = [[*returns]]  # what is waited for, and blocks in their order
+        self._coming: dict[int, Future[torch.cuda.Event]] = {}
+        self._given: list[Future[torch.cuda.Event]] = []
+        self._stream: torch.cuda.Stream | None = None
+        if cuda := next((one.parameter.device for one in returns if one.parameter.is_cuda), None):
+            self._stream, self._thread = torch.cuda.Stream(cuda), beside(pinned=True)
+
+    def come_beside(self, blocks: Sequence[nn.Module]) -> None:
+        """From here on those of these blocks, in their order, are waited for when their block runs."""
+        [rest] = self._groups
+        for number, block in enumerate(blocks, 1):
+            own = {*block.parameters()}
+            self._groups.append([one for one in rest if one.parameter in own])
+            rest = [one for one in rest if one.parameter not in own]
+            block.register_forward_pre_hook(partial(self._begins, number), prepend=True)  # FSDP2 gathers in its own
+        self._groups[0] = rest
+
+    def give(self) -> int:
+        """The device gets what the copies have now; how many bytes that is."""
+        if self._stream is None:
+            for group in self._groups:
+                _send(group)
+        else:
+            begun = torch.cuda.current_stream(self._stream.device).record_event()
+            self._given = [self._thread.submit(_send_on, self._stream, group, begun) for group in self._groups]
+            self._coming = dict(enumerate(self._given))
+            self._await(0)
+        return sum(local(one.parameter.detach()).nbytes for group in self._groups for one in group)
+
+    def settle(self) -> None:
+        """When this returns, all are there, and copies may change."""
+        for given in self._given:
+            given.result().synchronize()
+        self._given = []
+
+    def _begins(self, number: int, block: nn.Module, given: object) -> None:
+        """The forward of a block."""
+        self._await(number, gather_stream(block) if number in self._coming else None)
+
+    def _await(self, number: int, gathers: torch.cuda.Stream | None = None) -> None:
+        """What is given to the device from here on begins when a group is there; so does what FSDP2 gathers."""
+        if (coming := self._coming.pop(number, None)) is not None:
+            done = coming.result()
+            torch.cuda.current_stream().wait_event(done)
+            if gathers is not None:
+                gathers.wait_event(done)
+
+
+def _send(group: Sequence[Return]) -> None:
+    with torch.no_grad():
+        for one in group:
+            local(one.parameter.detach()).copy_(one.cast(), non_blocking=True)
+
+
+def _send_on(stream: torch.cuda.Stream, group: Sequence[Return], begun: torch.cuda.Event) -> torch.cuda.Event:
+    """On this stream, once the device has done what it was given before."""
+    stream.wait_event(begun)
+    with torch.cuda.stream(stream):
+        _send(group)
+        return stream.record_event()
