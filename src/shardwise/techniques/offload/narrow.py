@@ -29,10 +29,8 @@ def narrows(plan: Plan) -> bool:
     """Whether any weight is. Not those that come to the device block by block, nor adapters, which are small, nor where
     modules compute in dtypes of their own."""
     types, outside = plan.precision, plan.offload
-    whole = plan.lora is None and not types.modules and outside.weights == "none"
-    return (
-        whole and outside.optimizer != "none" and (types.weights, types.compute) in (("fp32", "bf16"), ("fp32", "fp16"))
-    )
+    wide = types.weights == "fp32" and types.compute in ("bf16", "fp16") and not types.modules
+    return wide and plan.lora is None and outside.optimizer != "none" and outside.weights == "none"
 
 
 def narrow(plan: Plan, name: str, dims: int) -> bool:
