@@ -329,6 +329,7 @@ def next_words(out: str, there: str = "") -> list[str]:
     return shlex.split(line.partition(f"next{there}: ")[2].partition("        more")[0])[1:]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("machines", [(), ("--cluster", "4xCPU"), ("run.nproc=1", "--cluster", "2xCPU")])
 def test_what_a_plan_says_to_do_next_works(shardwise: Run, machines: tuple[str, ...]) -> None:
     """With the settings and the number of processes that were planned for."""

@@ -302,6 +302,7 @@ def child(tmp_path: Path, facts: Data, kill_at: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": source})
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(("num_proc", "kill_at"), [(1, 0.0), (2, 0.4), (1, 1.0)])
 def test_a_kill_leaves_nothing_half_made(
     corpus: Path, tmp_path: Path, settings: Make, num_proc: int, kill_at: float

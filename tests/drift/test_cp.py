@@ -18,7 +18,7 @@ SPEC = ModelSpec("drift-cp", 601, 64, 96, 2, 8, 2, 8)
 BF16 = Precision(compute="bf16")
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_setting_that_it_meets(case: Case) -> None:
     world = case.plan.layout.world

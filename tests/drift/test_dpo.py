@@ -14,6 +14,7 @@ from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
 from tests.drift.test_drift import DIALS, PRECISIONS, REMATS, SPEC, check, layout, plan_of
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("dial", DIALS)
 def test_every_strategy(dial: str) -> None:
     """One chunk of tokens and several; adapters and none; types by turns."""

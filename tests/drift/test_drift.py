@@ -128,7 +128,7 @@ def test_fp16_and_fp64(dial: str) -> None:
         check(plan_of(dial, 8, precision=precision))
 
 
-@pytest.mark.matrix(7)
+@pytest.mark.matrix(14)
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_peak_of_a_gigabyte(dial: str, remat: str) -> None:

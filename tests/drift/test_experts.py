@@ -71,7 +71,7 @@ PLANS: dict[str, tuple[ModelSpec, Plan]] = {
 }
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("name", PLANS)
 def test_with_the_losses_of_routers(name: str) -> None:
     spec, of = PLANS[name]

@@ -33,7 +33,7 @@ def test_plans(family: str, plan: str) -> None:
     assert not drift(spec, PLANS[plan], 7).differences()
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("llama", "gemma3_text", "qwen3")])
 def test_every_family(family: str) -> None:
     spec, plan = spec_of(family), PLANS["zero3, bf16, selective recompute, accumulation"]
@@ -54,7 +54,7 @@ def test_blocks_of_one_model_may_differ_in_width(plan: str) -> None:
 TYPES = Precision("bf16", modules=(("*norm", "fp32"), ("*.q", "fp32"), ("*.down", "fp32"), ("layers.1.*", "fp32")))
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_types_by_module_are_right_or_refused(family: str) -> None:
     """The plan knows how norms before attention and MLP change their type, and linear layers, with biases too; and no

@@ -26,7 +26,7 @@ PLANS = {
 }
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize(("kind", "plan"), list(product(("gpt2", "gpt_neox", "cohere2"), PLANS)))
 def test_plans(kind: str, plan: str) -> None:
     chosen = PLANS[plan]

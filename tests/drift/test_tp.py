@@ -89,7 +89,7 @@ def check(spec: ModelSpec, plan: Plan, which: str) -> None:
     assert not drift(spec, plan, rank).differences(), f"rank {rank} of {plan}"
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize(
     ("dial", "precision", "remat", "sequence", "rank"), pairwise(DIALS, PRECISIONS, REMATS, SEQUENCE, RANKS)
 )
@@ -102,7 +102,7 @@ def of_model(model: str, dial: str, sequence: str, remat: str, rank: str) -> Non
     check(spec, plan_of(dial, sequence, remat=REMATS[remat]), rank)
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix(20)
 @pytest.mark.parametrize(
     ("model", "dial", "sequence", "remat", "rank"), pairwise(MODELS, DIALS, SEQUENCE, ("none", "selective"), RANKS)
 )

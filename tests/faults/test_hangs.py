@@ -85,6 +85,7 @@ def test_after_a_hang_the_run_goes_on(make: Make, whole: Job) -> None:
     job.same_as(whole)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_exception_of_the_first_rank_is_told_and_not_what_its_peers_saw(make: Make, rank: int) -> None:
     job = make(f"raise-{rank}")

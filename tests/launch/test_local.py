@@ -137,6 +137,7 @@ def start(directory: Path, deed: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_request_to_stop_is_passed_on_once_and_waited_for(tmp_path: Path, number: signal.Signals) -> None:
     launcher = start(tmp_path, "stop")

@@ -65,7 +65,7 @@ def exact(head: Output, hidden: Tensor, labels: Tensor, factors: Tensor | None) 
 CASES = list(product(["inductor", "aot_eager"], TOLERANCES, [None, 3.0], [False, True]))
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("backend", "dtype", "soft_cap", "weighed"), CASES, ids=str)
 def test_compiled_loss_and_gradients(backend: str, dtype: torch.dtype, soft_cap: float | None, weighed: bool) -> None:
     """To the rounding of the type; and the compiled ones are as near to the exact ones as the eager."""

@@ -62,6 +62,7 @@ def differences(case: Case, found: list[Found]) -> float:
     return worst if worst == worst else torch.inf
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_kind_of_loss(ranks: RankPool, world: int) -> None:
     """fp64: only the order of additions differs. Loss, both gradients, losses of tokens, whole logits."""

@@ -123,6 +123,7 @@ def test_a_row_that_sees_nothing_is_zero_and_has_no_gradient() -> None:
     assert not out.any() and bool((lse == -torch.inf).all()) and not any(bool(g.any()) for g in grads)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", ["causal", "documents", "all"])
 def test_gradcheck(name: str) -> None:
     q, k, v = (x.detach()[:1, :, :6].clone().requires_grad_() for x in inputs())

@@ -63,6 +63,7 @@ CASES: dict[str, Case] = SAMPLE | {
 }
 
 
+@pytest.mark.prove
 def test_training_is_that_of_one_process(ranks: RankPool) -> None:
     proved(ranks, SAMPLE)
 

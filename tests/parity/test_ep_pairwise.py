@@ -23,7 +23,7 @@ def test_every_pair_is_met() -> None:
     assert len(FEW) == sum(case.plan.layout.world <= 4 for case in CASES)
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(16)
 @pytest.mark.parametrize(("model", "ep", "strategy", "remat"), FEW)
 def test_up_to_four_ranks(ranks: RankPool, model: str, ep: int, strategy: str, remat: str) -> None:
     prove(ranks, [FEW[model, ep, strategy, remat]])

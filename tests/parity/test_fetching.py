@@ -38,7 +38,7 @@ def test_every_layout_is_met() -> None:
     assert {case.layout for case in CASES} == PLACES.keys() and len(CASES) <= 31
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(16)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
     same_to_the_bit(ranks, case.spec, case.plan, without(case.plan))
@@ -167,6 +167,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]] = 
 }
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(name: str) -> None:
     """What the proof above compares is not equal."""

@@ -32,7 +32,7 @@ def two_by_two(strategy: str, world: int, *more: object) -> bool:
     return strategy != "hsdp" or world == 4
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("strategy", "world", "remat", "accumulation"),
     pairwise((*STRATEGIES, "hsdp"), (2, 4), ("none", "selective", "full"), (1, 4), legal=two_by_two),

@@ -70,7 +70,7 @@ def cut_masks_differ(found: list[Masks]) -> bool:
     return differ
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("name", PLANS)
 def test_masks_of_ranks(ranks: RankPool, name: str) -> None:
     """The same for what all hold, others for different columns; blocks, which are recomputed in reverse order, drop the

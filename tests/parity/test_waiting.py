@@ -73,7 +73,7 @@ def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
     same_to_the_bit(ranks, case.spec, case.plan, without(case.plan))
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_held_and_copied(case: Case) -> None:
     for copied in as_planned(case.spec, case.plan):

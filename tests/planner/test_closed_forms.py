@@ -112,7 +112,7 @@ def check(model: str, mode: str, adapters: str, ranks: int) -> None:
         assert found == multiplied_flops(spec, plan, first=first)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(
     ("model", "mode", "adapters", "ranks"), pairwise(MODELS, MODES, ADAPTERS, (1, 2, 4, 8), legal=legal)
 )

@@ -85,6 +85,7 @@ def test_an_illegal_setting_is_passed_over_where_another_fits() -> None:
     assert [problem.code for problem in error.value.problems] == ["PLAN016"]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(("cluster", "expected"), [("8xH100", "bf16"), ("8xV100-32GB", "fp16"), ("8xT4", "fp16")])
 def test_auto_computes_in_what_the_device_has(cluster: str, expected: str) -> None:
     plan = choose(recipe(), ONE_B, parse_cluster(cluster))

@@ -73,6 +73,7 @@ def quickstart_model(directory: Path) -> str:
     return f"model.path={directory}"
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_recipe_can_be_planned_and_fits(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path, [quickstart_model(tmp_path)] if path.stem == "sft-tiny" else [])

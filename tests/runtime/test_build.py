@@ -59,7 +59,7 @@ def test_a_pinned_kernel_computes_attention(kind: str, pin: str, monkeypatch: py
     assert asked == [pin] * 2 * spec.num_hidden_layers
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(("world", "layout", "strategy"), LAYOUTS)
 def test_initial_weights_do_not_depend_on_the_layout(
     ranks: RankPool, world: int, layout: Layout, strategy: str

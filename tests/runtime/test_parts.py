@@ -62,6 +62,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tokens.Tokenizer:
     return tokens.load(str(directory), directory)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("stages", "tied", "lora", "remat", "loss"),
     pairwise((TWO, THREE, ENDS_ALONE), (False, True), LORAS, REMATS, ("cross_entropy", "dpo")),

@@ -28,6 +28,7 @@ def plan_of(layout: Layout, strategy: str, accumulation: int = 1) -> Plan:
     return rank_work.fp64(Plan(layout=layout, shard=shard, batch=Batch(micro, accumulation, rank_work.LENGTH, 7)))
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_norm_and_clipping_equal_torchs(ranks: RankPool, name: str) -> None:
     """On shards of uneven sizes with tied weights; 1e-12 in fp64 is the order of summation."""

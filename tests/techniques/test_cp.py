@@ -101,6 +101,7 @@ def test_C13_large_logits_do_not_grow_with_the_ring(ranks: RankPool, dtype: torc
         assert all(found[name] <= 1.25 * own[name] + unit for name in found), (world, found, own)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("mask", ["documents", "window", "window in documents"])
 def test_C6_a_token_moves_only_what_may_see_it(ranks: RankPool, mask: str) -> None:
     """The gradient of one query's output by every key and value is zero, exactly, where it may not see them: of the

@@ -83,6 +83,7 @@ def test_a_plan_that_contradicts_its_pin_is_refused(monkeypatch: pytest.MonkeyPa
     assert (problem.code, problem.what) == ("PLAN019", "the plan has `narrow` none, the recipe True")
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("dial", ["ddp", "zero2", "zero3"])
 def test_what_it_applies_is_what_it_costs(dial: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a plan that leaves it out is caught."""

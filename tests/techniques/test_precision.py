@@ -30,6 +30,7 @@ PRECISIONS = {
 ONE = Plan(batch=Batch(2, 2, 12, 16))
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(("name", "precision"), PRECISIONS.items())
 def test_one_rank_computes_under_every_strategy_what_it_does_under_ddp(
     ranks: RankPool, name: str, precision: Precision
@@ -88,6 +89,7 @@ BEYOND_LLAMA = {
 }
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("what", BEYOND_LLAMA)
 def test_rules_for_modules_are_refused_where_no_test_has_seen_them(what: str) -> None:
     spec, plan = replace(UNTIED, **BEYOND_LLAMA[what]), replace(ONE, precision=PRECISIONS["own types"])  # type: ignore[arg-type]

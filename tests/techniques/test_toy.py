@@ -68,6 +68,7 @@ def test_its_check_refuses_a_pin() -> None:
     assert [(problem.code, problem.where) for problem in refused.value.problems] == [("PLAN017", "spread")]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("layout", "precision", "remat"),
     [

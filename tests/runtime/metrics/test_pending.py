@@ -119,6 +119,7 @@ def waits(watch: Watch, step: int) -> dict[tuple[str, str, str], int]:
     return {seen: count for seen, count in watch.seen[step].items() if seen[1:] not in HOST}
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -214,7 +215,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize(("allowed", "stops_at", "launched"), [(1, 6, 6), (0, 5, 6), (2, 7, 7)])
 def test_a_poisoned_run_names_its_step_although_the_figures_come_late(
     root: Path, monkeypatch: pytest.MonkeyPatch, allowed: int, stops_at: int, launched: int

@@ -168,6 +168,7 @@ def test_what_is_quantised() -> None:
     assert quantised((64, LEAST // 64)) and not quantised((63, LEAST // 64)) and not quantised((LEAST,))
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("dial", ["ddp", "zero1", "zero3", "hsdp-zero2"])
 def test_bytes(dial: str) -> None:
     plan = replace(plan_of(dial, 8), optim=Optim("adamw8bit"))
