@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from shardwise.prove import parity
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE, predict
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
+from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepRules, launch, step
 from shardwise.runtime.transfer import Upload
 from shardwise.spec import plan as plans
@@ -173,6 +175,28 @@ def test_training_with_what_is_on_the_host(
     assert found.losses == pytest.approx(right.losses, rel=limit) and found.norms == pytest.approx(
         right.norms, rel=limit
     )
+
+
+UPDATED = [plans.Offload("host"), plans.Offload("host", optimizer_fraction=0.5), plans.Offload("nvme")]
+
+
+@pytest.mark.parametrize("offload", UPDATED, ids=["host", "half", "nvme"])
+def test_after_each_step_the_device_has_what_the_host_updated(alone: torch.device, offload: plans.Offload) -> None:
+    """Rounded, where that is narrow; to the bit, once all has been copied."""
+    found, known = list[torch.dtype](), parity.held
+
+    def held(state: TrainState) -> dict[str, list[int]]:
+        assert state.host is not None
+        state.host.returning.settle()
+        for parameter, copy in state.host.copies.items():
+            assert torch.equal(parameter.detach().cpu(), copy.detach().to(parameter.dtype))
+            found.append(parameter.dtype)
+        return known(state)
+
+    plan = replace(tiny(BF16, Remat("full")), batch=Batch(2, 2, 64, 24), offload=offload)
+    with patch.object(parity, "held", held):
+        parity.take_steps(0, ONE, plan, 4, alone)
+    assert {*found} == {torch.bfloat16, torch.float32}
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])

@@ -45,7 +45,7 @@ def test_a_search_over_16384_gpus() -> None:
     sequences, model, cluster = 16_384, "meta-llama/Llama-3.1-405B", "2048x8xH100+3.2Tb/node"
     each = [
         (measured("import torch; told = {}"), measured(SEARCHED, model, cluster, "8192", str(sequences)))
-        for _ in range(3)  # by turns, so that a busy machine slows both; the quickest of each
+        for _ in range(5)  # by turns, so that a busy machine slows both; the quickest of each
     ]
     torch, found = (min(ran, key=lambda one: one["s"]) for ran in zip(*each, strict=True))
     assert (found["fits"], found["world"], found["sequences"]) == (True, 16_384, sequences)

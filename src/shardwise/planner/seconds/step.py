@@ -78,11 +78,14 @@ def passes_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
 
 
 def copies_s(costed: Sheet, plan: Plan, rates: Rates) -> tuple[float, float]:
-    """What it takes to copy the gradients of a place to the host, and the weights from there."""
+    """What it takes to copy the gradients of a place to the host, and the weights from there; where they come all at
+    once, one is rounded while the one before it is copied."""
     if plan.offload.optimizer == "none":
         return 0.0, 0.0
     out, home = rates.host_link_bytes_per_s
-    return updated.trained_bytes(costed, plan) / out, updated.returned_bytes(costed, plan) / home
+    copied, rounded = updated.returned_bytes(costed, plan)
+    rounded_s = 0.0 if return_beside(plan) else rounded / rates.host_bytes_per_s
+    return updated.trained_bytes(costed, plan) / out, max(copied / home, rounded_s)
 
 
 def _offloaded(found: Seconds, plan: Plan, late_s: float, copied_s: tuple[float, float]) -> Seconds:

@@ -100,7 +100,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
             both = {**why, "offload.optimizer_fraction": told} if each < 1 else why
             outside = replace(plan, offload=replace(others, optimizer=there, optimizer_fraction=each))
             if narrows(outside):
-                kept = "recipe, as what is updated elsewhere; the device has blocks in " + plan.precision.compute
+                kept = f"recipe: of what the host updates, whose blocks the device has in {plan.precision.compute}"
                 both = {**both, "precision.weights": kept}
             yield replace(outside, why={**plan.why, **both})
 
@@ -129,10 +129,11 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Says which units the device updates, where the host updates others, and of which its weights are narrow. What is
     on the host, :func:`tiers` says, and planner/leaving.py when gradients leave and weights return."""
-    moved = sheet.blocks
-    if narrows(plan):
-        moved = tuple(narrowed(block, plan.precision.compute, sharded=plan.sharded) for block in moved)
-    if plan.offload.optimizer == "none" or plan.offload.optimizer_fraction == 1:
+    if plan.offload.optimizer == "none":
+        return sheet
+    compute, sharded = plan.precision.compute, plan.sharded
+    moved = tuple(narrowed(one, compute, sharded=sharded) for one in sheet.blocks) if narrows(plan) else sheet.blocks
+    if plan.offload.optimizer_fraction == 1:
         return replace(sheet, blocks=moved)
     each = zip(sheet.order, sheet.place.blocks, strict=True)
     order = tuple(kind if plan.offload.moves(number) else kind + len(sheet.blocks) for kind, number in each)
@@ -305,8 +306,9 @@ def fetched_bytes(sheet: Sheet, plan: Plan) -> int:
 
 
 def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None = None) -> HostWeights | None:
-    """Copies of the trained weights of parts that have been filled, if the optimizer is to update those; on NVMe in a
-    file in ``directory``, or where temporary files are."""
+    """Copies of the trained weights of parts that have memory, if the optimizer is to update those; on NVMe in a file
+    in ``directory``, or where temporary files are. Of weights that are filled later they take the values when they are
+    told so (``read``)."""
     if plan.offload.optimizer == "none":
         return None
     from shardwise.techniques.offload.host import HostWeights

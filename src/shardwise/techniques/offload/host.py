@@ -26,12 +26,13 @@ PLACES = 1 + len(STATES)
 
 
 class HostWeights:
-    """A copy on the host of each of the ``parameters``, in the same dtype and cut over ranks in the same way, and room
-    for its gradient; of a weight that waits on the host (weights.py) its room there is the copy. ``early``: gradients
-    leave as they arrive in the ``last`` micro-batch's backward, or where ``sums`` are made on the host, in each; if
-    weights are ``cut``, but those of scalars, which replicas still add up. With a ``directory`` copies are in a file
-    there (``scratch``), with places for the moments, and the optimizer gives new values back piece by piece; of those
-    that wait in a file, at these ``places``, it has the moments alone. ``copied`` counts bytes by (from, to)."""
+    """A copy on the host of each of the ``parameters``, in the dtype in which it is updated and cut over ranks in the
+    same way, and room for its gradient; of a weight that waits on the host (weights.py) its room there is the copy.
+    ``early``: gradients leave as they arrive in the ``last`` micro-batch's backward, or where ``sums`` are made on the
+    host, in each; if weights are ``cut``, but those of scalars, which replicas still add up. With a ``directory``
+    copies are in a file there (``scratch``), with places for the moments, and the optimizer gives new values back piece
+    by piece; of those that wait in a file, at these ``places``, it has the moments alone. ``copied`` counts bytes by
+    (from, to)."""
 
     def __init__(
         self,

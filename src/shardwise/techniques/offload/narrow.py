@@ -3,7 +3,8 @@
 Where the optimizer of a block is on the host, its fp32 weights are there, and are what is filled, saved and exported.
 The device only computes with them, in bf16 or fp16, so that it holds rounded ones, half as large, and half as much
 comes back after each update. Their gradients stay in fp32. Under a sharded strategy, which gathers all weights of a
-block in the dtype of compute, it holds for all of them; else for the matrices, which their layers cast whole.
+block in the dtype of compute, it holds for all of them; else for the matrices of linear layers and experts, which cast
+them whole.
 """
 
 from __future__ import annotations

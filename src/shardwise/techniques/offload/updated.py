@@ -34,27 +34,27 @@ def trained_bytes(sheet: Sheet, plan: Plan) -> int:
 
 def copied_bytes(sheet: Sheet, plan: Plan) -> int:
     """Bytes of the copies of trained weights that the device has too: of those that do not wait on the host."""
-    numbers = sum(times * _trained(unit, sheet.place) for unit, times in _returned(sheet, plan))
-    return numbers * BYTES[plan.precision.weights]
+    wide = BYTES[plan.precision.weights]
+    return sum(wide * times * _trained(unit, sheet.place) for unit, times in _returned(sheet, plan))
 
 
-def returned_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Bytes of what is copied to the device after the step: the same, in the dtype that it has."""
-    wide = plan.precision.weights
-    return sum(times * return_bytes(unit, sheet.place, wide)[0] for unit, times in _returned(sheet, plan))
+def returned_bytes(sheet: Sheet, plan: Plan) -> tuple[int, int]:
+    """Bytes of what is copied to the device after the step, the same in the dtype that it has; and those that the host
+    reads and writes where that is another."""
+    each = [(times, return_bytes(unit, sheet.place, plan.precision.weights)) for unit, times in _returned(sheet, plan)]
+    return sum(times * copied for times, (copied, _) in each), sum(times * cast for times, (_, cast) in each)
 
 
 def returned_late(sheet: Sheet, plan: Plan) -> int:
     """Of these, bytes that come before the next forward, and not within it."""
-    return 0 if return_beside(plan) else returned_bytes(sheet, plan)
+    return 0 if return_beside(plan) else returned_bytes(sheet, plan)[0]
 
 
 def _returned(sheet: Sheet, plan: Plan) -> list[tuple[Unit, int]]:
     """Units whose weights the host updates and the device gets, and how many there are of each."""
     if plan.offload.optimizer == "none":
         return []
-    ends = [(sheet.stem, 1), (sheet.tail, 1)]
-    return elsewhere(sheet).repeated() if plan.offload.weights == "none" else ends
+    return elsewhere(sheet).repeated() if plan.offload.weights == "none" else [(sheet.stem, 1), (sheet.tail, 1)]
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
