@@ -83,7 +83,7 @@ def sample(cases: list[tuple[str, ...]], n: int) -> set[int]:
 
 
 def pytest_collection_finish() -> None:
-    """What the tests' modules have imported is garbage never, and an eighth of the time was spent looking."""
+    """What the tests' modules have imported is never garbage, and an eighth of the time was spent looking for some."""
     gc.collect()
     gc.freeze()
 

@@ -142,7 +142,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Inputs of blocks leave; of weights copies are made when they have been filled (:func:`host_weights`)."""
+    """Inputs of blocks leave; of weights copies are made when they have memory (:func:`host_weights`)."""
     if plan.offload.activations != "none":
         from shardwise.techniques.offload.activations import MovedInputs
 
