@@ -23,6 +23,7 @@ from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.variant import Traced
 
+SETTINGS = {"narrow": False}
 INSIDE = (__file__,)
 """It decides in which dtype a unit's weights come; in the package, ``techniques/narrow.py``."""
 
@@ -40,9 +41,9 @@ class PlanWithNarrow(Plan):
     narrow: bool = False
 
 
-def kept_in(dtype: str, used_as: str, plan: PlanWithNarrow, *, trained: bool) -> str:
+def kept_in(dtype: str, used_as: str, *, trained: bool) -> str:
     """The technique's one fact: the dtype in which a weight is kept."""
-    return used_as if plan.narrow and not trained else dtype
+    return dtype if trained else used_as
 
 
 def choices(
@@ -72,14 +73,14 @@ def check(spec: ModelSpec, plan: PlanWithNarrow, cluster: Cluster) -> list[Probl
 
 def traced(made: Traced, spec: ModelSpec, plan: PlanWithNarrow, place: Place) -> Traced:
     """Where nothing is gathered, a layer casts the weight that it is given."""
-    return made if plan.sharded or not plan.narrow else made.applied(narrow=True)
+    return made if plan.sharded else made.applied(narrow=True)
 
 
 def cost(sheet: Sheet, plan: PlanWithNarrow) -> Sheet:
     """After freeze, which says what is trained, and precision, which says what is computed in."""
 
     def kept(weight: Tensor) -> Tensor:
-        dtype = kept_in(weight.dtype, weight.used_as, plan, trained=weight.trained)
+        dtype = kept_in(weight.dtype, weight.used_as, trained=weight.trained)
         return weight.typed(dtype, weight.used_as)
 
     def rewritten(unit: Unit) -> Unit:
@@ -90,6 +91,6 @@ def cost(sheet: Sheet, plan: PlanWithNarrow) -> Sheet:
 
 def apply(parts: list[nn.Module], plan: PlanWithNarrow, meshes: Meshes) -> list[nn.Module]:
     for parameter in (parameter for part in parts for parameter in part.parameters()):
-        dtype = kept_in(plan.precision.weights, plan.precision.compute, plan, trained=parameter.requires_grad)
+        dtype = kept_in(plan.precision.weights, plan.precision.compute, trained=parameter.requires_grad)
         parameter.data = parameter.data.to(torch_dtype(dtype))
     return parts

@@ -24,9 +24,9 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Sheet
 from shardwise.techniques.variant import Traced
 
+SETTINGS = {"spread": False}
 INSIDE = (__file__, "distributed/collectives.py")
 
 
@@ -74,21 +74,12 @@ def check(spec: ModelSpec, plan: PlanWithSpread, cluster: Cluster) -> list[Probl
 
 
 def traced(made: Traced, spec: ModelSpec, plan: PlanWithSpread, place: Place) -> Traced:
-    if not plan.spread:
-        return made
     tokens = plan.batch.micro_batch_size * plan.batch.seq_len
     return made.spread(tokens, plan.layout.tp, made.variant.plan.layout.tp).applied(spread=True)
 
 
-def cost(sheet: Sheet, plan: PlanWithSpread) -> Sheet:
-    """Nothing: all of it is within units."""
-    return sheet
-
-
 def apply(parts: list[nn.Module], plan: PlanWithSpread, meshes: Meshes) -> list[nn.Module]:
     """Before recomputation, which then keeps a rank's own tokens and gathers them again."""
-    if not plan.spread:
-        return parts
     group, ranks, shape = meshes.groups["tp"], meshes.size("tp"), list[int]()
 
     def own(whole: Tensor) -> Tensor:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +26,8 @@ from shardwise.planner.search import Search, choose
 from shardwise.prove.drift import drift
 from shardwise.runtime import passes
 from shardwise.spec.cluster import Cluster, parse_cluster
-from shardwise.spec.plan import Batch, Precision
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Lora, Precision
 from tests.drift.test_drift import layout
 from tests.style.source import ROOT
 from tests.techniques import narrow
@@ -126,29 +130,50 @@ def test_what_contributing_shows_is_this_technique() -> None:
     assert len(shown) > 15 and not shown - written
 
 
-def test_a_technique_is_six_functions_and_those_of_a_step_and_of_weights_that_it_needs() -> None:
-    """Of these parameters; the six whether it has something to say or not; more parameters are for who calls it by
-    name. Of the others at least one technique has each, or nothing would be folded."""
+def test_a_technique_is_three_functions_and_those_that_it_needs() -> None:
+    """Of these parameters; more are for who calls it by name. Of what may be left out at least one technique has each,
+    or nothing would be folded."""
     asked = {
         "choices": ["recipe", "spec", "cluster", "plan"],
         "pins": ["recipe", "plan"],
         "check": ["spec", "plan", "cluster"],
+    }
+    optional = {
         "traced": ["made", "spec", "plan", "place"],
         "cost": ["sheet", "plan"],
         "apply": ["parts", "plan", "meshes"],
-    }
-    within_a_step = {
+        "before_waiting": ["parts", "plan"],
         "before_micro_batch": ["parts", "plan", "last"],
+        "after_micro_batch": ["parts", "plan"],
+        "before_input_gradients": ["parts", "plan", "last"],
+        "after_weight_gradients": ["parts", "plan", "last"],
         "after_backward": ["parts", "plan", "meshes"],
         "after_inference": ["parts", "plan"],
+        "wanted": ["slices", "shapes"],
+        "store": ["parameters", "name", "part", "values"],
     }
-    of_weights = {"wanted": ["slices", "shapes"], "store": ["parameters", "name", "part", "values"]}
-    optional = within_a_step | of_weights
     for name in optional:
         assert any(name in vars(technique) for technique in techniques.ORDER), name
     for technique in techniques.ORDER:
         has = {name: wanted for name, wanted in optional.items() if name in vars(technique)}
+        assert has, f"{technique.__name__} does nothing"
         for name, wanted in (asked | has).items():
             found = [*inspect.signature(vars(technique)[name]).parameters.values()]
             assert [parameter.name for parameter in found[: len(wanted)]] == wanted, f"{technique.__name__}.{name}"
             assert all(parameter.default is not parameter.empty for parameter in found[len(wanted) :])
+
+
+def test_settings_say_which_techniques_a_plan_uses() -> None:
+    """A plan that says nothing has each with the value with which it does nothing."""
+    for technique in techniques.ORDER:
+        for name, idle in vars(technique).get("SETTINGS", {}).items():
+            assert attrgetter(name)(PlanWithNarrow()) == idle, f"{technique.__name__}: {name}"
+
+    def used(**settings: Any) -> set[ModuleType]:
+        return {*techniques.acting(PlanWithNarrow(**settings), "pins")}
+
+    always = used()
+    assert always == {techniques.precision, techniques.optim}
+    assert used(narrow=True, compile=True) - always == {narrow, techniques.compile}
+    assert used(layout=Layout(dp_shard=2, tp=2)) - always == {techniques.shard, techniques.tp}
+    assert used(lora=Lora(2, 4.0)) - always == {techniques.freeze, techniques.lora, techniques.nf4}

@@ -84,7 +84,7 @@ def test_a_technique_that_replaces_a_weight_says_what_it_must_be_given_and_store
     vars(last)["store"] = lambda parameters, name, part, values: values
     monkeypatch.setattr(techniques, "ORDER", (summed, ModuleType("silent"), halved, last))
     parameters = {"norm.sum": torch.zeros(1), "norm.half": torch.zeros(2, 4)}
-    slices = techniques.wanted(parameters, SPEC)
+    slices = techniques.wanted(parameters, SPEC, Plan())
     assert slices == {"norm.half": (slice(0, 2), slice(0, 4)), "norm.weight": (slice(0, 4), slice(0, 4))}
-    techniques.store(parameters, "norm.weight", slices["norm.weight"], torch.ones(4, 4))
+    techniques.store(parameters, "norm.weight", slices["norm.weight"], torch.ones(4, 4), Plan())
     assert stored == {"halved": 16.0, "summed": 8.0}

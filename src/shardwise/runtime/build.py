@@ -79,9 +79,10 @@ def allocate(
     """Allocate meta parameters, tie weights again that ``to_empty`` separated, and fill buffers that follow from the
     config. Where weights of blocks wait on the host, no more than those of a block are on the device at a time."""
     for part in parts:
-        if plan is None or offload.waiting_weights(part, plan, device, directory) is None:
+        if plan is None or plan.offload.weights == "none":
             part.to_empty(device=device)
         else:
+            offload.allocate_waiting(part, plan, device, directory)
             for module in part.modules():
                 if any(tensor.is_meta for tensor in (*module.parameters(False), *module.buffers(False))):
                     module.to_empty(device=device, recurse=False)
@@ -89,8 +90,8 @@ def allocate(
             part.restore_buffers()
     if spec.tie_word_embeddings and pp.line_of(parts) is None:  # of stages, each end has a weight of its own
         tie(parts)
-    for part in parts:
-        if plan is not None:
+    if plan is not None and plan.offload.optimizer != "none":
+        for part in parts:
             keep_gradients(part, plan)
 
 
@@ -100,15 +101,15 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
     says that it takes more of a weight to fill its parameters."""
     parameters = named(parts)
     directory = weights_directory(recipe)
-    wanted = techniques.wanted(parameters, spec)
+    wanted = techniques.wanted(parameters, spec, plan)
     shapes = {**parameter_shapes(spec), **{name: tuple(parameter.shape) for name, parameter in parameters.items()}}
     stored = {name for name in wanted if directory is not None and not is_adapter(name)}
     for name in wanted.keys() - stored:
         drawn = (draw or init.fill)(name, shapes[name], wanted[name], recipe.run.seed, spec)
-        _put(parameters, name, wanted[name], drawn)
+        _put(parameters, name, wanted[name], drawn, plan)
     if directory is not None:
         for name, values in hf.read_weights(directory, {name: wanted[name] for name in wanted if name in stored}, spec):
-            _put(parameters, name, wanted[name], values)
+            _put(parameters, name, wanted[name], values, plan)
     if recipe.lora.path is not None and plan.lora is not None:
         adapters = {name: local_slice(value) for name, value in parameters.items() if is_adapter(name)}
         for name, values in peft.read_adapter(Path(recipe.lora.path), adapters, plan.lora, spec):
@@ -125,7 +126,7 @@ def load_weights(decoder: Decoder, source: str | Path, revision: str | None = No
         put(parameters[name], values)
 
 
-def _put(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], values: Tensor) -> None:
+def _put(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], values: Tensor, plan: Plan) -> None:
     """Fill what follows from the weight ``name``, of which ``values`` are a ``part``: the parameter of this name, where
     there is one, and those of techniques."""
     if name in parameters:
@@ -133,7 +134,7 @@ def _put(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], v
         mine = (slice(held.start - given.start, held.stop - given.start) for held, given in zip(own, part, strict=True))
         put(parameters[name], values if own == part else values[tuple(mine)])
         values = values.to(parameters[name].dtype)
-    techniques.store(parameters, name, part, values)
+    techniques.store(parameters, name, part, values, plan)
 
 
 def begins_trained(recipe: Recipe) -> bool:

@@ -110,8 +110,9 @@ def parallelize(
     module.to(processes.device_of("cuda" if torch.cuda.is_available() else "cpu"), wide)
     for tensor in [*module.parameters(), *module.buffers()]:
         meshes.broadcast(tensor.detach(), "world")
-    parts = cp_technique.apply(tp_technique.apply([module], plan, meshes), plan, meshes)
-    shard.apply(compilation.apply(remat.apply(parts, plan, meshes), plan, meshes), plan, meshes, routed, apart)
+    for technique in techniques.acting(plan, "apply", (tp_technique, cp_technique, remat, compilation)):
+        technique.apply([module], plan, meshes)
+    shard.apply([module], plan, meshes, routed, apart)
     if not plan.sharded and plan.layout.tp == 1 and plan.precision.compute in ("bf16", "fp16"):
         _autocast(module, torch_dtype(plan.precision.compute))
     _USAGES[module] = Usage(module, meshes, zeros_sent=shard.reduce_unused(module))

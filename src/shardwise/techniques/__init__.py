@@ -1,30 +1,30 @@
 """The order of the techniques, and the folds over it.
 
-A technique is a module with six functions. One that has no effect returns what it was given:
+A technique is a module with three functions that say what may be asked of it:
 
     choices   (recipe, spec, cluster, plan) -> plans    the plan with each of its settings to try, and why; best first
     pins      (recipe, plan) -> pairs                   by recipe key, what the plan has and what the recipe asks for
     check     (spec, plan, cluster) -> problems         what makes the plan illegal
+
+``SETTINGS`` has the settings of a plan that are its own, each with the value with which it does nothing: ``layout.tp``
+with 1. Where all of them have it, no other function is called; a technique without the name acts in every plan. What it
+does then, these say, of which it has those that it needs:
+
     traced    (made, spec, plan, place) -> made         what it does inside a unit: its part of the unit's variant
     cost      (sheet, plan) -> sheet                    its effect between units, on paper
     apply     (parts, plan, meshes) -> parts            its effect on the model's parts
-
-It may have four more, where it has something to do within a step:
 
     before_micro_batch  (parts, plan, last)             before each forward that a backward follows
     after_micro_batch   (parts, plan)                   after each backward
     after_backward      (parts, plan, meshes)           after the last backward of a step: sums gradients
     after_inference     (parts, plan)                   after forwards that no backward follows
 
-And two where a backward comes in two halves, first the gradients of inputs, later those of weights:
-
-    before_input_gradients  (parts, plan, last)         before the first half, instead of before_micro_batch
+    before_input_gradients  (parts, plan, last)         where a backward comes in two halves, first the gradients of
+                                                        inputs: before the first half, instead of before_micro_batch
     after_weight_gradients  (parts, plan, last)         after the second, which before_micro_batch is called before
 
-And two, where it has parameters that follow from a weight that is read or drawn:
-
     wanted    (slices, shapes) -> slices                of which weights a rank must be given what
-    store     (parameters, name, part, values) -> values    fills its own from one of them
+    store     (parameters, name, part, values) -> values    fills its own parameters from one that is read or drawn
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
+from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +101,19 @@ def _unserved(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Problem | None:
     return Problem("PLAN020", what, "attention", f"attention=auto, or one of {', '.join(sorted(served))}")
 
 
+def acting(plan: Plan, function: str, order: Sequence[ModuleType] | None = None) -> list[ModuleType]:
+    """Those of all techniques, or of ``order``, that the plan uses and that have the function."""
+    return [one for one in (ORDER if order is None else order) if function in vars(one) and _uses(plan, one)]
+
+
+def _uses(plan: Plan, technique: ModuleType) -> bool:
+    settings = vars(technique).get("SETTINGS")
+    return settings is None or any(attrgetter(name)(plan) != idle for name, idle in settings.items())
+
+
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     """What the whole plan makes of a unit of a model: a template becomes the variant that is to be traced."""
-    for technique in ORDER:
+    for technique in acting(plan, "traced"):
         before, made = made.variant, technique.traced(made, spec, plan, place)
         if made.variant != before:
             made = made.told(code=(*made.variant.code, *technique.INSIDE))
@@ -123,7 +134,8 @@ def _within(order: tuple[ModuleType, ...]) -> dict[str, Callable[[Op, At], Withi
 def steps_of(operation: str) -> Callable[..., Any] | None:
     """What an operation of a technique's own does, operation by operation, by torch's name for it; None of any
     other."""
-    return next((steps for find in _those_with("steps_of") if (steps := find(operation))), None)
+    found = (technique.steps_of(operation) for technique in ORDER if "steps_of" in vars(technique))
+    return next(filter(None, found), None)
 
 
 def inside(plan: Plan) -> Plan:
@@ -160,7 +172,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     if plan.model not in ("", sheet.model) or sheet.inside not in (None, inside(plan)):
         raise ValueError(f"a sheet of {sheet.model} was made for another plan, or the plan for another model")
     sheet = sheet.at(sheet.place, plan)
-    for technique in ORDER:
+    for technique in acting(plan, "cost"):
         sheet = technique.cost(sheet, plan)
     return sheet
 
@@ -195,89 +207,89 @@ def apply(
     ``allocate`` gives parts on the meta device memory: a replicated model before it is sharded, since its gradient
     hooks hold on to the very parameters; a sharded one after, so that a rank never allocates more than its shards.
     """
-    for technique in ORDER:
-        if technique is shard and not plan.sharded:
-            allocate(parts)
+    inside, between = ORDER[: ORDER.index(shard)], ORDER[ORDER.index(shard) + 1 :]
+    parts = _applied(inside, parts, plan, meshes)
+    if not plan.sharded:
+        allocate(parts)
+    parts = _applied((shard,), parts, plan, meshes)
+    if plan.sharded:
+        allocate(parts)
+    return _applied(between, parts, plan, meshes)
+
+
+def _applied(order: Sequence[ModuleType], parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
+    for technique in acting(plan, "apply", order):
         parts = technique.apply(parts, plan, meshes)
-        if technique is precision:
+        if technique is precision and plan.offload.optimizer != "none":
             store_narrow(parts, plan)
-        if technique is shard and plan.sharded:
-            allocate(parts)
     return parts
 
 
 def apply_inside(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """The same without what acts on whole units."""
-    for technique in ORDER:
-        parts = parts if technique is shard else technique.apply(parts, plan, meshes)
-    return parts
+    return _applied([technique for technique in ORDER if technique is not shard], parts, plan, meshes)
 
 
-def wanted(parameters: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, tuple[slice, ...]]:
+def wanted(parameters: Mapping[str, Tensor], spec: ModelSpec, plan: Plan) -> dict[str, tuple[slice, ...]]:
     """By the name of each weight that is read or drawn, what of it this rank must be given to fill its ``parameters``:
     what it holds, and more where a technique stores what follows from more."""
     from shardwise.distributed.slices import local_slice
 
     slices, shapes = {name: local_slice(parameter) for name, parameter in parameters.items()}, parameter_shapes(spec)
-    for act in _those_with("wanted"):
-        slices = act(slices, shapes)
+    for technique in acting(plan, "wanted"):
+        slices = technique.wanted(slices, shapes)
     return slices
 
 
-def store(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], values: Tensor) -> None:
+def store(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], values: Tensor, plan: Plan) -> None:
     """Fill the parameters that follow from the weight ``name``, of which ``values`` are the ``part`` that was
     :func:`wanted`. What was applied last replaced the weight last, so it is the first to store: the next is told what
     the layer then computes with."""
     made: Callable[[], Tensor] = lambda: values  # noqa: E731
-    for act in reversed(_those_with("store")):
-        made = act(parameters, name, part, made)
+    for technique in reversed(acting(plan, "store")):
+        made = technique.store(parameters, name, part, made)
 
 
 def before_waiting(parts: Sequence[nn.Module], plan: Plan) -> None:
     """Call where a step begins with waiting for another stage: what can be done meanwhile."""
-    for act in _those_with("before_waiting"):
-        act(parts, plan)
+    for technique in acting(plan, "before_waiting"):
+        technique.before_waiting(parts, plan)
 
 
 def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
     """Call before each forward that a backward follows at once, else before the backward. Whether it is the ``last`` of
     its step decides what it sends and frees."""
-    for act in _those_with("before_micro_batch"):
-        act(parts, plan, last=last)
+    for technique in acting(plan, "before_micro_batch"):
+        technique.before_micro_batch(parts, plan, last=last)
 
 
 def after_micro_batch(parts: Sequence[nn.Module], plan: Plan) -> None:
     """Call after each backward, or the first half of one."""
-    for act in _those_with("after_micro_batch"):
-        act(parts, plan)
+    for technique in acting(plan, "after_micro_batch"):
+        technique.after_micro_batch(parts, plan)
 
 
 def before_input_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
     """Call before the first half of a backward, which makes no gradient of a linear layer's weight. ``last``: its
     second half is the last of the step."""
-    for act in _those_with("before_input_gradients"):
-        act(parts, plan, last=last)
+    for technique in acting(plan, "before_input_gradients"):
+        technique.before_input_gradients(parts, plan, last=last)
 
 
 def after_weight_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
     """Call after the second half, which :func:`before_micro_batch` was called before."""
-    for act in _those_with("after_weight_gradients"):
-        act(parts, plan, last=last)
+    for technique in acting(plan, "after_weight_gradients"):
+        technique.after_weight_gradients(parts, plan, last=last)
 
 
 def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
     """Call after the last backward of a step. When it returns, gradients are summed over every axis: what was applied
     last saw them first, so it is the first to finish."""
-    for act in reversed(_those_with("after_backward")):
-        act(parts, plan, meshes)
+    for technique in reversed(acting(plan, "after_backward")):
+        technique.after_backward(parts, plan, meshes)
 
 
 def after_inference(parts: Sequence[nn.Module], plan: Plan) -> None:
     """Call after forward passes that no backward follows: the parts are then as they were before."""
-    for act in _those_with("after_inference"):
-        act(parts, plan)
-
-
-def _those_with(moment: str) -> list[Callable[..., Any]]:
-    """What the techniques that have something to do at this moment do."""
-    return [vars(technique)[moment] for technique in ORDER if moment in vars(technique)]
+    for technique in acting(plan, "after_inference"):
+        technique.after_inference(parts, plan)

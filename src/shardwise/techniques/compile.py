@@ -18,17 +18,15 @@ from shardwise.errors import Problem
 from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Sheet
-from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.distributed.meshes import Meshes
 
+SETTINGS = {"compile": False}
 RECOMPILE_LIMIT = 64
 """How many graphs of a block torch compiles before it gives up (8 by default). A run needs more, but a bounded number:
 one for each kind of layer (window, rotation), for training and evaluation, and for each number of rows and
@@ -80,32 +78,21 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     return problems
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """Nothing: it acts between units."""
-    return made
-
-
-def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Unchanged: eager activations are the upper bound."""
-    return sheet
-
-
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     import torch
 
     from shardwise.models.decoder import Decoder
 
-    if plan.compile:
-        # It warns of in-place operations under selective recompute, which AOTAutograd replaces before they matter.
-        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-        torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
-        known = torch.compiler.config.dynamic_sources
-        if DYNAMIC not in known:
-            torch.compiler.config.dynamic_sources = f"{known},{DYNAMIC}".lstrip(",")
-        for part in parts:
-            ours = isinstance(part, Decoder)  # anyone else's blocks may break the graph
-            for block in blocks(part):
-                block.forward = Switched(block.forward, torch.compile(block.forward, fullgraph=ours))
+    # It warns of in-place operations under selective recompute, which AOTAutograd replaces before they matter.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
+    known = torch.compiler.config.dynamic_sources
+    if DYNAMIC not in known:
+        torch.compiler.config.dynamic_sources = f"{known},{DYNAMIC}".lstrip(",")
+    for part in parts:
+        ours = isinstance(part, Decoder)  # anyone else's blocks may break the graph
+        for block in blocks(part):
+            block.forward = Switched(block.forward, torch.compile(block.forward, fullgraph=ours))
     return parts
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
 
-
+SETTINGS = {"frozen": (), "lora": None}
 INSIDE = ("techniques/freeze.py", "techniques/states.py")
 
 
@@ -86,8 +86,6 @@ def _nearest(pattern: str, spec: ModelSpec, names: list[str]) -> str:
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     """Which of the unit's weights are frozen, and whether anything before it is trained."""
-    if not plan.frozen and plan.lora is None:
-        return made
     if made.variant.plan.lora is None:  # else all but the adapters
         made = made.applied(frozen=tuple(told for name, told in made.names(spec).items() if frozen(name, plan)))
     if made.unit == "stem":

@@ -19,11 +19,9 @@ from shardwise.errors import Problem
 from shardwise.models.blocks import numbered
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan, Remat
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit
-from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
 
-
+SETTINGS = {"remat.mode": "none"}
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
 """From the least recomputation to the most."""
@@ -74,14 +72,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     return []
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """Nothing: it acts between units."""
-    return made
-
-
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    if plan.remat.mode == "none":
-        return sheet
     treated_kinds = tuple(_recomputing(block, selective=plan.remat.mode == "selective") for block in sheet.blocks)
     each = zip(sheet.order, sheet.place.blocks, strict=True)
     order = tuple(kind + len(sheet.blocks) if plan.remat.treats(number) else kind for kind, number in each)

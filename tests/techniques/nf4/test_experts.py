@@ -63,7 +63,7 @@ def test_a_rank_asks_for_the_experts_that_it_has(layout: Layout, rank: int, held
     with fake_world(layout, rank) as groups:
         [part] = build_parts(SPEC, plan, groups, torch.device("cpu"))
         parameters = dict(part.named_parameters())
-        found = wanted(parameters, SPEC)
+        found = wanted(parameters, SPEC, plan)
         for word, rows in (("gate", 192), ("up", 192), ("down", 64)):
             name = f"layers.0.mlp.experts.expert_{word}.weight"
             columns = parameter_shapes(SPEC)[name][1]

@@ -27,7 +27,7 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import CpKind, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.rows import parts_of
-from shardwise.spec.sheet import At, Op, Sheet, Within
+from shardwise.spec.sheet import At, Op, Within
 from shardwise.techniques.cp import paper
 from shardwise.techniques.variant import Traced
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shardwise.models.balance import RowPlaces
     from shardwise.models.moe import MoE
 
+SETTINGS = {"layout.cp": 1}
 INSIDE = (
     "spec/rows.py",
     "techniques/cp/__init__.py",
@@ -139,7 +140,7 @@ def _odd(spec: ModelSpec, tp: int, ranks: int) -> str:
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     """In a block: ``c`` ranks of a ring, ``u`` that exchange heads; other symbols are of one rank."""
     layout, exchanging = plan.layout, 1
-    if layout.cp == 1 or made.variant.what != "block":
+    if made.variant.what != "block":
         return made
     if layout.ulysses > 1:
         exchanging, made = _exchanging(made, spec, plan)
@@ -179,11 +180,6 @@ def _exchanging(made: Traced, spec: ModelSpec, plan: Plan) -> tuple[int, Traced]
     return standing, made.told(model=model, atoms=tuple(atoms.items()), rules=rules)
 
 
-def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Nothing: it acts inside units."""
-    return sheet
-
-
 WITHIN: Mapping[str, Callable[[Op, At], Within]] = {
     "all_to_all": paper.exchange,
     "shardwise.attention_over_ranks": paper.forward,
@@ -206,16 +202,15 @@ def steps_of(operation: str) -> Callable[..., Any] | None:
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Replaces the attention of every layer, and tells layers with experts that rows are cut."""
-    if plan.layout.cp > 1:
-        from shardwise.models.attention import Attention
-        from shardwise.models.moe import MoE
+    from shardwise.models.attention import Attention
+    from shardwise.models.moe import MoE
 
-        for part in parts:
-            for module in part.modules():
-                if isinstance(module, Attention):
-                    module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign]
-                elif isinstance(module, MoE):
-                    _share_rows(module, meshes)
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, Attention):
+                module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign]
+            elif isinstance(module, MoE):
+                _share_rows(module, meshes)
     return parts
 
 

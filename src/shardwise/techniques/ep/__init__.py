@@ -28,7 +28,6 @@ from shardwise.spec.layout import least_dp_shard
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import Sheet
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.share import computed_with_own
 from shardwise.techniques.variant import Traced
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from shardwise.distributed.meshes import Meshes
     from shardwise.models.moe import Experts
 
+SETTINGS = {"layout.ep": 1}
 INSIDE = ("techniques/ep/__init__.py", "techniques/ep/dispatch.py", "techniques/share.py")
 RANKS, ARRIVED = 59, 50_000_017
 """Primes that stand, where a unit is traced, for the ranks, and for the rows that come to one: more than it sends, for
@@ -123,7 +123,7 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     """In a block with experts: ``x`` ranks, of which each has ``E`` experts and gets ``R`` rows, as many as it
     sends."""
     ranks, model = plan.layout.ep, made.variant.model
-    if ranks == 1 or not model.experts:
+    if not model.experts:
         return made
     atoms, own = dict(made.variant.atoms), spec.experts // ranks
     if own == 1:
@@ -142,11 +142,6 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     )
 
 
-def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Nothing: it acts inside units, and over whom their weights are cut is told where others are (states.py)."""
-    return sheet
-
-
 def steps_of(operation: str) -> Callable[..., Any] | None:
     """What an operation of this technique's own does, operation by operation."""
     if operation == "shardwise::start_rows":
@@ -158,18 +153,17 @@ def steps_of(operation: str) -> Callable[..., Any] | None:
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Gives each rank its experts, and has rows sent to where theirs are."""
-    if plan.layout.ep > 1:
-        from shardwise.models.moe import Experts, Stacked
+    from shardwise.models.moe import Experts, Stacked
 
-        compute = torch_dtype(plan.precision.compute)
-        for part in parts:
-            for name, module in part.named_modules():
-                if isinstance(module, Experts):
-                    module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign]
-                elif isinstance(module, Stacked):
-                    _cut(module, meshes)
-                    inside = torch_dtype(compute_dtype(plan.precision, name))
-                    module.forward = computed_with_own(module, inside, compute)  # type: ignore[method-assign]
+    compute = torch_dtype(plan.precision.compute)
+    for part in parts:
+        for name, module in part.named_modules():
+            if isinstance(module, Experts):
+                module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign]
+            elif isinstance(module, Stacked):
+                _cut(module, meshes)
+                inside = torch_dtype(compute_dtype(plan.precision, name))
+                module.forward = computed_with_own(module, inside, compute)  # type: ignore[method-assign]
     return parts
 
 

@@ -27,7 +27,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Dtype, Lora, Plan, Precision
 from shardwise.spec.recipe import LoraSection, Recipe
-from shardwise.spec.sheet import At, Op, Sheet, Within
+from shardwise.spec.sheet import At, Op, Within
 from shardwise.techniques.dtypes import chosen_dtype
 from shardwise.techniques.quantised import row_norms_bytes
 from shardwise.techniques.states import adapted
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
 
-
+SETTINGS = {"lora": None}
 INSIDE = (
     "techniques/lora/__init__.py",
     "techniques/lora/adapter.py",
@@ -171,11 +171,6 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     some = tuple(dict.fromkeys(chosen)) or lora.targets if len(chosen) < len(linear) else ()
     dropout = 0.5 if lora.dropout else 0.0
     return made.applied(lora=Lora(rank, 1.0, some, frozen=lora.frozen, nf4=lora.nf4, dropout=dropout, dora=lora.dora))
-
-
-def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Unchanged: all is inside units."""
-    return sheet
 
 
 WITHIN: Mapping[str, Callable[[Op, At], Within]] = {

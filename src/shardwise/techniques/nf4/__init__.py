@@ -21,7 +21,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import At, Op, Sheet, Within
+from shardwise.spec.sheet import At, Op, Within
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, dequantise_bytes, nf4_shapes
 from shardwise.techniques.share import WHOLE, LayerShare
 from shardwise.techniques.variant import Traced
@@ -38,7 +38,7 @@ Slices = tuple[slice, ...]
 SHARDS_BYTES = (2, 13)
 """The first torch release whose ``fully_shard`` accepts integer parameters."""
 
-
+SETTINGS = {"lora": None}
 INSIDE = (
     "techniques/nf4/__init__.py",
     "techniques/nf4/fourbit.py",
@@ -97,11 +97,6 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
         whole = nf4_shapes(rows, columns, count)["groups"][0]
         numbers[symbol] = whole // plan.layout.ep if is_expert(name) else whole  # a rank has those of its experts
     return made.told(sums=sums).bound(**numbers)
-
-
-def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Unchanged: all is inside units."""
-    return sheet
 
 
 WITHIN: Mapping[str, Callable[[Op, At], Within]] = {

@@ -64,7 +64,6 @@ from shardwise.techniques.offload.sizes import (
     whole_pages,
 )
 from shardwise.techniques.offload.updated import copied_bytes, largest_bytes, staying, trained_bytes
-from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     from shardwise.techniques.offload.host import HostWeights
     from shardwise.techniques.offload.weights import WaitingWeights
 
+SETTINGS = {"offload": Offload()}
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """That are tried where ``auto`` puts the optimizer on the host, without stages: a search of both takes too long."""
 
@@ -121,11 +121,6 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     return problems(plan, spec.num_hidden_layers)
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """Nothing: it acts between units."""
-    return made
-
-
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Says which units the device updates, where the host updates others, and of which its weights are narrow. What is
     on the host, :func:`tiers` says, and planner/leaving.py when gradients leave and weights return."""
@@ -163,14 +158,9 @@ def scratch_in(parts: Iterable[nn.Module], directory: Path) -> None:
             _MOVED_INPUTS[part].directory = directory
 
 
-def waiting_weights(
-    part: nn.Module, plan: Plan, device: torch.device, directory: Path | None = None
-) -> WaitingWeights | None:
-    """If weights are to wait on the host, what has them come and go, of the blocks of a part on the meta device:
-    block by block they get memory on the device, and give it up; on NVMe in a file in ``directory``, or where temporary
-    files are."""
-    if plan.offload.weights == "none":
-        return None
+def allocate_waiting(part: nn.Module, plan: Plan, device: torch.device, directory: Path | None = None) -> None:
+    """Of a part on the meta device whose weights are to wait on the host: block by block they get memory on the device,
+    and give it up; on NVMe in a file in ``directory``, or where temporary files are."""
     from shardwise.distributed.slices import local
     from shardwise.techniques.offload.staged import StagedBlocks
     from shardwise.techniques.offload.weights import WaitingWeights
@@ -184,7 +174,6 @@ def waiting_weights(
     for block in blocks:
         block.to_empty(device=device)
         _WAITING[part].add(block)
-    return _WAITING[part]
 
 
 def moved(parts: Iterable[nn.Module]) -> list[MovedInputs | WaitingWeights]:

@@ -29,13 +29,10 @@ from shardwise.spec.sheet import CONTROL_BYTES, KEPT_UNITS, Collective, Sheet, U
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.quantised import moment_bytes, quantised
 from shardwise.techniques.states import whole_shape
-from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-    from shardwise.distributed.meshes import Meshes
 
 UNDECAYED = frozenset({"norm", "bias", "lora_m", "sinks"})
 """Roles without weight decay unless a group of the recipe says otherwise."""
@@ -74,11 +71,6 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     return []
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """Nothing: it acts between units."""
-    return made
-
-
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Adds the two small all-reduces of a step: the count of supervised tokens and the wish to stop (two int64), and
     the squared norm and the loss (two fp64), with what is counted of experts (runtime/reduce.py)."""
@@ -89,11 +81,6 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     if size > CONTROL_BYTES:  # of a single axis, the group of all ranks is the axis's own
         figures = Collective("all_reduce", axes[0][0] if len(axes) == 1 else "world", "counts", size)
     return dataclasses.replace(sheet, step=(*sheet.step, votes, figures))
-
-
-def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Nothing: the optimizer is built on the finished parts (:func:`build`)."""
-    return parts
 
 
 def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:

@@ -29,7 +29,6 @@ from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.pp.actions import SCHEDULES, Lists, actions, illegal
 from shardwise.techniques.pp.split import split
-from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from shardwise.distributed.meshes import Meshes
     from shardwise.techniques.pp.later import WeightGradients
 
+SETTINGS = {"layout.pp": 1}
 AUTOMATIC: tuple[tuple[ScheduleName, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
 """Schedules that are tried where none is pinned, and with how many stages a rank where that is not; simpler ones
 first."""
@@ -151,11 +151,6 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     return problems
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """Nothing: it acts between units."""
-    return made
-
-
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Adds the sum of the gradients of tied ends, where two ranks have one each. What a step sends between stages, the
     order of its actions says."""
@@ -196,8 +191,6 @@ def line_of(parts: Sequence[nn.Module]) -> Line | None:
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Of the whole model, this rank's stages. Where embedding and output layer are tied, each of them is a weight of
     its own stage from here on: copies, which begin alike and take the same steps."""
-    if plan.layout.pp == 1:
-        return parts
     import torch
 
     from shardwise.models.decoder import Decoder
@@ -222,13 +215,11 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
     """Adds the gradients of tied ends: over the two ranks that have them, or here where one has both."""
-    ends = tied_ends(parts) if plan.layout.pp > 1 else []
-    if not ends:
-        return
     from torch import distributed
 
     from shardwise.distributed.slices import local
 
+    ends = tied_ends(parts)
     found = [local(end.grad) for end in ends if end.grad is not None]
     if len(ends) == 2 and found:
         total = found[0] if len(found) == 1 else found[0].add_(found[1])

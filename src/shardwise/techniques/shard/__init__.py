@@ -30,7 +30,6 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import least_dp_shard
-from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
@@ -38,7 +37,6 @@ from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.shard.degrees import grouped, layouts
 from shardwise.techniques.shard.replicas import Replicas
 from shardwise.techniques.states import summed_over
-from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
 
+SETTINGS = {"layout.dp_replicate": 1, "layout.dp_shard": 1, "layout.cp": 1, "layout.ep": 1}
 _REPLICAS: WeakKeyDictionary[nn.Module, list[Replicas]] = WeakKeyDictionary()
 
 
@@ -109,11 +108,6 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     return problems
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """Nothing: it acts between units."""
-    return made
-
-
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Cuts every weight along dim 0. When they are gathered and their gradients summed, planner/weights.py tells."""
     spread = plan.layout.ep > 1
@@ -148,8 +142,6 @@ def apply(
     """``whole``: the ids of blocks that are not sharded as units of their own but belong to the root; ``apart``:
     further modules that are units. A parameter without dims cannot be cut: it is replicated under every strategy."""
     summed = [group for group in ("loss", *["expert_loss"] * (plan.layout.ep > 1)) if plan.layout.size(group) > 1]
-    if not summed:
-        return parts
     wire = torch_dtype(plan.precision.reduce)
     known: set[nn.Parameter] = set()
     for part in parts:

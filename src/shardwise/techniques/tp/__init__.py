@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
 
-
+SETTINGS = {"layout.tp": 1}
 INSIDE = (
     "techniques/tp/__init__.py",
     "techniques/tp/cut_norm.py",
@@ -164,8 +164,6 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     """A rank's part of the unit: whether each has all tokens, or its own (as many on all, or rounded up), and whether
     key heads are fewer than ranks. ``t`` is the ranks and ``n`` a rank's own tokens; other symbols are of one rank."""
     ranks, b, s = plan.layout.tp, plan.batch.micro_batch_size, plan.row_tokens
-    if ranks == 1:
-        return made
     made = _own_sizes(made, spec, plan, place)
     made = made.told(atoms=(*made.variant.atoms, ("t", RANKS))).bound(t=ranks)
     made = made.spread(b * s, ranks, RANKS) if plan.sequence_parallel else made
@@ -200,8 +198,6 @@ def _own_sizes(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Trace
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Adds the sums of gradients after the last backward."""
-    if plan.layout.tp == 1:
-        return sheet
     return replace(sheet, step=(*sheet.step, *_last_sums(sheet, plan)))
 
 
@@ -231,18 +227,15 @@ def _summed(name: str, how: Division, plan: Plan) -> bool:
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Cuts the weights, and makes every layer compute with this rank's part."""
-    if plan.layout.tp > 1:
-        for part in parts:
-            _cut(part, plan, meshes)
-            _connect(part, plan, meshes)
+    for part in parts:
+        _cut(part, plan, meshes)
+        _connect(part, plan, meshes)
     return parts
 
 
 def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
     """Adds the gradients that are parts of a sum over this axis, in ``precision.reduce``: the small ones in one
     all-reduce, each that is as large as a bucket by itself."""
-    if plan.layout.tp == 1:
-        return
     import torch
     from torch import distributed
 
