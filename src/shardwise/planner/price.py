@@ -75,13 +75,13 @@ def most_rows(spec: ModelSpec, plan: Plan) -> float:
 
 
 def _flops_of_stages(spec: ModelSpec, plan: Plan, cluster: Cluster, rates: Rates) -> int:
-    """Of all ranks of a pipeline, whatever the schedule."""
-    total = 0
-    for sheet in along_pipeline(spec, plan):
-        passes = Passes.of(sheet, plan, cluster.kind, rates)
-        for unit, times in sheet.repeated() if sheet.place.head else sheet.repeated()[:-1]:
-            both = (piece for which in (Passes.forward, Passes.backward) for piece in folded_pass(which, passes, unit))
-            total += times * sum(piece.flops for piece in both if isinstance(piece, Span))
+    """Of all ranks of a pipeline, whatever the schedule: those of the model without it."""
+    whole = unstaged(plan)
+    sheet = techniques.cost(sheet_of(spec, whole), whole)
+    passes, total = Passes.of(sheet, whole, cluster.kind, rates), 0
+    for unit, times in sheet.repeated():
+        both = (piece for which in (Passes.forward, Passes.backward) for piece in folded_pass(which, passes, unit))
+        total += times * sum(piece.flops for piece in both if isinstance(piece, Span))
     return total * plan.batch.accumulation * plan.layout.size("stage")
 
 

@@ -86,45 +86,47 @@ class _Progress:
 
     def __init__(self, lists: Sequence[Sequence[Action]], seconds: Seconds, transfer_s: float, after: Seconds):
         self.lists, self.seconds, self.transfer_s, self.after = lists, seconds, transfer_s, after
+        self.moved = [[(action.takes, action.gives) for action in order] for order in lists]
         self.given_s: dict[Message, float] = {}
         self.clock_s, self.place = [0.0] * len(lists), [0] * len(lists)
         self.computed: list[list[Timed]] = [[] for _ in lists]
         self.done: set[Action] = set()
-        self.given = {action.gives for order in lists for action in order if action.computes} - {None}
-        self.ready_s: dict[tuple[int, Message | None], float] = {}  # when a rank has a tensor
+        pairs = (zip(order, moved, strict=True) for order, moved in zip(lists, self.moved, strict=True))
+        self.given = {gives for each in pairs for action, (_, gives) in each if gives and action.computes}
+        self.ready_s: list[dict[Message | None, float]] = [{} for _ in lists]  # when a rank has a tensor
         self.channels = defaultdict[tuple[int, int], _Channel](_Channel)  # by who sends and who receives
 
     def advance(self, rank: int) -> bool:
         """Whether the rank could do anything."""
-        order, begin = self.lists[rank], self.place[rank]
+        order, moved, begin = self.lists[rank], self.moved[rank], self.place[rank]
         while self.place[rank] < len(order):
-            action = order[self.place[rank]]
+            action, (takes, gives) = order[self.place[rank]], moved[self.place[rank]]
             if not action.computes:
-                self.transfer(rank, action)
-            elif not self.compute(rank, action):
+                self.transfer(rank, action.peer, takes, gives)
+            elif not self.compute(rank, action, takes, gives):
                 break
             self.place[rank] += 1
         return self.place[rank] > begin
 
-    def compute(self, rank: int, action: Action) -> bool:
+    def compute(self, rank: int, action: Action, takes: Message | None, gives: Message | None) -> bool:
         """Whether all that the computation needs will have come, so that it could be timed."""
-        taken = (rank, action.takes)
-        if action.takes in self.given and taken not in self.ready_s:
+        ready_s = self.ready_s[rank]
+        if takes in self.given and takes not in ready_s:
             return False
         if action.kind in BEFORE and Action(BEFORE[action.kind], action.stage, action.micro) not in self.done:
             return False
-        start_s = max(self.clock_s[rank], self.ready_s.get(taken, 0.0))
-        self.clock_s[rank] = start_s + self.seconds(action)
-        if action.gives:
-            self.given_s[action.gives] = self.ready_s[rank, action.gives] = self.clock_s[rank] - self.after(action)
-        self.computed[rank].append(Timed(action, start_s, self.clock_s[rank]))
+        start_s = max(self.clock_s[rank], ready_s.get(takes, 0.0))
+        self.clock_s[rank] = end_s = start_s + self.seconds(action)
+        if gives:
+            self.given_s[gives] = ready_s[gives] = end_s - self.after(action)
+        self.computed[rank].append(Timed(action, start_s, end_s))
         self.done.add(action)
         return True
 
-    def transfer(self, rank: int, action: Action) -> None:
+    def transfer(self, rank: int, peer: int, wanted: Message | None, sent: Message | None) -> None:
         """One side of a transfer; if the other was there before, when the tensor arrives."""
-        now_s, sent, wanted = self.clock_s[rank], action.gives, action.takes
-        source, to = (rank, action.peer) if sent else (action.peer, rank)
+        now_s = self.clock_s[rank]
+        source, to = (rank, peer) if sent else (peer, rank)
         channel = self.channels[source, to]
         if sent:
             channel.sends.append((self.given_s.get(sent, now_s), sent))
@@ -135,7 +137,7 @@ class _Progress:
             if sent != wanted:
                 raise ValueError(f"rank {source} sends rank {to} {sent}, which has posted a receive of {wanted}")
             channel.free_s = max(sent_s, posted_s, channel.free_s) + self.transfer_s
-            self.ready_s[to, wanted] = channel.free_s
+            self.ready_s[to][wanted] = channel.free_s
 
     def left(self) -> list[str]:
         """What the ranks could not do."""
