@@ -15,7 +15,8 @@ import pytest
 
 from shardwise.cli.app import main
 from shardwise.errors import ShardwiseError
-from shardwise.launch import owner, rundir
+from shardwise.launch import rundir
+from shardwise.runtime import owner
 from shardwise.runtime.checkpoint.locate import best
 from shardwise.runtime.checkpoint.manifest import MANIFEST, STATE, chunk_hashes
 from shardwise.runtime.checkpoint.save import RunCheckpoints, read

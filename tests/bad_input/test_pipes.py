@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.cli.app import main
 from shardwise.errors import OutputError
-from shardwise.launch import owner
 from shardwise.launch.rundir import owned
+from shardwise.runtime import owner
 from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
 from shardwise.runtime.metrics.log import Lines, keep_until
 

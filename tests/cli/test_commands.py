@@ -20,9 +20,10 @@ from shardwise.cli.app import main
 from shardwise.cli.decide import plan_of
 from shardwise.cli.render import label
 from shardwise.errors import ConfigError, OutputError, Problem
-from shardwise.launch import keys, owner, rundir
+from shardwise.launch import keys, rundir
 from shardwise.launch.local import Ended
 from shardwise.models.resolve import resolve
+from shardwise.runtime import owner
 from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
 from shardwise.runtime.report.report import Report
 from shardwise.spec.cluster import parse_cluster

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.app import main
-from shardwise.launch.owner import claim
 from shardwise.runtime.faults.outcome import Exit, write_exit
+from shardwise.runtime.owner import claim
 
 
 def make(name: str, losses: list[float | None], exit_: Exit | None = None) -> Path:

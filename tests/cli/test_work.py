@@ -13,10 +13,10 @@ from shardwise.cli import work as module
 from shardwise.cli.app import main
 from shardwise.cli.work import work
 from shardwise.errors import DataError, OutputError, PreemptedError, Problem
-from shardwise.launch import owner
-from shardwise.launch.owner import Claim, claim
 from shardwise.launch.worker import LAUNCHER, STORE, TURN_S, start_name
+from shardwise.runtime import owner
 from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
+from shardwise.runtime.owner import Claim, claim
 from shardwise.spec.load import dump_recipe, load_recipe
 from shardwise.spec.recipe import Recipe
 

@@ -9,16 +9,16 @@ from tests.style.source import Source, functions, report, sources
 PACKAGE_LINES = {
     "spec": 2_566,
     "models": 3_850,
-    "data": 3_220,
+    "data": 3_215,
     "distributed": 465,
-    "methods": 300,
-    "techniques": 5_342,
+    "methods": 297,
+    "techniques": 5_344,
     "planner": 4_559,
-    "runtime": 5_339,
-    "prove": 1_880,
-    "launch": 1_184,
-    "interop": 720,
-    "cli": 2_570,
+    "runtime": 5_539,
+    "prove": 1_876,
+    "launch": 983,
+    "interop": 713,
+    "cli": 2_571,
 }
 """Lines of code by package: docs/decisions/0013. One is raised only by taking from another: of interop's, 320 went to
 spec and 60 to data, which already read the keys, templates and files of other systems, and clusters as people write

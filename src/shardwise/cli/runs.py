@@ -14,8 +14,8 @@ from typer import Argument
 from shardwise.cli.options import Common
 from shardwise.cli.show import print_json, say
 from shardwise.errors import MissingInputError, Problem, ShardwiseError
-from shardwise.launch import owner
 from shardwise.launch.rundir import newest_step
+from shardwise.runtime import owner
 from shardwise.runtime.faults.outcome import NAME, read_exit
 from shardwise.spec.files import open_regular
 from shardwise.spec.load import load_recipe

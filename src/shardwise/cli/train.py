@@ -24,11 +24,11 @@ from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import OutputError, PreemptedError, TrainingError, UnavailableError
 from shardwise.launch import local, nodes, rundir
 from shardwise.launch.keys import check_wandb
-from shardwise.launch.owner import check_free
 from shardwise.launch.worker import die_with_launcher, is_worker, set_up_torch
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve, with_adapter
 from shardwise.runtime.metrics.trackers import check_installed
+from shardwise.runtime.owner import check_free
 from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
 from shardwise.spec.plan import Plan

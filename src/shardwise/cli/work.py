@@ -14,8 +14,7 @@ from pathlib import Path
 from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of
 from shardwise.cli.show import defect, note, out_of_memory, print_error, say
 from shardwise.errors import UNWRITABLE, PreemptedError, ShardwiseError
-from shardwise.launch import nodes, owner, rundir
-from shardwise.launch.owner import Claim
+from shardwise.launch import nodes, rundir
 from shardwise.launch.worker import (
     by_our_launcher,
     launcher_directory,
@@ -27,8 +26,10 @@ from shardwise.launch.worker import (
 )
 from shardwise.models.resolve import resolve
 from shardwise.planner.seconds.history import remember
+from shardwise.runtime import owner
 from shardwise.runtime.faults.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.runtime.metrics.trackers import check_installed
+from shardwise.runtime.owner import Claim
 from shardwise.runtime.report.warn import only_reports
 from shardwise.spec.cluster import crowding
 from shardwise.spec.recipe import Recipe

@@ -15,8 +15,7 @@ from typing import Any
 
 from shardwise.data.remote import all_shown
 from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
-from shardwise.launch import owner
-from shardwise.launch.owner import Claim
+from shardwise.runtime import owner
 from shardwise.runtime.checkpoint.locate import check_length
 from shardwise.runtime.checkpoint.manifest import (
     STATE,
@@ -29,6 +28,7 @@ from shardwise.runtime.checkpoint.manifest import (
     train_again,
 )
 from shardwise.runtime.faults.outcome import read_exit
+from shardwise.runtime.owner import Claim
 from shardwise.spec import finetune
 from shardwise.spec.files import kind_of
 from shardwise.spec.keys import dotted

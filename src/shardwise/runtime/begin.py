@@ -15,10 +15,11 @@ from shardwise.runtime.agree import together
 from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint.locate import check_length
 from shardwise.runtime.checkpoint.save import RunCheckpoints
-from shardwise.runtime.faults.guard import Guard, Ownership
+from shardwise.runtime.faults.guard import Guard
 from shardwise.runtime.job import Job
 from shardwise.runtime.metrics.log import Log, Screen, Speed, flops_per_token
 from shardwise.runtime.metrics.trackers import Subject, track
+from shardwise.runtime.owner import Claim
 from shardwise.runtime.passes import StepRules, announce_reduce, finish_of
 from shardwise.runtime.reference import refer
 from shardwise.runtime.report.header import header
@@ -38,7 +39,7 @@ class Start:
 
     resume_from: Path | None = None
     allow_fresh_start: bool = False
-    claim: Ownership | None = None
+    claim: Claim | None = None
     spec: ModelSpec | None = None
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError, PreemptedError, Problem, TrainingError
-from shardwise.launch.owner import claim
 from shardwise.runtime.faults import guard
 from shardwise.runtime.faults.guard import Guard, InjectedFault, StopRequest, diagnose, watching
 from shardwise.runtime.faults.heartbeat import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
 from shardwise.runtime.faults.outcome import Exit, clear_exit, read_exit, write_exit
+from shardwise.runtime.owner import claim
 from shardwise.runtime.world import Process, process
 
 GLOO_SILENT = "[unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete"

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from shardwise.errors import Problem, ShardwiseError, TrainingError, first_line
 from shardwise.runtime.checkpoint.manifest import train_again
@@ -22,6 +22,7 @@ from shardwise.runtime.faults import flight
 from shardwise.runtime.faults.heartbeat import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
 from shardwise.runtime.faults.outcome import Exit, Kind, clear_exit, read_exit, write_exit
 from shardwise.runtime.faults.signals import heeded
+from shardwise.runtime.owner import Claim
 from shardwise.runtime.world import Process, take_device
 
 ABANDONED_S = 10.0
@@ -67,19 +68,11 @@ class InjectedFault:
         os.kill(os.getpid(), number)
 
 
-class Ownership(Protocol):
-    """A start's ownership of the run's directory (launch/owner.py). ``check`` raises OutputError OUT005 if it was lost;
-    after a recent check it may skip the next."""
-
-    def held(self) -> bool: ...
-    def check(self, again_after_s: float) -> None: ...
-
-
 class Guard:
     """One rank's watch. ``enter`` is called at every phase; a thread notices a rank that stays in one for too long, and
     ends the process if the main thread cannot, because it waits for a device that hangs in NCCL."""
 
-    def __init__(self, run_directory: Path, me: Process, timeout_s: float, claim: Ownership | None = None) -> None:
+    def __init__(self, run_directory: Path, me: Process, timeout_s: float, claim: Claim | None = None) -> None:
         self.directory = run_directory
         self.claim = claim
         self.me = me
@@ -256,7 +249,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def watching(run_directory: Path, me: Process, timeout_s: float, claim: Ownership | None = None) -> Iterator[Guard]:
+def watching(run_directory: Path, me: Process, timeout_s: float, claim: Claim | None = None) -> Iterator[Guard]:
     """Watch one rank's run and write its outcome to ``exit.json``; errors are translated by ``Guard.tell``."""
     if me.rank == 0 and claim is None:  # whoever claimed it has removed an earlier outcome before any rank was started
         clear_exit(run_directory)

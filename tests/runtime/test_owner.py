@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import OutputError
-from shardwise.launch import owner, rundir
-from shardwise.launch.owner import Claim, Owner, Pace, check_free, claim, follow, standing
+from shardwise.launch import rundir
+from shardwise.runtime import owner
 from shardwise.runtime.faults.guard import Guard, watching
 from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
+from shardwise.runtime.owner import Claim, Owner, Pace, check_free, claim, follow, standing
 from shardwise.runtime.world import process
 from tests.runtime.small_run import directory as run_of
 from tests.runtime.small_run import plan, recipe
@@ -27,7 +28,7 @@ RACE = """
 import os, sys, time
 from pathlib import Path
 from shardwise.errors import OutputError
-from shardwise.launch.owner import claim
+from shardwise.runtime.owner import claim
 root = Path(sys.argv[1])
 for number in range(10):
     directory = root / str(number)
