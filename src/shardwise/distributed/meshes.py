@@ -108,9 +108,8 @@ def meshes(layout: Layout, kind: str, timeout: timedelta | None = None) -> Meshe
 def _expert_axes(layout: Layout, kind: str, groups: Mapping[str, dist.ProcessGroup]) -> DeviceMesh:
     """The ranks of this rank's stage, arranged along the axes of ``EXPERT_MESH``: FSDP2 cuts what ``ep`` has cut
     already only where both are axes of one mesh."""
-    sizes = {axis: layout.degree(axis) for axis in EXPERT_MESH[1:]}
-    if sizes["dp_replicate"] == 1:
-        del sizes["dp_replicate"]
+    axes = EXPERT_MESH[1:] if layout.dp_replicate > 1 else EXPERT_MESH[2:]
+    sizes = {axis: layout.degree(axis) for axis in axes}
     alone = dist.new_subgroups_by_enumeration([[rank] for rank in range(layout.world)])[0]
     stage = next(ranks for ranks in layout.members("stage") if dist.get_rank() in ranks)
     of_axes = [alone if size == 1 else groups[axis] for axis, size in sizes.items()]

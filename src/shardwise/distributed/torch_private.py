@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -96,11 +96,6 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return [found[key] for key in sorted(found)]
 
 
-def group_size(name: str) -> int:
-    """How many ranks the process group of this name has."""
-    return group_named(name).size()
-
-
 def group_named(name: str) -> torch.distributed.ProcessGroup:
     """The process group of this name: the way in which an operation of one's own is told of one."""
     from torch._C._distributed_c10d import _resolve_process_group
@@ -143,17 +138,24 @@ def write_memory_history(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
+def _parameter_groups(module: torch.nn.Module) -> Iterator[Any]:
+    """What FSDP2 gathers and reduces as one, of each unit of a module that has parameters of its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule) and (group := unit._get_fsdp_state()._fsdp_param_group) is not None:
+            yield group
+
+
 def complete_accumulated(module: torch.nn.Module) -> None:
     """Before the last backward of a step under FSDP2. What has accumulated unreduced is kept in the type of reduction;
     a parameter first used now would come in the type of compute, and FSDP2 refuses two types in one reduction. So such
     parameters accumulate onto zeros. Without these names zero1 could not compute in bf16 where parameters are used in
     some micro-batches only."""
     import torch
-    from torch.distributed.fsdp import FSDPModule
 
-    for unit in module.modules():
-        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
-        members = [] if group is None else group.fsdp_params
+    for group in _parameter_groups(module):
+        members = group.fsdp_params
         if any(member.unsharded_accumulated_grad is not None for member in members):
             for member in members:
                 if member.unsharded_accumulated_grad is None and member.unsharded_param.requires_grad:
@@ -181,18 +183,15 @@ def sum_gradients_in(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Have FSDP2 give the sums of a module's gradients in this dtype, whatever its shards are stored in. By itself it
     rounds them to the dtype of the shards, each time that it looks at these: what is updated elsewhere, in a wider one,
     would lose what was summed."""
-    from torch.distributed.fsdp import FSDPModule
 
     def looks(own: Callable[[Any], None], group: Any) -> None:
         own(group)
         if group._orig_dtype is not None:  # something is trained
             group._orig_dtype = dtype
 
-    for unit in module.modules():
-        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
-        if group is not None:
-            own = type(group)._init_mp_dtypes
-            group._init_mp_dtypes = partial(looks, own, proxy(group))  # type: ignore[method-assign]
+    for group in _parameter_groups(module):
+        own = type(group)._init_mp_dtypes
+        group._init_mp_dtypes = partial(looks, own, proxy(group))
 
 
 def end_backward(module: torch.nn.Module) -> None:
@@ -216,12 +215,8 @@ def keep_sharded_memory(module: torch.nn.Module) -> None:
     """Have FSDP2 leave the memory of a module's shards as it is now, which has been allocated: at the first forward it
     would look again and, where ranks have different numbers of rows, copy it. Without the name weights that are on the
     host by then could not be cut unevenly."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for unit in module.modules():
-        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
-        if group is not None:
-            group._reset_sharded_params = True
+    for group in _parameter_groups(module):
+        group._reset_sharded_params = True
 
 
 def gather_stream(module: torch.nn.Module) -> torch.cuda.Stream | None:

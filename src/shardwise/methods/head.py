@@ -16,7 +16,7 @@ Step = tuple[str, int, tuple[str, ...]]
 def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
     """What the forward pass of the loss makes and frees, in order. Two chunks stand for any larger number: the first is
     the largest."""
-    vocabulary, hidden = _dims(sheet)
+    vocabulary, hidden = map(int, sheet.output.shape)
     compute, wide, tokens, chunks = _sizes(plan)
     want_hidden, want_weight = wants(sheet)
     low_precision = compute < wide
@@ -44,9 +44,8 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
             steps.append(("", 0, ("logits",) * low_precision))
         else:
             steps.append((probabilities, logits * wide, early))
-            steps.append(
-                ("", 0, tuple(name for name in ("widened", "logits")[not low_precision :] if name not in early))
-            )
+            read = ("widened", "logits") if low_precision else ("logits",)
+            steps.append(("", 0, tuple(name for name in read if name not in early)))
         if low_precision:
             steps.append(("grad_logits", logits * compute, ()))
         product_apart = want_weight and chunks > 1 and low_precision and not joins_products(device)
@@ -61,7 +60,7 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
 
 def backward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
     """What its backward makes and frees: gradients are scaled in place, then the weight's gets the weight's type."""
-    vocabulary, hidden = _dims(sheet)
+    vocabulary, hidden = map(int, sheet.output.shape)
     *_, chunks = _sizes(plan)
     compute = plan.precision.compute
     made = compute if chunks == 1 else "fp64" if compute == "fp64" else "fp32"
@@ -90,12 +89,6 @@ def gathers(plan: Plan) -> list[int]:
 def wants(sheet: Sheet) -> tuple[bool, bool]:
     """Whether a gradient of the hidden states is wanted, and one of the output weight."""
     return bool(sheet.tail.backward), sheet.output.trained
-
-
-def _dims(sheet: Sheet) -> tuple[int, int]:
-    vocabulary, hidden = sheet.output.shape
-    assert isinstance(vocabulary, int) and isinstance(hidden, int)
-    return vocabulary, hidden
 
 
 def _sizes(plan: Plan) -> tuple[int, int, int, int]:

@@ -71,14 +71,6 @@ class Loss(NamedTuple):
         return Loss(self.value + other.value, figures)
 
 
-@dataclass(frozen=True)
-class _LossSettings:
-    chunk_tokens: int
-    soft_cap: float | None
-    rows: Rows | None
-    between: Between | None
-
-
 def logits(hidden: Tensor, head: Output, batch: MicroBatch | None = None) -> Tensor:
     """[..,V] in fp32 (fp64) of hidden [..,d], whole."""
     whole = vocabulary.logits(hidden, head.weight, head.vocabulary)
@@ -176,16 +168,23 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _chunk(hidden: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None, rule: _LossSettings) -> Pair:
-    """The losses [n] of a chunk, and the gradient by its logits, times factors."""
-    if rule.between is not None and rule.rows is None:
-        return rule.between(hidden @ weight.mT, labels, factors, rule.soft_cap)
-    capped = None if rule.soft_cap is None else _capped(hidden, weight, rule.soft_cap)
-    losses, gradient = _losses(hidden, weight, labels, capped, rule.rows)
+Chunks = tuple[Output, Rows | None, int]
+"""The output layer, which of its rows this rank holds, and how many tokens a chunk has."""
+
+
+def _chunk(
+    hidden: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None, head: Output, rows: Rows | None
+) -> Pair:
+    """The losses [n] of a chunk, and the gradient by its logits, times factors. ``weight``: what this rank multiplies
+    with of the head's, as ``hidden`` is typed."""
+    if head.between is not None and rows is None:
+        return head.between(hidden @ weight.mT, labels, factors, head.soft_cap)
+    capped = None if head.soft_cap is None else _capped(hidden, weight, head.soft_cap)
+    losses, gradient = _losses(hidden, weight, labels, capped, rows)
     if factors is not None:
         gradient.mul_(factors.unsqueeze(-1))
-    if capped is not None and rule.soft_cap is not None:
-        gradient.mul_(_cap_derivative(capped, rule.soft_cap))
+    if capped is not None and head.soft_cap is not None:
+        gradient.mul_(_cap_derivative(capped, head.soft_cap))
     return losses, gradient
 
 
@@ -195,9 +194,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None, rule: _LossSettings
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None, chunks: Chunks
     ) -> Tensor:
-        wide, rows, chunk_tokens = accumulation_dtype(hidden.dtype), rule.rows, rule.chunk_tokens
+        wide, (head, rows, chunk_tokens) = accumulation_dtype(hidden.dtype), chunks
         held = weight.shape[0] if rows is None else rows.held
         cast = weight.to(hidden.dtype)[:held]
         want_hidden, want_weight = ctx.needs_input_grad[:2]
@@ -208,7 +207,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             tokens = slice(start, start + chunk_tokens)
             chosen = None if factors is None else factors[tokens]
-            losses, wide_grad_logits = _chunk(hidden[tokens], cast, labels[tokens], chosen, rule)
+            losses, wide_grad_logits = _chunk(hidden[tokens], cast, labels[tokens], chosen, head, rows)
             total += losses.sum() if chosen is None else losses @ chosen
             grad_logits = wide_grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
@@ -250,8 +249,7 @@ def linear_cross_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     factors = None if factors is None else factors.reshape(-1)
     weight, rows = vocabulary.rows(head.weight, head.vocabulary)
-    rule = _LossSettings(chunk_tokens, head.soft_cap, rows, head.between)
-    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), factors, rule)
+    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), factors, (head, rows, chunk_tokens))
 
 
 @torch.no_grad()

@@ -180,11 +180,9 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 @lru_cache(maxsize=64)
 def _of_block(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of a block but its norms."""
-    linears = _attention(spec) | (
-        _experts(spec) if spec.has_experts(layer) else _mlp(spec, "mlp", spec.mlp_size(layer))
-    )
+    inner = _experts(spec) if spec.has_experts(layer) else _mlp(spec, "mlp", spec.mlp_size(layer))
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, (shape, bias) in linears.items():
+    for name, (shape, bias) in (_attention(spec) | inner).items():
         shapes[f"{name}.weight"] = shape
         if bias:
             shapes[f"{name}.bias"] = shape[:1]
@@ -272,10 +270,8 @@ def problems(spec: ModelSpec) -> list[Problem]:
         what = f"partial_rotary_factor {spec.partial_rotary_factor} rotates {spec.rotary_dim}, not an even number"
         refuse(what, "partial_rotary_factor: 1.0")
     if spec.experts and not 1 <= spec.experts_per_token <= spec.experts:
-        refuse(
-            f"{spec.experts_per_token} experts for each token, of {spec.experts}",
-            f"num_experts_per_tok: 1 to {spec.experts}",
-        )
+        what = f"{spec.experts_per_token} experts for each token, of {spec.experts}"
+        refuse(what, f"num_experts_per_tok: 1 to {spec.experts}")
     if spec.experts and spec.expert_size < 1:
         refuse(f"experts are {spec.expert_size} wide", "moe_intermediate_size: 1 or more")
     if spec.sliding_window is not None and spec.sliding_window < 1:

@@ -144,15 +144,12 @@ def _qwen2_moe(config: Config, name: str) -> Fields:
 
 
 def _write_qwen2_moe(fields: Fields) -> Config:
-    return (
-        write_switched(fields)
-        | _write_qwen_experts(fields)
-        | {
-            "shared_expert_intermediate_size": fields["shared_expert_size"],
-            "qkv_bias": fields["attention_bias"],
-            "max_window_layers": fields["num_hidden_layers"],
-        }
-    )
+    own = {
+        "shared_expert_intermediate_size": fields["shared_expert_size"],
+        "qkv_bias": fields["attention_bias"],
+        "max_window_layers": fields["num_hidden_layers"],
+    }
+    return write_switched(fields) | _write_qwen_experts(fields) | own
 
 
 def _qwen3_moe(config: Config, name: str) -> Fields:

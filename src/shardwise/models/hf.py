@@ -67,20 +67,18 @@ def find_weights(source: Path) -> dict[str, Entry]:
 
 def _checked(directory: Path, name: str) -> Path:
     """The path of file ``name``; refused if it is outside ``directory`` or not a regular safetensors file."""
-    path = directory / name
+    path, fix = directory / name, "fetch the model again from where it was made"
     try:
         real, root, there = path.resolve(), directory.resolve(), _exists(path)
     except (OSError, ValueError, RuntimeError) as error:  # thousands of characters, a zero byte, links in a circle
         reason = error.strerror if isinstance(error, OSError) else error
         what = f"no file can be opened as {_shortened(name)!r}: {reason}"
-        raise DataError(
-            Problem("CKPT009", what, str(directory), "fetch the model again from where it was made")
-        ) from error
+        raise DataError(Problem("CKPT009", what, str(directory), fix)) from error
     blobs = root.parent.parent / "blobs"
     cached = root.parent.name == "snapshots" and real.is_relative_to(blobs)
     if Path(name).is_absolute() or ".." in Path(name).parts or not (real.is_relative_to(root) or cached):
         what = f"file name {_shortened(name)!r} leaves the model's directory"
-        raise PolicyError(Problem("SEC006", what, str(directory), "fetch the model again from where it was made"))
+        raise PolicyError(Problem("SEC006", what, str(directory), fix))
     if path.suffix in PICKLES:
         raise pickle_refused(path)
     if not there:
@@ -160,9 +158,8 @@ def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, 
         fix = "fix the config" if embed is None else f"model.config: vocab_size: {there[embed].shape[0]}"
         problems.append(Problem("CKPT002", f"{len(differ)} of {len(shapes)} tensors differ: {_some(one)}", where, fix))
     if odd := [name for name, entry in there.items() if not _readable(entry.dtype, name in packed)]:
-        what = (
-            f"{len(odd)} tensors are quantised ({there[odd[0]].dtype}): {_some([own.get(name, name) for name in odd])}"
-        )
+        named = _some([own.get(name, name) for name in odd])
+        what = f"{len(odd)} tensors are quantised ({there[odd[0]].dtype}): {named}"
         problems.append(Problem("CKPT004", what, where, "take the unquantised weights (fp32, bf16 or fp16)"))
     if problems:
         raise DataError(*problems)

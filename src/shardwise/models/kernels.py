@@ -28,6 +28,8 @@ OPTIONAL = frozenset({"fa3", "cudnn"})
 """Kernels that are not part of every installation."""
 FA3_PACKAGE = "flash_attn_interface"
 LENGTH = 64
+TRAITS = ("documents", "window", "soft_cap", "positions", "odd_length", "apart", "deterministic")
+"""What a case has, or not, and a kernel serves, or not: fields of both."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +76,14 @@ class Kernel:
             and case.dtype in self.dtypes
             and (self.head_dims is None or case.head_dim in self.head_dims)
             and any(first <= case.capability <= last for first, last in self.capabilities)
-            and self.documents >= case.documents
-            and self.window >= case.window
-            and self.soft_cap >= case.soft_cap
-            and self.positions >= case.positions
-            and self.odd_length >= case.odd_length
-            and self.apart >= case.apart
-            and self.deterministic >= case.deterministic
+            and all(vars(self)[trait] >= vars(case)[trait] for trait in TRAITS)
         )
 
 
 HOPPER, AMPERE, NEWEST = (9, 0), (8, 0), (12, 1)
 CUDNN = ((HOPPER, HOPPER), ((10, 0), (10, 0)))
 """Where torch prefers cuDNN itself (check_prefer_cudnn_attention in sdp_utils.cpp)."""
+FLEX = Kernel("flex", "rocm", HALF | {"fp32"}, EIGHTS - {8}, window=True, soft_cap=True, odd_length=False, apart=False)
 KERNELS = (
     Kernel("flash", "cpu", HALF | WIDE, None),
     Kernel("fa3", "cuda", HALF, EIGHTS, ((HOPPER, HOPPER),), window=True),
@@ -102,14 +99,8 @@ KERNELS = (
     Kernel("flash", "rocm", HALF),
     Kernel("efficient", "cuda", frozenset({"fp16", "fp32"}), EIGHTS, (((5, 0), NEWEST),), deterministic=False),
     Kernel("efficient", "cuda", frozenset({"bf16"}), EIGHTS, ((AMPERE, NEWEST),), deterministic=False),
-    Kernel(
-        *("flex", "cuda", HALF | {"fp32"}, EIGHTS - {8}, ((AMPERE, NEWEST),)),
-        window=True,
-        soft_cap=True,
-        odd_length=False,
-        apart=False,
-    ),
-    Kernel("flex", "rocm", HALF | {"fp32"}, EIGHTS - {8}, window=True, soft_cap=True, odd_length=False, apart=False),
+    replace(FLEX, device="cuda", capabilities=((AMPERE, NEWEST),)),
+    FLEX,
     Kernel("blockwise", "any", HALF | WIDE, None, window=True, soft_cap=True, positions=True),
 )
 """The first row that supports a case is taken."""

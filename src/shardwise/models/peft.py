@@ -271,18 +271,17 @@ def _expert_shapes(members: Iterable[str], lora: Lora, spec: ModelSpec) -> dict[
     }
 
 
-def _parameters_differ(config: Mapping[str, Any], modules: Iterable[str], where: str) -> list[Problem]:
+def _parameters_differ(config: Mapping[str, Any], modules: Iterable[str], where: str) -> Iterator[Problem]:
     """Unless the adapter's parameters are those of the experts that the recipe targets."""
     theirs = config.get("target_parameters") or []
     own, asked = targeted(theirs), {name.rpartition(".")[2] for name in modules if is_expert(f"{name}.")}
     if not isinstance(theirs, list) or not all(targeted([name]) or str(name).endswith(".weight") for name in theirs):
         what = f"the adapter uses target_parameters {theirs}, which is not supported"
-        return [Problem("CKPT003", what, where, "give an adapter of linear layers, and of experts")]
-    if own != asked:
+        yield Problem("CKPT003", what, where, "give an adapter of linear layers, and of experts")
+    elif own != asked:
         had, wanted = (", ".join(sorted(each)) or "none" for each in (own, asked))
         what = f"of experts the adapter has {had}, the recipe {wanted}"
-        return [Problem("CKPT003", what, where, "leave out lora.targets: they are then the adapter's")]
-    return []
+        yield Problem("CKPT003", what, where, "leave out lora.targets: they are then the adapter's")
 
 
 def _in_blocks(config: Mapping[str, Any], lora: Lora, linears: Mapping[str, Mapping[str, Sequence[str]]]) -> bool:
@@ -321,10 +320,8 @@ def read_adapter(
             yield name, place.read(name, parts[name])
             continue
         (entry, column), (rows, *columns) = place, parts[name]
-        yield (
-            name,
-            entry.read_finite(name, (rows, *(slice(column + part.start, column + part.stop) for part in columns))),
-        )
+        own = (slice(column + part.start, column + part.stop) for part in columns)
+        yield name, entry.read_finite(name, (rows, *own))
 
 
 def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Problem]:
@@ -345,11 +342,9 @@ def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Pr
     return [Problem("CKPT003", f"the adapter uses {key}, which is not supported", where, fixes[key]) for key in fixes]
 
 
-def _settings_differ(config: Mapping[str, Any], lora: Lora, where: str) -> list[Problem]:
-    problems = []
+def _settings_differ(config: Mapping[str, Any], lora: Lora, where: str) -> Iterator[Problem]:
     for key, field in {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "dora"}.items():
         ours, theirs = vars(lora)[field], config.get(key)
         if config.get(key, False) != ours:
             what = f"the adapter has {key} {theirs}, the recipe {ours}"
-            problems.append(Problem("CKPT002", what, where, f"lora.{field}: {theirs}"))
-    return problems
+            yield Problem("CKPT002", what, where, f"lora.{field}: {theirs}")

@@ -82,29 +82,18 @@ def read(values: dict[str, Any], longest: int, original: int | None, name: str) 
     else:
         trained = original or int(number(values, "original_max_position_embeddings", longest, name))
     factor = number(values, "factor", None, name) if values.get("factor") or kind != "longrope" else longest / trained
-    if kind in ("linear", "dynamic"):
-        return RopeScaling(kind, factor, original_max_position_embeddings=trained if kind == "dynamic" else 8192)
+    own: dict[str, Any] = {} if kind == "linear" else {"original_max_position_embeddings": trained}
     if kind == "llama3":
-        low, high = (number(values, key, None, name) for key in ("low_freq_factor", "high_freq_factor"))
-        return RopeScaling(kind, factor, low, high, trained)
-    if kind == "yarn":
-        return RopeScaling(
-            kind,
-            factor,
-            original_max_position_embeddings=trained,
-            attention_factor=_yarn_attention(values, factor, name),
-            beta_fast=number(values, "beta_fast", 32.0, name),
-            beta_slow=number(values, "beta_slow", 1.0, name),
-            truncate=bool(values.get("truncate", True)),
-        )
-    return RopeScaling(
-        kind,
-        factor,
-        original_max_position_embeddings=trained,
-        attention_factor=_longrope_attention(values, factor, trained, name),
-        short_factor=_numbers(values, "short_factor", name),
-        long_factor=_numbers(values, "long_factor", name),
-    )
+        own |= {key: number(values, key, None, name) for key in ("low_freq_factor", "high_freq_factor")}
+    elif kind == "yarn":
+        own["attention_factor"] = _yarn_attention(values, factor, name)
+        usual = {"beta_fast": 32.0, "beta_slow": 1.0}
+        own |= {key: number(values, key, default, name) for key, default in usual.items()}
+        own["truncate"] = bool(values.get("truncate", True))
+    elif kind == "longrope":
+        own["attention_factor"] = _longrope_attention(values, factor, trained, name)
+        own |= {key: _numbers(values, key, name) for key in ("short_factor", "long_factor")}
+    return RopeScaling(kind, factor, **own)
 
 
 def write(scaling: RopeScaling | None) -> dict[str, Any]:

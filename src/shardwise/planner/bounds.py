@@ -66,12 +66,10 @@ class Through:
     @classmethod
     def of(cls, stem: Least, blocks: list[Least], tail: Least) -> Through:
         forward, backward = [one.forward_s for one in blocks], [one.backward_s for one in blocks]
-        for each, first, last in (
-            (forward, stem.forward_s, tail.forward_s),
-            (backward, stem.backward_s, tail.backward_s),
-        ):
-            each[0] += first
-            each[-1] += last
+        forward[0] += stem.forward_s
+        forward[-1] += tail.forward_s
+        backward[0] += stem.backward_s
+        backward[-1] += tail.backward_s
         host_s = sum(one.host_s for one in (stem, *blocks, tail))
         ends = [tuple(accumulate(each, initial=0.0)) for each in (forward, backward)]
         return cls(ends[0], ends[1], max(sum(forward) + sum(backward), host_s))
@@ -145,9 +143,7 @@ class LowerBounds:
         key, whole, batch = (plan.layout.fsdp, plan.shard, _alike(plan)), unstaged(plan), plan.batch
         if key not in self.blocks:
             costed = self._costed(whole)
-            least = min(
-                range(len(costed.blocks)), key=lambda kind: _kept_bytes(costed.blocks[kind], 1, plan.row_tokens)
-            )
+            least = min(costed.blocks, key=lambda block: _kept_bytes(block, 1, plan.row_tokens))
             state = sum(_on_device(costed.with_ends(stem=False, head=False), whole).values())
             weights = [weight for kind in costed.order for weight in costed.blocks[kind].weights]
             trained = sum(prod(map(int, weight.shape)) for weight in weights if weight.trained)
@@ -159,7 +155,7 @@ class LowerBounds:
             first = costed.blocks[0]
             even = all(b.weights[0].shape == first.weights[0].shape and not b.stays for b in costed.blocks)
             alike = len(costed.order) if even and len(costed.blocks) < 3 else float("inf")
-            self.blocks[key] = state / alike, gradients / alike, costed.blocks[least]
+            self.blocks[key] = state / alike, gradients / alike, least
         state_bytes, gradient_bytes, block = self.blocks[key]
         ranks, each, m = plan.layout.pp, plan.pipeline.stages_per_rank, batch.accumulation
         own = [n for number, n in enumerate(plan.pipeline.split) if stage_rank(plan.layout, number) == 0]
@@ -292,7 +288,7 @@ def _alive(plan: Plan) -> int:
     ranks, each, m = plan.layout.pp, plan.pipeline.stages_per_rank, plan.batch.accumulation
     if SCHEDULES[plan.pipeline.schedule].shape == "v" or plan.pipeline.schedule == "gpipe":
         return m if plan.pipeline.schedule == "gpipe" else min(m, 2 * ranks - 1)
-    return min(m * each, (each - 1) * ranks + ranks)
+    return min(m * each, each * ranks)
 
 
 def _most_alive(plan: Plan, rank: int, m: int) -> int:

@@ -31,12 +31,7 @@ TIE = 0.02
 KINDS = (*STRATEGIES, "hybrid", "ep", "cp", "tp", "pp", "pp x tp")
 """The kinds of plans, from the simplest on."""
 
-SIMPLER = (
-    "1f1b",
-    "interleaved",
-    *(name for name in SCHEDULES if name not in ("1f1b", "interleaved", "gpipe")),
-    "gpipe",
-)
+SIMPLER = (*(name for name in SCHEDULES if name != "gpipe"), "gpipe")
 """Schedules, simpler ones first."""
 
 
@@ -83,17 +78,9 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
     hybrid = plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1
     dial = hybrid, STRATEGIES.index(plan.shard.strategy)
     piped = plan.layout.pp, SIMPLER.index(plan.pipeline.schedule), plan.pipeline.stages_per_rank
-    rows = plan.layout.cp, CP_KINDS.index(plan.cp_kind)
-    return (
-        plan.offload.optimizer != "none",
-        *piped,
-        plan.layout.tp,
-        *rows,
-        plan.layout.ep,
-        *dial,
-        MODES.index(plan.remat.mode),
-        -plan.batch.micro_batch_size,
-    )
+    inside = plan.layout.tp, plan.layout.cp, CP_KINDS.index(plan.cp_kind), plan.layout.ep
+    pieces = MODES.index(plan.remat.mode), -plan.batch.micro_batch_size
+    return plan.offload.optimizer != "none", *piped, *inside, *dial, *pieces
 
 
 def _but_for_recomputation(plan: Plan) -> tuple[object, ...]:

@@ -104,9 +104,8 @@ class Returning:
         self.tape, self.sharded = tape, plan.sharded
         self.sizes: dict[UnitName, tuple[int, int]] = {}  # bytes that are copied, and that the host reads and writes
         if return_beside(plan):
-            stem, *kinds, tail = (
-                return_bytes(unit, sheet.place, plan.precision.weights) for unit in elsewhere(sheet).units
-            )
+            units = elsewhere(sheet).units
+            stem, *kinds, tail = (return_bytes(unit, sheet.place, plan.precision.weights) for unit in units)
             self.sizes = {"stem": (stem[0] + tail[0], stem[1] + tail[1])}
             self.sizes |= {number: kinds[kind] for number, kind in enumerate(sheet.order)}
 

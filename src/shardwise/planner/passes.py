@@ -125,20 +125,12 @@ class Passes:
     def backward(self, unit: Unit) -> Iterator[Piece]:
         """Recomputation first, where there is any; of the tail, what the loss has made in its forward pass becomes the
         gradients of the output layer and of what that reads."""
-        if unit is self.tail:
-            yield from self.loss[1]
-            if not unit.backward:
-                return
-        yield from self._gradients(unit, frozenset())
+        return self._gradients(unit, frozenset())
 
     def input_gradients(self, unit: Unit) -> Iterator[Piece]:
         """The first half of a backward that comes in two: all but the products that give the gradients of weights, and
         what only these lead to."""
-        if unit is self.tail:
-            yield from self.loss[1]
-            if not unit.backward:
-                return
-        yield from self._gradients(unit, put_off(unit))
+        return self._gradients(unit, put_off(unit))
 
     def weight_gradients(self, unit: Unit) -> Iterator[Piece]:
         """The second half."""
@@ -158,6 +150,10 @@ class Passes:
 
     def _gradients(self, unit: Unit, later: frozenset[int]) -> Iterator[Piece]:
         """A backward without some of its operations, and with what these need left alive."""
+        if unit is self.tail:
+            yield from self.loss[1]
+            if not unit.backward:
+                return
         local, first, held = _Local(self, unit), unit is self.stem, _held(unit, later)
         by_name = {weight.name: weight for weight in unit.weights}
         gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}

@@ -9,7 +9,7 @@ from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
 from shardwise.planner.compare import MARGIN, fits, peak_share, seconds
 from shardwise.planner.search import Search
-from shardwise.spec.cluster import Cluster, devices
+from shardwise.spec.cluster import Cluster, Device, devices
 from shardwise.spec.complaints import cross_check
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -55,10 +55,8 @@ def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) ->
 def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     """Of each list, the first that fits is shown."""
     optim, adapted = recipe.optim, recipe.lora.rank is not None
-    pins = recipe.parallel.model_dump(
-        include={"strategy", "dp_shard", "dp_replicate", "tp", "pp", "cp"}, exclude_defaults=True
-    )
-    if pins:
+    split = {"strategy", "dp_shard", "dp_replicate", "tp", "pp", "cp"}
+    if pins := recipe.parallel.model_dump(include=split, exclude_defaults=True):
         free: dict[str, object] = {f"parallel.{key}": "auto" if key == "strategy" else None for key in pins}
         yield [(free, cluster, "the split of the ranks is chosen for you")]
     if recipe.recompute.mode in ("none", "selective"):
@@ -82,8 +80,7 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     if (micro := recipe.train.micro_batch_size or 1) > 1:
         smaller: dict[str, object] = {"train.micro_batch_size": 1}
         if recipe.train.global_batch_size is None or recipe.train.gradient_accumulation_steps is not None:
-            steps = micro * (recipe.train.gradient_accumulation_steps or 1)
-            smaller["train.gradient_accumulation_steps"] = steps
+            smaller["train.gradient_accumulation_steps"] = micro * (recipe.train.gradient_accumulation_steps or 1)
         yield [(smaller, cluster, "the same batch in smaller pieces: slower")]
     if optim.name != "adamw8bit":
         packed: dict[str, object] = {"optim.name": "adamw8bit"} | ({"optim.moments": None} if optim.moments else {})
@@ -92,14 +89,10 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
         yield [({"optim.moments": "bf16"}, cluster, "AdamW's moments in bf16: nearly the same updates")]
     if not adapted:
         here = recipe.offload.optimizer == "none"
-        moments: dict[str, object] = {"offload.optimizer": "auto"}
-        alone: Change = (
-            moments,
-            cluster,
-            "AdamW on the host, of blocks that need it: the same updates, at its memory's rate",
-        )
-        weights: dict[str, object] = {"offload.optimizer": "host"} if here else {**all_blocks}
-        weights["offload.weights"] = "host"
+        alike = "AdamW on the host, of blocks that need it: the same updates, at its memory's rate"
+        alone: Change = {"offload.optimizer": "auto"}, cluster, alike
+        moved: dict[str, object] = {"offload.optimizer": "host"} if here else all_blocks
+        weights = moved | {"offload.weights": "host"}
         both: Change = weights, cluster, "weights of blocks on the host too, copied beside what blocks compute"
         yield [alone] * here + [both] * (recipe.offload.weights == "none" and (here or not recipe.model.frozen))
     if not adapted and recipe.model.config is None and recipe.model.init != "random":
@@ -123,27 +116,30 @@ def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
     larger = [cluster.resized(n, count) for n, count in sizes]
     yield [({}, other, f"{other.world} devices instead of {cluster.world}") for other in larger]
     here = cluster.device
-    better = [
-        device
-        for device in devices().values()
-        if device.memory_bytes > here.memory_bytes
-        and device.name.startswith("MI") == here.name.startswith("MI")
-        and device.bf16_flops >= here.bf16_flops
-        and device.peer_bytes_per_s >= here.peer_bytes_per_s
-    ]
+    better = [device for device in _no_worse(here) if device.memory_bytes > here.memory_bytes]
     better.sort(key=lambda device: device.memory_bytes)
     if better:
         yield [({}, cluster.resized(nodes, each, device), f"{device.name} instead of {here.name}") for device in better]
+
+
+def _no_worse(here: Device) -> list[Device]:
+    """The known devices with the same software that are no smaller, nor slower, than this one."""
+    return [
+        device
+        for device in devices().values()
+        if device.memory_bytes >= here.memory_bytes
+        and device.bf16_flops >= here.bf16_flops
+        and device.peer_bytes_per_s >= here.peer_bytes_per_s
+        and device.name.startswith("MI") == here.name.startswith("MI")
+    ]
 
 
 def alternatives(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) -> list[Remedy]:
     """What single changes would make of a recipe's plan, of the machines and of the recipe: other GPUs, more of them,
     faster links, half the sequence, adapters, and what is stored in fewer bits. Those that are not allowed, or do not
     fit, are left out. Of stages as :func:`remedies`."""
-    found = (
-        _replanned(change, recipe, spec, None, chosen)
-        for change in (*_other_machines(cluster), *_other_recipes(recipe, cluster))
-    )
+    changes = (*_other_machines(cluster), *_other_recipes(recipe, cluster))
+    found = (_replanned(change, recipe, spec, None, chosen) for change in changes)
     return [remedy for remedy in found if remedy and peak_share(remedy.plan) <= 1]
 
 
@@ -155,15 +151,7 @@ def _other_machines(cluster: Cluster) -> Iterator[Change]:
         replace(cluster, nodes=nodes + 1) if nodes > 1 or each >= NODE else replace(cluster, devices_per_node=2 * each)
     )
     yield {}, more, f"{more.world} devices instead of {cluster.world}"
-    faster = [
-        device
-        for device in devices().values()
-        if device.bf16_flops > here.bf16_flops
-        and device.memory_bytes >= here.memory_bytes
-        and device.name.startswith("MI") == here.name.startswith("MI")
-        and device.peer_bytes_per_s >= here.peer_bytes_per_s
-    ]
-    if faster:
+    if faster := [device for device in _no_worse(here) if device.bf16_flops > here.bf16_flops]:
         device = min(faster, key=lambda other: (other.bf16_flops, other.memory_bytes))
         links = max(cluster.link_bytes_per_s, device.peer_bytes_per_s)
         yield {}, replace(cluster, device=device, link_bytes_per_s=links), f"{device.name} instead of {here.name}"

@@ -32,7 +32,6 @@ from shardwise.planner.spans import Span, joined
 from shardwise.planner.tape import Apart, Folding, Tape
 from shardwise.planner.weights import Sharded, Weights, add_tied
 from shardwise.spec.cluster import Kind
-from shardwise.spec.place import Stage
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques import offload, optim, pp
@@ -45,16 +44,16 @@ PERIODS = 4
 """How many periods of blocks are simulated: the first, the last, and two between, which must come to the same."""
 
 
-def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu", rates: Rates | None = None) -> list[Event]:
+def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> list[Event]:
     """The events of one step at the sheet's place, the model's state included; with the workspaces of kernels where
-    ``kind`` is cuda, and durations where there are ``rates``. Raises ValueError for the sheet of another plan."""
+    ``kind`` is cuda. Raises ValueError for the sheet of another plan."""
     sheet.check(plan)
     tape = Tape()
     _begin(tape, sheet, plan)
     if plan.layout.pp > 1:
-        staged(tape, sheet, plan, kind, rates)
+        staged(tape, sheet, plan, kind, None)
     else:
-        step = Step(tape, sheet, plan, Passes.of(sheet, plan, kind, rates))
+        step = Step(tape, sheet, plan, Passes.of(sheet, plan, kind))
         for index in range(plan.batch.accumulation):
             step.forward(index)
             step.backward(index, last=index == plan.batch.accumulation - 1)
@@ -67,10 +66,10 @@ def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu", rates: Rates | None =
 def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None, known: Known | None = None) -> None:
     """Plays what a rank of a pipeline does, action by action. A message is alive until the next is sent, or the last
     has left. ``known``: passes of another step of the same sheet, which differs in its micro-batches."""
-    steps = {
-        stage.number: Step(tape, *stage_of(sheet, stage, plan, kind, rates), stage.number)
-        for stage in sheet.place.stages
-    }
+    steps = dict[int, Step]()
+    for stage in sheet.place.stages:
+        own = sheet.of_stage(stage)
+        steps[stage.number] = Step(tape, own, plan, Passes.of(own, plan, kind, rates), stage.number)
     order = pp.orders(plan, sheet.trained)[sheet.place.coordinate("pp")]
     block = sheet.blocks[0]
     size = block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.row_tokens)
@@ -82,8 +81,8 @@ def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None
         for step in steps.values():
             step.weights.before_waiting(step.names)
     for action in order:
-        stage, micro, last = action.stage, action.micro, closing.get(action.stage) == action.micro
-        step = steps[stage]
+        micro, last = action.micro, closing.get(action.stage) == action.micro
+        step = steps[action.stage]
         inside, outside = step.at(micro, 0), step.at(micro, len(step.units) - 2)
         match action.kind:
             case "RECV_F" | "RECV_B":
@@ -103,11 +102,9 @@ def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None
                 run(step, "W", micro, last=last)
             case _:
                 _hand_over(tape, steps, action, size)
-                if not (halved and sheet.trained[stage]):
-                    run(step, "B", micro, last=last)
-                else:
-                    run(step, "I", micro, last=last)
-                if halved and action.kind == "B" and sheet.trained[stage]:
+                in_two = halved and sheet.trained[action.stage]
+                run(step, "I" if in_two else "B", micro, last=last)
+                if in_two and action.kind == "B":
                     run(step, "W", micro, last=last)
     for sent in leaving:
         tape.leaves(sent, size)
@@ -149,12 +146,6 @@ def _hand_over(tape: Tape, steps: Mapping[int, Step], action: Action, size: int)
     if left in tape.alive:
         tape.free(left)
         tape.make(taken, "activations", size)
-
-
-def stage_of(sheet: Sheet, stage: Stage, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[Sheet, Plan, Passes]:
-    """What :class:`Step` needs to play one stage of a place."""
-    own = sheet.of_stage(stage)
-    return own, plan, Passes.of(own, plan, kind, rates)
 
 
 def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
@@ -286,9 +277,9 @@ class Step:
                 self.tape.play(piece, at)
 
 
-def folded(sheet: Sheet, plan: Plan, kind: Kind = "cpu", rates: Rates | None = None) -> Span:
+def folded(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> Span:
     """The span of :func:`schedule`."""
-    return around(sheet, plan, micro_batches(sheet, plan, Passes.of(sheet, plan, kind, rates)))
+    return around(sheet, plan, micro_batches(sheet, plan, Passes.of(sheet, plan, kind)))
 
 
 def around(sheet: Sheet, plan: Plan, passes: Span) -> Span:

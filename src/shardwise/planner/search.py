@@ -171,9 +171,8 @@ class Search:
     def could_fit(self, share: float) -> bool:
         """Whether ``share`` of the memory is enough for the smallest plan."""
         small = [plan for plan in smallest_ones(self.all) if self.known.bounds.stand(plan, share)]
-        if any(peak_share(self.known.priced(plan)) <= share for plan in small):
-            return True
-        return any(self._able(degrees, share) for degrees in self.pipelines)
+        alone = any(peak_share(self.known.priced(plan)) <= share for plan in small)
+        return alone or any(self._able(degrees, share) for degrees in self.pipelines)
 
     def _reason(self) -> str:
         """Why the best plan, in the figures by which it was chosen: beside it the fastest of another kind without
@@ -202,19 +201,18 @@ class Search:
     def _explained(self, plan: Plan, reason: str) -> Plan:
         """With why the search took this plan: ``reason``, unless the recipe left it no choice."""
         found = {"shard.strategy": reason}
-        train = self.recipe.train
+        train, asked = self.recipe.train, self.recipe.parallel
+        needed = "searched: no plan without it fits, or is as fast"
         if train.micro_batch_size is None and train.gradient_accumulation_steps is None:
             found["batch.micro_batch_size"] = "searched, with the step's sequences as they are"
         if self.recipe.recompute.mode == "auto":
             none = "activations fit" if fits(plan) else "activations are not what does not fit"
             less = "with less no plan fits, or none is as fast"
             found["remat.mode"] = f"searched: {none if plan.remat.mode == 'none' else less}"
-        if plan.layout.tp > 1 and not self.recipe.parallel.tp:
-            found["layout.tp"] = "searched: no plan without it fits, or is as fast"
+        if plan.layout.tp > 1 and not asked.tp:
+            found["layout.tp"] = needed
         if plan.layout.cp > 1:
-            asked = self.recipe.parallel
-            fast = "searched: no plan without it fits, or is as fast"
-            found["layout.cp"] = "pinned" if asked.cp else fast
+            found["layout.cp"] = "pinned" if asked.cp else needed
             found["cp_kind"] = "pinned" if asked.cp_kind != "auto" else "searched: the fastest that fits"
         why = {**plan.why, **{key: words for key, words in found.items() if plan.why.get(key) != "pinned"}}
         order = [each.name for each in fields(plan)]

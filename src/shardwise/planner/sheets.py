@@ -133,9 +133,8 @@ def _numbers(made: Traced) -> tuple[Pairs, Pairs]:
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
 def _bound(unit: Unit, numbers: Pairs, dtypes: Pairs, window: int | None) -> Unit:
-    real = dict(dtypes)
-    bound = replace(unit, forward_plain=(), window=window).bound(dict(numbers))
-    sizes = dict(numbers)
+    real, sizes = dict(dtypes), dict(numbers)
+    bound = replace(unit, forward_plain=(), window=window).bound(sizes)
     forward, backward = (tuple(_shaped(op, sizes) for op in ops) for ops in (bound.forward, bound.backward))
     # The operations are those of forward: binding half as many is half the time.
     plain = (op.freeing(other.frees) for op, other in zip(forward, unit.forward_plain, strict=True))

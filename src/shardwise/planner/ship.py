@@ -42,9 +42,8 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
             yield from _mixtures(spec, types) if sharded and lora is None else ()
             continue
         _, order = layer_kinds(spec)
-        later = {
-            kind: number for number, kind in reversed([*enumerate(order)][1:])
-        }  # of each kind one that is not first
+        # Of each kind one that is not first.
+        later = {kind: number for number, kind in reversed([*enumerate(order)][1:])}
         few = 2 * spec.num_key_value_heads
         alone = spec.num_attention_heads % few or spec.qk_norm == "projection"
         for ranks in (1, 2) if alone else (1, 2, few):
@@ -71,8 +70,7 @@ def _mixtures(spec: ModelSpec, types: Precision) -> Iterator[tuple[ModelSpec, Pl
     units: list[int | str] = ["stem", "tail", 0, *kinds.values()]
     for ranks, spread in product((1, 2), (1, 2)):
         layout = Layout(dp_shard=2 * spread, tp=ranks, ep=spread)
-        plan = Plan(layout, Batch(ranks, 1, 64), Shard("zero3"), types)
-        plan = replace(plan, sequence_parallel=ranks > 1)
+        plan = Plan(layout, Batch(ranks, 1, 64), Shard("zero3"), types, sequence_parallel=ranks > 1)
         yield from ((spec, plan, unit) for unit in units)
 
 

@@ -146,14 +146,8 @@ def same(one: Span, other: Span) -> bool:
 def _figures(span: Span) -> tuple[object, ...]:
     tiers = {"device": span, **span.others}
     memory = {tier: (at.net_bytes, at.top_bytes, Counter(at.change), Counter(at.top)) for tier, at in tiers.items()}
-    seconds = span.host_ns, span.busy_ns
-    return (
-        {tier: figures for tier, figures in memory.items() if any(figures)},
-        span.flops,
-        span.sent,
-        span.copied,
-        seconds,
-    )
+    held = {tier: figures for tier, figures in memory.items() if any(figures)}
+    return held, span.flops, span.sent, span.copied, span.host_ns, span.busy_ns
 
 
 def fold(events: Iterable[Event]) -> Span:

@@ -21,6 +21,7 @@ from shardwise.models.room import expert_room
 def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
     """Yields what tells, after one forward pass of the model within it, what is added to the loss of its rows: the
     losses of all routers, times their coefficients. What experts have no room for has no weight."""
+    spec: ModelSpec = model.spec  # type: ignore[assignment]
     found: list[Tensor] = []
     layers = [module for module in model.modules() if isinstance(module, MoE)]
 
@@ -31,12 +32,10 @@ def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
         shapes.append((args[0].shape[0], args[0].shape[1]))
 
     def added() -> Tensor:
-        spec: ModelSpec = model.spec  # type: ignore[assignment]
         each = (of_rows(logits.unflatten(0, shape), spec) for logits, shape in zip(found, shapes, strict=True))
         return sum(each, start=torch.zeros((), dtype=torch.float64)) / max(1, len(layers))
 
     def chosen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        spec: ModelSpec = model.spec  # type: ignore[assignment]
         x, routing, *more = args
         return x, routing._replace(weights=routing.weights * has_room(routing, shapes[-1], spec)), *more
 

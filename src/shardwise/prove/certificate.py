@@ -63,9 +63,8 @@ class Certificate:
         if looked < plan.layout.world:
             found.append(f"drift on {plan.layout.world - looked:,} of {plan.layout.world:,} ranks")
         if (run := micro_batches(plan)) < plan.batch.accumulation:
-            found.append(
-                f"drift of micro-batches after the first {run} of {plan.batch.accumulation}, which they repeat"
-            )
+            after = f"after the first {run} of {plan.batch.accumulation}, which they repeat"
+            found.append(f"drift of micro-batches {after}")
         if self.facts.effort == "quick" and small is not None:
             found.append("a step in the plan's own dtypes (left out by --quick)")
         return [*found, *(small.unseen if small else ()), ALWAYS_UNSEEN]
@@ -138,9 +137,8 @@ class Certificate:
     def failures(self) -> list[str]:
         """Each failure, and the smallest layout that has it."""
         lines = [f"{one.proof}, {one.case}: {problem}" for one in self.checks for problem in one.problems]
-        return lines + [
-            f"the smallest layout in which {proof} fails: {found}" for proof, found in self.smallest.items()
-        ]
+        lines += [f"the smallest layout in which {proof} fails: {found}" for proof, found in self.smallest.items()]
+        return lines
 
 
 COARSE = ", ".join(f"{most:g} in {dtype}" for dtype, most in OWN_DTYPES.items() if dtype != "fp64")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
@@ -139,7 +139,8 @@ def run(subject: Certification, proof: str, rank: int, ranks: Ranks) -> Check:
             problems = _drift(subject.spec, subject.plan, rank, figures)
         else:
             assert subject.small is not None
-            problems = PROOFS[proof](subject.small, subject.setting, ranks, figures)
+            found = PROOFS[proof](subject.small, subject.setting, ranks, figures)
+            problems = [_named(subject.small, line) for line in found]
         raised = False
     except RankFailure as error:
         problems = [f"rank {each}: {_cause(text)}" for each, text in error.reports.items()]
@@ -201,7 +202,7 @@ def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) ->
 def _parity(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
     [found] = parity.prove(ranks, small.spec, [small.plan], STEPS, setting)
     figures |= {key: vars(found)[key].error for key in PARITY}
-    return [_named(small, line) for line in found.wrong(TOLERANCE, PARITY)]
+    return found.wrong(TOLERANCE, PARITY)
 
 
 def _dtypes(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
@@ -209,7 +210,7 @@ def _dtypes(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, fl
     own = replace(small.own, optim=small.plan.optim)
     [found] = parity.prove(ranks, small.spec, [own], 1, replace(setting, sgd=False))
     figures |= {key: vars(found)[key].error for key in DTYPES}
-    return [_named(small, line) for line in found.wrong(OWN_DTYPES[_coarsest(own)], DTYPES)]
+    return found.wrong(OWN_DTYPES[_coarsest(own)], DTYPES)
 
 
 def _coarsest(plan: Plan) -> str:
@@ -219,13 +220,10 @@ def _coarsest(plan: Plan) -> str:
     return max(met, key=["fp64", "fp32", "fp16", "bf16"].index)
 
 
-def _checkpoint(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
-    return [_named(small, line) for line in _moved(small.spec, small.plan, setting, ranks, figures)]
-
-
-def _moved(spec: ModelSpec, plan: Plan, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> Iterator[str]:
+def _checkpoint(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> Iterator[str]:
     """Saved by the plan's ranks, read under another layout and trained on, and the other way round; against a loop that
     nothing interrupts."""
+    spec, plan = small.spec, small.plan
     right = parity.plain(job_of(spec, plan, 2 * moves.STEPS, replace(setting, sgd=False))).losses
     other = moves.elsewhere(plan)
     for source, target in ((plan, other), (other, plan)):
@@ -245,6 +243,7 @@ def _moved(spec: ModelSpec, plan: Plan, setting: Setting, ranks: Ranks, figures:
                     yield f"{at}: {known:.9g} expected, {loss:.9g} found on rank {rank} (relative error {error:.1e})"
 
 
+PROOFS: dict[str, Callable[[Shrunk, Setting, Ranks, dict[str, float]], Iterable[str]]]
 PROOFS = {"parity": _parity, "dtypes": _dtypes, "checkpoint": _checkpoint}
 
 
@@ -266,10 +265,8 @@ def smallest_failing(subject: Certification, failed: Check, ranks: Ranks) -> Sma
             if drifts:
                 looked = places(plan.layout, "quick" if spec is subject.spec else "normal")
                 found = any(_drift(spec, plan, rank, {}) for rank in looked)
-            elif failed.proof == "checkpoint":
-                found = any(True for _ in _moved(spec, plan, setting, ranks, {}))
             else:
-                found = bool(PROOFS[failed.proof](Shrunk(spec, plan, plan, (), (), ()), setting, ranks, {}))
+                found = any(PROOFS[failed.proof](Shrunk(spec, plan, plan, (), (), ()), setting, ranks, {}))
         except Exception:  # whatever a rank raises: it does not come to an end, for which there may be another cause
             return "fails" if failed.raised else "fails otherwise"
         return "passes" if not found else "fails otherwise" if failed.raised else "fails"

@@ -89,10 +89,8 @@ def certify(
     try:
         pickle.dumps((model_fn, batch_fn, loss_fn))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        fix = "functions defined at the top of a file"
-        raise UsageError(
-            Problem("CLI001", f"the ranks cannot import what they are to run: {error}", "certify", fix)
-        ) from error
+        what, fix = f"the ranks cannot import what they are to run: {error}", "functions defined at the top of a file"
+        raise UsageError(Problem("CLI001", what, "certify", fix)) from error
     plan = replace(plan, precision=replace(EXACT, weights="fp32"), compile=False)
     loop = OwnLoop(model_fn, batch_fn, loss_fn, steps, arguments)
     with RankPool(plan.layout.world) as pool:

@@ -99,12 +99,8 @@ class Parity:
 
     def wrong(self, most: float, compared: Sequence[str] = ("gradient", "loss", "norm", "weight")) -> list[str]:
         """What is not within the tolerance, the cause first, and what ranks do not hold alike."""
-        words = {
-            "gradient": "first gradient of ",
-            "turn": "first gradient of ",
-            "norm": "gradient ",
-            "weight": "weight ",
-        }
+        first = "first gradient of "
+        words = {"gradient": first, "turn": first, "norm": "gradient ", "weight": "weight "}
         lines = []
         for key in compared:
             each: Worst = vars(self)[key]

@@ -212,9 +212,8 @@ def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> ModelSpec:
         return read_spec(config | small, f"{spec.name} (shrunk)")
     except Exception as error:  # each family's own code says what is wrong with such sizes, in its own way
         what = f"{spec.name} runs in transformers' own modules, and no smaller model of its family could be made"
-        raise ConfigError(
-            Problem("PLAN025", f"{what}: {first_line(error)}", "model", "a model of another family")
-        ) from error
+        problem = Problem("PLAN025", f"{what}: {first_line(error)}", "model", "a model of another family")
+        raise ConfigError(problem) from error
 
 
 def _sizes(spec: ModelSpec, layout: Layout, few: Layout) -> Iterator[dict[str, Any]]:
@@ -325,9 +324,8 @@ def _unseen(plan: Plan, most: int) -> Iterator[str]:
         yield f"what goes wrong only with more than {most} ranks along {', '.join(large)}"
     if plan.compile:
         yield "compiled blocks: they compute as they are written here"
-    yield "kernels, NCCL and numerical range on GPUs: ranks are CPU processes" + (
-        f"; attention {plan.attention}" if plan.attention != "auto" else ""
-    )
+    pinned = f"; attention {plan.attention}" if plan.attention != "auto" else ""
+    yield f"kernels, NCCL and numerical range on GPUs: ranks are CPU processes{pinned}"
     if filed := plan.offload.filed:
         yield f"what files on NVMe hold at this size: for drift {' and '.join(filed)} wait on the host instead"
     if plan.optim.name != "adamw" or plan.optim.moments is not None:

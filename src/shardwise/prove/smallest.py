@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
@@ -13,8 +13,6 @@ from shardwise.spec.layout import Axis, least_dp_shard
 from shardwise.spec.plan import Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
 
 Case = tuple[ModelSpec, Plan]
-
-
 Outcome = Literal["passes", "fails", "fails otherwise"]
 """Of a case, compared with how the first one failed."""
 
@@ -58,18 +56,18 @@ def _alone(axis: Axis) -> Callable[[ModelSpec, Plan], Case]:
     """One rank along an axis; those that read other rows leave them to the rest."""
 
     def off(spec: ModelSpec, plan: Plan) -> Case:
-        ranks = plan.layout.degree(axis)
-        layout = replace(plan.layout, **{axis: 1})  # type: ignore[arg-type]  # by name
-        rows = plan.batch.micro_batch_size * (ranks if axis in ("dp_replicate", "dp_shard") else 1)
-        layout = replace(layout, ranks_per_node=layout.world)
-        return spec, replace(plan, layout=layout, batch=replace(plan.batch, micro_batch_size=rows))
+        rows = plan.batch.micro_batch_size
+        if axis in ("dp_replicate", "dp_shard"):
+            rows *= plan.layout.degree(axis)
+        return spec, replace(_laid_out(plan, **{axis: 1}), batch=replace(plan.batch, micro_batch_size=rows))
 
     return off
 
 
-def _no_pipeline(spec: ModelSpec, plan: Plan) -> Case:
-    layout = replace(plan.layout, pp=1, v_shaped=False)
-    return spec, replace(plan, layout=replace(layout, ranks_per_node=layout.world), pipeline=Pipeline())
+def _laid_out(plan: Plan, **changes: Any) -> Plan:
+    """The plan with these changes of its layout, on one node."""
+    layout = replace(plan.layout, **changes)
+    return replace(plan, layout=replace(layout, ranks_per_node=layout.world))
 
 
 def _plain_schedule(spec: ModelSpec, plan: Plan) -> Case:
@@ -80,27 +78,16 @@ def _plain_schedule(spec: ModelSpec, plan: Plan) -> Case:
     return spec, replace(plan, layout=replace(plan.layout, v_shaped=False), pipeline=Pipeline("1f1b", 1, joined))
 
 
-def _no_tp(spec: ModelSpec, plan: Plan) -> Case:
-    return _alone("tp")(spec, replace(plan, sequence_parallel=False))
-
-
-def _no_cp(spec: ModelSpec, plan: Plan) -> Case:
-    layout = replace(plan.layout, cp=1, ulysses=1)
-    return spec, replace(plan, layout=replace(layout, ranks_per_node=layout.world), cp_kind="ring")
-
-
 def _gathered(spec: ModelSpec, plan: Plan) -> Case:
     whole = plan.layout.cp == 1
     return spec, plan if whole else replace(plan, layout=replace(plan.layout, ulysses=1), cp_kind="gather")
 
 
 def _no_accumulation(spec: ModelSpec, plan: Plan) -> Case:
-    batch = plan.batch
     if plan.layout.pp > 1:
         return spec, plan
-    return spec, replace(
-        plan, batch=replace(batch, micro_batch_size=batch.micro_batch_size * batch.accumulation, accumulation=1)
-    )
+    rows = plan.batch.micro_batch_size * plan.batch.accumulation
+    return spec, replace(plan, batch=replace(plan.batch, micro_batch_size=rows, accumulation=1))
 
 
 def _no_ep(spec: ModelSpec, plan: Plan) -> Case:
@@ -117,6 +104,11 @@ def _no_experts(spec: ModelSpec, plan: Plan) -> Case:
 
 def _no_shared_expert(spec: ModelSpec, plan: Plan) -> Case:
     return replace(spec, shared_expert_size=0, shared_expert_gate=False), plan
+
+
+def _no_biases(spec: ModelSpec, plan: Plan) -> Case:
+    off: dict[str, Any] = dict.fromkeys(("attention_bias", "mlp_bias", "expert_bias", "router_bias"), False)
+    return replace(spec, attention_output_bias=None, **off), plan
 
 
 def _ddp(spec: ModelSpec, plan: Plan) -> Case:
@@ -140,9 +132,9 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "ep": _no_ep,
     "dp_replicate": _alone("dp_replicate"),
     "dp_shard": _alone("dp_shard"),
-    "tp": _no_tp,
-    "cp": _no_cp,
-    "pp": _no_pipeline,
+    "tp": lambda spec, plan: (spec, replace(_laid_out(plan, tp=1), sequence_parallel=False)),
+    "cp": lambda spec, plan: (spec, replace(_laid_out(plan, cp=1, ulysses=1), cp_kind="ring")),
+    "pp": lambda spec, plan: (spec, replace(_laid_out(plan, pp=1, v_shaped=False), pipeline=Pipeline())),
     "sequence parallelism": lambda spec, plan: (spec, replace(plan, sequence_parallel=False)),
     "strategy": _ddp,
     "kind of context parallelism": _gathered,
@@ -159,17 +151,7 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "shared expert": _no_shared_expert,
     "experts": _no_experts,
     "tied embeddings": lambda spec, plan: (replace(spec, tie_word_embeddings=False), plan),
-    "biases": lambda spec, plan: (
-        replace(
-            spec,
-            attention_bias=False,
-            mlp_bias=False,
-            attention_output_bias=None,
-            expert_bias=False,
-            router_bias=False,
-        ),
-        plan,
-    ),
+    "biases": _no_biases,
 }
 """How each thing is switched off; it is on where that changes the case."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +118,7 @@ def pairs(job: Workload, number: int) -> list[Sample]:
         for begin, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
             learnt = slice(begin + int(draw.integers(2)), begin + length - 1)
             sample.labels[learnt] = np.roll(sample.ids, -1)[learnt]
-        rows.append(_with_references(sample, draw.normal(size=count)))
+        rows.append(replace(sample, references=draw.normal(size=count)))
     return rows
 
 
@@ -168,14 +169,8 @@ def _as_one(sample: Sample) -> Sample:
 
 def excerpts(windows: Windows | Packs, count: int, seq_len: int, vocab_size: int) -> tuple[Sample, ...]:
     """At most ``count`` rows of prepared data that have labels, each cut to ``seq_len`` tokens."""
-    found: list[Sample] = []
-    for number in range(len(windows)):
-        short = excerpt(windows[number], seq_len, vocab_size)
-        if (short.labels != IGNORE).any():
-            found.append(short)
-        if len(found) == count:
-            break
-    return tuple(found)
+    short = (excerpt(windows[number], seq_len, vocab_size) for number in range(len(windows)))
+    return tuple(islice((row for row in short if (row.labels != IGNORE).any()), count))
 
 
 def excerpt(sample: Sample, seq_len: int, vocab_size: int) -> Sample:
@@ -194,7 +189,7 @@ def excerpt(sample: Sample, seq_len: int, vocab_size: int) -> Sample:
         labels = sample.labels[source : source + length]
         short.labels[at : at + length] = np.where(labels == IGNORE, IGNORE, labels % vocab_size)
         at, begin = at + length, begin + whole
-    return short if sample.references is None else _with_references(short, np.linspace(-1, 1, kept // 2))
+    return short if sample.references is None else replace(short, references=np.linspace(-1, 1, kept // 2))
 
 
 def _empty(seq_len: int, lengths: list[int], masked: bool) -> Sample:
@@ -204,10 +199,6 @@ def _empty(seq_len: int, lengths: list[int], masked: bool) -> Sample:
     positions = np.concatenate([np.arange(length, dtype=np.int64) for length in segments])
     labels = np.full(seq_len, IGNORE, dtype=np.int64)
     return Sample(np.zeros(seq_len, dtype=np.int64), labels, positions, segments, masked)
-
-
-def _with_references(sample: Sample, references: np.ndarray) -> Sample:
-    return Sample(sample.ids, sample.labels, sample.positions, sample.segments, sample.masked, references)
 
 
 def random_everywhere(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec: ModelSpec) -> Tensor:

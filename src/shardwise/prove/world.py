@@ -25,7 +25,7 @@ from shardwise.distributed.calls import collective, group_name, payload_bytes
 from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
-from shardwise.distributed.torch_private import group_size, watch_resizes
+from shardwise.distributed.torch_private import group_named, watch_resizes
 from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_model import model_of
@@ -109,7 +109,7 @@ class WorldCounter(TorchDispatchMode):
         """Books a collective, unless its group is this rank alone. Along one axis the group of the whole world is the
         axis's own: a control message is told by its size. FSDP2 makes groups to gather from part of an axis."""
         group, size = group_name(args), payload_bytes(args)
-        ranks = group_size(group)
+        ranks = group_named(group).size()
         if ranks > 1:
             part = "world" if ranks == dist.get_world_size() else f"fsdp/{ranks}"
             control = size <= CONTROL_BYTES and ranks == dist.get_world_size()
@@ -218,15 +218,13 @@ def _step(state: TrainState, rules: StepRules, micro_batches: int) -> None:
     batches = []
     for _ in range(micro_batches):
         ids, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-        batches.append(MicroBatch(ids, labels, positions, None, 0))
-    if plan.layout.cp > 1:
-        for batch in batches:
+        batch = MicroBatch(ids, labels, positions, None, 0)
+        if plan.layout.cp > 1:
             batch.row_length, batch.reached = plan.batch.seq_len, torch.zeros(shape, dtype=torch.int64)
-    if plan.loss == "dpo":
-        for batch in batches:
+        if plan.loss == "dpo":
             batch.answers = torch.zeros(shape, dtype=torch.int64)
             batch.references = torch.zeros(shape[0], dtype=torch.float64)
-
+        batches.append(batch)
     reduce.count_supervised(rules.meshes, 1)
     steps.step(state, batches, 1, rules)
 

@@ -38,26 +38,22 @@ def batch(train: Train, dp: int, devices: int = 1) -> tuple[int, int, int]:
 
 def batch_reasons(train: Train) -> dict[str, str]:
     """Why each size of the plan is what it is, under the plan's keys."""
-    names = {
-        "batch.micro_batch_size": train.micro_batch_size,
-        "batch.accumulation": train.gradient_accumulation_steps,
-        "batch.global_batch_size": train.global_batch_size,
+    sizes = {
+        "micro_batch_size": train.micro_batch_size,
+        "accumulation": train.gradient_accumulation_steps,
+        "global_batch_size": train.global_batch_size,
     }
-    given = [name.rpartition(".")[2] for name, value in names.items() if value is not None]
-    reasons: dict[str, str] = {}
-    for name, value in names.items():
-        if value is not None:
-            reasons[name] = "pinned"
-        elif name == "batch.global_batch_size":
-            default = f"default: {DEFAULT_GLOBAL} sequences, rounded up to a multiple of the ranks"
-            reasons[name] = f"derived from {' and '.join(given)}" if given else default
-        elif name == "batch.micro_batch_size" and len(given) < 2:
-            reasons[name] = f"derived: at most {TOKENS_PER_MICRO_BATCH:,} tokens per micro-batch and device"
-        elif given == ["micro_batch_size"]:
-            reasons[name] = "default: none"
-        else:
-            reasons[name] = f"derived from {' and '.join(given) or 'the default batch'}"
-    return reasons
+    given = [name for name, value in sizes.items() if value is not None]
+    reasons = dict.fromkeys(sizes, f"derived from {' and '.join(given) or 'the default batch'}")
+    if len(given) < 2:
+        reasons["micro_batch_size"] = f"derived: at most {TOKENS_PER_MICRO_BATCH:,} tokens per micro-batch and device"
+    if given == ["micro_batch_size"]:
+        reasons["accumulation"] = "default: none"
+    if not given:
+        whole = f"default: {DEFAULT_GLOBAL} sequences, rounded up to a multiple of the ranks"
+        reasons["global_batch_size"] = whole
+    reasons |= dict.fromkeys(given, "pinned")
+    return {f"batch.{name}": reason for name, reason in reasons.items()}
 
 
 def _largest(share: int, seq_len: int, devices: int) -> int:
@@ -69,15 +65,12 @@ def _contradiction(train: Train, dp: int) -> ConfigError:
     micro, accumulation, whole = train.micro_batch_size, train.gradient_accumulation_steps, train.global_batch_size or 0
     product = (micro or 1) * (accumulation or 1) * dp
     terms = [f"micro {micro}" if micro else "", f"accumulation {accumulation}" if accumulation else "", f"dp {dp}"]
-    what = f"global_batch_size {whole} ≠ " + " × ".join(term for term in terms if term)
-    if micro and accumulation:
-        what += f" = {product}"
-    else:
-        what = what.replace("≠", "is not a multiple of")
-        what += f" = {product}" if product != dp else ""
+    both = bool(micro and accumulation)
+    what = f"global_batch_size {whole} {'≠' if both else 'is not a multiple of'} {' × '.join(filter(None, terms))}"
+    what += f" = {product}" if both or product != dp else ""
     fixes = []
     if micro and accumulation and whole % (micro * dp) == 0:
         fixes.append(f"`train.gradient_accumulation_steps={whole // (micro * dp)}`")
-    fixes.append(f"`train.global_batch_size={product if micro and accumulation else -(-whole // product) * product}`")
-    tail = ", or drop one of the three" if micro and accumulation else ""
+    fixes.append(f"`train.global_batch_size={product if both else -(-whole // product) * product}`")
+    tail = ", or drop one of the three" if both else ""
     return ConfigError(Problem("CFG008", what, "train", ", or ".join(fixes) + tail))

@@ -14,7 +14,7 @@ from typing import Literal
 from shardwise.errors import ConfigError, Problem, UsageError
 from shardwise.spec.host import available_memory_bytes, cores, gpus, total_memory_bytes
 from shardwise.spec.measured import Measured
-from shardwise.spec.units import show_bytes
+from shardwise.spec.units import counted, show_bytes
 
 Kind = Literal["cpu", "cuda"]
 DEFAULT_NETWORK_BYTES_PER_S = 100e9 / 8
@@ -295,25 +295,22 @@ def local_cluster(
     """This machine: every GPU it sees, else two CPU processes; ``nproc`` of them when given. CPU processes share
     ``memory_bytes``, or what is free; the host of GPUs has ``memory_bytes``, or all that this process may use. Raises
     UsageError (DEV001)."""
-    found = [] if device == "cpu" else _local_gpus()
+    found, count = [] if device == "cpu" else _local_gpus(), nproc or 1
+    processes = f"{count} process{'es' * (count != 1)}"
     if found:
-        if (nproc or 1) > len(found):
-            raise _too_many(
-                f"{_processes(nproc or 1)} asked for, and {len(found)} GPU{'s' * (len(found) != 1)} found",
-                f"`--nproc {len(found)}`",
-            )
+        if count > len(found):
+            there = counted(len(found), "GPU")
+            raise _too_many(f"{processes} asked for, and {there} found", f"`--nproc {len(found)}`")
         memory = total_memory_bytes() if memory_bytes is None else memory_bytes
         return _gpu_cluster(min(found, key=lambda gpu: gpu.memory_bytes), nodes, nproc or len(found), None, memory)
     if device == "cuda":
         here = f"`--device cpu --nproc {min(2, cores())}`"
-        elsewhere = f"`shardwise plan --cluster {nproc or 1}xH100` plans for machines elsewhere"
-        raise _too_many(f"{_processes(nproc or 1)} on GPUs asked for, and no GPU found", f"{here}; {elsewhere}")
+        elsewhere = f"`shardwise plan --cluster {count}xH100` plans for machines elsewhere"
+        raise _too_many(f"{processes} on GPUs asked for, and no GPU found", f"{here}; {elsewhere}")
     memory = available_memory_bytes() if memory_bytes is None else memory_bytes
-    if (nproc or 1) > (most := max(1, memory // CPU_PROCESS_BYTES)):
+    if count > (most := max(1, memory // CPU_PROCESS_BYTES)):
         taken = f"each needs {show_bytes(CPU_PROCESS_BYTES)} even before it loads the model"
-        raise _too_many(
-            f"{_processes(nproc or 1)} asked for; {taken}, and {show_bytes(memory)} are free", f"`--nproc {most}`"
-        )
+        raise _too_many(f"{processes} asked for; {taken}, and {show_bytes(memory)} are free", f"`--nproc {most}`")
     return _cpu_cluster(nodes, nproc or min(2, cores()), None, memory)
 
 
@@ -325,10 +322,6 @@ def crowding(cluster: Cluster) -> str | None:
     what = f"{count} processes share {cores()} {'core' if cores() == 1 else 'cores'}, so they take turns"
     cost = f"steps are slower than with {cores()}, and each needs {show_bytes(CPU_PROCESS_BYTES)} besides the model"
     return f"warning[DEV002]: {what}: good for trying a layout; {cost}"
-
-
-def _processes(count: int) -> str:
-    return f"{count} process{'es' * (count != 1)}"
 
 
 def _too_many(what: str, fix: str) -> UsageError:

@@ -59,16 +59,14 @@ def load_cluster(path: Path) -> Cluster:
         newer = (f"it has the format {data['format']!r}, and this version reads {FORMAT}", document.place(("format",)))
         raise _damaged(path, *(found or [newer]))
     written = {key: value for key, value in data.items() if key != "format"}
-    found = list(_impossible(document, written, ()))
-    if found:
+    if found := list(_impossible(document, written, ())):
         raise _damaged(path, *found)
     try:
         cluster = TypeAdapter(Cluster).validate_json(json.dumps(written), strict=True)
     except ValidationError as error:
         told = error.errors(include_url=False, include_input=False)
-        raise _damaged(
-            path, *((f"`{_dotted(e['loc'])}`: {e['msg']}", document.place(e["loc"])) for e in told)
-        ) from None
+        found = [(f"`{_dotted(e['loc'])}`: {e['msg']}", document.place(e["loc"])) for e in told]
+        raise _damaged(path, *found) from None
     if found := list(_differences(document, written, json.loads(json.dumps(asdict(cluster))), ())):
         raise _damaged(path, *found)
     return cluster
@@ -95,9 +93,8 @@ def _differences(document: Document, written: Any, known: Any, path: KeyPath) ->
         for key in written.keys() - known.keys():
             yield f"unknown key `{_dotted((*path, key))}`", document.place((*path, key))
         for key in known.keys() - written.keys():
-            if _dotted((*path, key)) in LATER:
-                continue
-            yield f"`{_dotted((*path, key))}` is missing", document.place(path)
+            if _dotted((*path, key)) not in LATER:
+                yield f"`{_dotted((*path, key))}` is missing", document.place(path)
         for key in written.keys() & known.keys():
             yield from _differences(document, written[key], known[key], (*path, key))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import Problem
 from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, near, resolve_reference
-from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data, Method, Recipe, Section
+from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Method, Recipe, Section
 
 COMMAND_LINE = "the command line"
 _RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"}
@@ -168,15 +168,12 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     fix = f"`train.global_batch_size: {-(-whole // unit) * unit}`, or drop one of the three"
     refuse(whole % unit != 0, "train.global_batch_size", what, fix)
     data = recipe.data
-    for _, section in recipe:
-        found = section.contradictions() if isinstance(section, Section) else []
-        problems += [replace(problem, where=place(problem.where)) for problem in found]
-    if recipe.sample_tokens is None:
-        given, usual = recipe.data.model_dump(include=SFT_ONLY), Data().model_dump()
-        theirs = sorted(key for key, value in given.items() if value != usual[key])
-        if theirs:
-            what = f"`data.{theirs[0]}` is for `method: sft` and `dpo`, but the method is {recipe.method.name}"
-            problems.append(Problem("CFG008", what, place(f"data.{theirs[0]}"), "`method: sft`, or leave it out"))
+    for section in (section for _, section in recipe if isinstance(section, Section)):
+        problems += [replace(problem, where=place(problem.where)) for problem in section.contradictions()]
+    theirs = sorted(data.model_dump(include=SFT_ONLY, exclude_defaults=True))
+    if theirs and recipe.sample_tokens is None:
+        what = f"`data.{theirs[0]}` is for `method: sft` and `dpo`, but the method is {recipe.method.name}"
+        problems.append(Problem("CFG008", what, place(f"data.{theirs[0]}"), "`method: sft`, or leave it out"))
     what = "`data.mask_documents: false` would let one conversation attend to another"
     refuse(recipe.sample_tokens is not None and not data.mask_documents, "data.mask_documents", what, "leave it out")
     problems += [*_check_intervals(recipe, place), *_check_method(recipe, place), *_check_streaming(recipe, place)]
@@ -186,17 +183,16 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     return problems
 
 
-def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
+def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Problem]:
     """How often it saves and validates, and what depends on the validation loss."""
     save, evaluate, data = recipe.checkpoint, recipe.evaluate, recipe.data
-    problems = []
     for steps, every, key, per_epoch in (
         ("checkpoint.save_steps", save.save_steps, "checkpoint.saves_per_epoch", save.saves_per_epoch),
         ("evaluate.eval_steps", evaluate.eval_steps, "evaluate.evals_per_epoch", evaluate.evals_per_epoch),
     ):
         if every is not None and per_epoch is not None:
             what = f"`{steps}` and `{key}` both set the interval"
-            problems.append(Problem("CFG008", what, place(key), "drop one of the two"))
+            yield Problem("CFG008", what, place(key), "drop one of the two")
     judges = {
         "checkpoint.keep_best": save.keep_best,
         "evaluate.early_stopping_patience": evaluate.early_stopping_patience is not None,
@@ -204,11 +200,10 @@ def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> list[Proble
     for key in (key for key, given in judges.items() if given):
         if evaluate.eval_steps is None and evaluate.evals_per_epoch is None:
             what = f"`{key}` needs validation at intervals"
-            problems.append(Problem("CFG008", what, place(key), "`evaluate.eval_steps: 100`"))
+            yield Problem("CFG008", what, place(key), "`evaluate.eval_steps: 100`")
         if not data.validation_share and data.validation_path is None:
             what = f"`{key}` needs a validation loss, but no validation data are held out"
-            problems.append(Problem("CFG008", what, place(key), "`data.validation_share: 0.05`"))
-    return problems
+            yield Problem("CFG008", what, place(key), "`data.validation_share: 0.05`")
 
 
 def _check_method(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:

@@ -15,6 +15,7 @@ EXPERT_MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "expert_fsdp", "ep")
 """The same ranks as experts see them: dp_shard x cp x tp folded anew, so that neighbours have different experts."""
 SEQUENCE_MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 """The same ranks as attention sees them under context parallelism: neighbours exchange heads; rings stand across."""
+_ALONE: tuple[Axis, ...] = ("expert_fsdp", "ep", "pp", "dp_replicate", "dp_shard", "ulysses", "ring", "cp", "tp")
 GROUPS: dict[str, tuple[Axis, ...]] = {
     "world": MESH,
     "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
@@ -22,17 +23,9 @@ GROUPS: dict[str, tuple[Axis, ...]] = {
     "batch": ("dp_replicate", "dp_shard"),
     "fsdp": ("dp_shard", "cp"),
     "expert_loss": ("dp_replicate", "expert_fsdp"),
-    "expert_fsdp": ("expert_fsdp",),
-    "ep": ("ep",),
-    "pp": ("pp",),
-    "dp_replicate": ("dp_replicate",),
-    "dp_shard": ("dp_shard",),
-    "ulysses": ("ulysses",),
-    "ring": ("ring",),
-    "cp": ("cp",),
-    "tp": ("tp",),
+    **{axis: (axis,) for axis in _ALONE},
 }
-"""The axes along which the ranks of a group differ.
+"""The axes along which the ranks of a group differ; each axis alone is a group of its name.
 
 world   all ranks
 stage   those with the same part of the model: each of its parameters is whole, or cut, among them

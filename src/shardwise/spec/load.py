@@ -179,12 +179,10 @@ def _keep(reading: _Reading, key: str, value: Any, where: str, *, replace: bool)
             return
         reading.problems.append(Problem("CFG003", f"`{key}` is set twice", f"{first} and {where}", "remove one"))
         return
-    if key in SIZES and isinstance(value, str):
-        size = read_size(value, SIZES[key])
-        if size is not None:
-            if SIZES[key] == "tokens":
-                reading.notices.append(f"{where}: `{key}` {value} is {size:,} tokens")
-            value = size
+    if key in SIZES and isinstance(value, str) and (size := read_size(value, SIZES[key])) is not None:
+        if SIZES[key] == "tokens":
+            reading.notices.append(f"{where}: `{key}` {value} is {size:,} tokens")
+        value = size
     reading.settings[key] = (value, where)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.errors import Problem
+from shardwise.spec.plan import Dtype, ScheduleName
 
-Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
 """A number of steps, or a share of the run's."""
@@ -18,9 +18,9 @@ Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
-    def contradictions(self) -> list[Problem]:
+    def contradictions(self) -> Iterator[Problem]:
         """Which of its keys contradict each other; ``where`` is the dotted key."""
-        return []
+        yield from ()
 
 
 class Model(Section):
@@ -43,19 +43,17 @@ class Model(Section):
     router_z_loss: float = Field(default=0.0, ge=0)
     expert_capacity: float | None = Field(default=None, ge=1)
 
-    def contradictions(self) -> list[Problem]:
-        problems = []
+    def contradictions(self) -> Iterator[Problem]:
         if self.path is not None and self.config is not None:
             what = "`model.path` and `model.config` both define the model"
-            problems.append(Problem("CFG008", what, "model.config", "drop one of the two"))
+            yield Problem("CFG008", what, "model.config", "drop one of the two")
         if self.init == "pretrained" and self.config is not None:
             what = "`model.init: pretrained` needs weights, and `model.config` has none"
-            problems.append(Problem("CFG008", what, "model.init", "`model.init: random`, or `model.path`"))
+            yield Problem("CFG008", what, "model.init", "`model.init: random`, or `model.path`")
         stretched = {"rope_scaling": self.rope_scaling, "rope_theta": self.rope_theta} if self.config else {}
         for key in (key for key, value in stretched.items() if value is not None):
             what = f"`model.{key}` changes a trained model's config, and `model.config` describes a new model"
-            problems.append(Problem("CFG008", what, f"model.{key}", f"`model.config.{key}`"))
-        return problems
+            yield Problem("CFG008", what, f"model.{key}", f"`model.config.{key}`")
 
 
 class TokenizerSection(Section):
@@ -154,11 +152,10 @@ class OptimSection(Section):
     min_learning_rate: float = Field(default=0.0, ge=0)
     groups: list[ParameterGroup] = []
 
-    def contradictions(self) -> list[Problem]:
-        if self.name == "adamw" or self.moments is None:
-            return []
-        what = f"`optim.moments: {self.moments}` and `optim.name: {self.name}` both set the dtype of the moments"
-        return [Problem("CFG008", what, "optim.moments", "`optim.name: adamw`, or drop `optim.moments`")]
+    def contradictions(self) -> Iterator[Problem]:
+        if self.name != "adamw" and self.moments is not None:
+            what = f"`optim.moments: {self.moments}` and `optim.name: {self.name}` both set the dtype of the moments"
+            yield Problem("CFG008", what, "optim.moments", "`optim.name: adamw`, or drop `optim.moments`")
 
 
 class OffloadSection(Section):
@@ -175,17 +172,15 @@ class OffloadSection(Section):
     weights: Literal["none", "host", "nvme"] = "none"
     directory: str | None = None
 
-    def contradictions(self) -> list[Problem]:
-        problems = []
+    def contradictions(self) -> Iterator[Problem]:
         if self.directory is not None and "nvme" not in (self.optimizer, self.activations, self.weights):
             what = "`offload.directory` has no effect where nothing is on NVMe"
             fix = "`nvme` for `offload.optimizer`, `offload.activations` or `offload.weights`, or leave it out"
-            problems.append(Problem("CFG008", what, "offload.directory", fix))
+            yield Problem("CFG008", what, "offload.directory", fix)
         if self.optimizer_fraction not in (None, 1.0) and self.optimizer == "none":
             what = "`offload.optimizer_fraction` has no effect with `offload.optimizer: none`"
             fix = "`offload.optimizer: host`, or leave it out"
-            problems.append(Problem("CFG008", what, "offload.optimizer_fraction", fix))
-        return problems
+            yield Problem("CFG008", what, "offload.optimizer_fraction", fix)
 
 
 class LoraSection(Section):
@@ -203,16 +198,14 @@ class LoraSection(Section):
     frozen: Literal["auto", "fp32", "bf16", "nf4"] = "auto"
     path: str | None = None
 
-    def contradictions(self) -> list[Problem]:
-        problems = []
+    def contradictions(self) -> Iterator[Problem]:
         if self.rank is None and self.path is None and self != LoraSection():
             said = ", ".join(f"`lora.{key}`" for key in sorted(self.model_fields_set))
             what = f"{said} has no effect without `lora.rank`, which turns adapters on"
-            problems.append(Problem("CFG008", what, "lora", "`lora.rank: 16`"))
+            yield Problem("CFG008", what, "lora", "`lora.rank: 16`")
         if not self.targets:
             fix = "leave it out for all-linear, or list some of q k v o gate up down"
-            problems.append(Problem("CFG005", "`lora.targets` names no layer", "lora.targets", fix))
-        return problems
+            yield Problem("CFG005", "`lora.targets` names no layer", "lora.targets", fix)
 
 
 class Parallel(Section):

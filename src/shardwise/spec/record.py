@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -21,9 +21,7 @@ class Numbered:
     step: Count
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_adapter = cache(TypeAdapter)
 
 
 def from_json(kind: Callable[..., T], text: bytes | str) -> T:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -103,11 +102,8 @@ def remember(
     path.touch(mode=0o600)
     text = read_regular(path, NOTE_BYTES)
     begun = b"\n" * (text[-1:] not in (b"", b"\n"))  # what another process left of a line stays a line of its own
-    descriptor = regular(path, os.O_WRONLY | os.O_APPEND)
-    try:
-        os.write(descriptor, begun + json.dumps(asdict(run)).encode() + b"\n")
-    finally:
-        os.close(descriptor)
+    with open(path, "ab", buffering=0, opener=regular) as file:
+        file.write(begun + json.dumps(asdict(run)).encode() + b"\n")
     if text.count(b"\n") >= 2 * KEPT_LINES:
         lines = read_regular(path, NOTE_BYTES).decode(errors="replace").splitlines(keepends=True)
         write_whole(path, "".join(lines[-KEPT_LINES:]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.plan import BYTES, Plan
@@ -122,16 +123,11 @@ def _pointwise(moved: list[int], rates: Rates, *, transcendental: bool = False) 
 
 def _runs(ops: tuple[Op, ...]) -> Iterator[list[int]]:
     """The operations between two that are not fused."""
-    run: list[int] = []
-    for i, op in enumerate(ops):
-        if op.kind in ("matmul", "attention", SEND) or op.dims or op.name in (LOOK_UP, WAIT):
-            if run:
-                yield run
-            run = []
-        elif not op.name.startswith(EMPTY):
-            run.append(i)
-    if run:
-        yield run
+    alone = [bool(op.kind in ("matmul", "attention", SEND) or op.dims or op.name in (LOOK_UP, WAIT)) for op in ops]
+    for apart, run in groupby(range(len(ops)), key=alone.__getitem__):
+        fused = [i for i in run if not ops[i].name.startswith(EMPTY)]
+        if fused and not apart:
+            yield fused
 
 
 def _outlive(unit: Unit, direction: str) -> Set[int]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from shardwise.models.config import ModelSpec
+from shardwise.planner.passes import Passes
 from shardwise.planner.price import along_pipeline
-from shardwise.planner.schedule import Step, stage_of
+from shardwise.planner.schedule import Step
 from shardwise.planner.seconds.clock import Elapsed, StepClock
 from shardwise.planner.seconds.rates import Traits, rates_of
 from shardwise.planner.seconds.wires import wires_of
@@ -84,20 +85,15 @@ def pipeline_times(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits
     times, known = dict[int, StageTimes](), dict[object, StageTimes]()
     for sheet in sheets:
         for stage in sheet.place.stages:
-            own = sheet.of_stage(stage)
+            own, trained = sheet.of_stage(stage), sheet.trained[stage.number]
             waits = traits.chained and sheet.place.coordinate("pp") > 0
-            alike = (
-                own.stem,
-                own.tail,
-                tuple(own.blocks[kind] for kind in own.order),
-                sheet.trained[stage.number],
-                waits,
-            )
+            units = own.stem, *(own.blocks[kind] for kind in own.order), own.tail
+            alike = units, trained, waits
             if alike not in known:
                 wires = wires_of(plan.layout, cluster, traits.network if plan.sharded else None)
                 clock = StepClock(rates, wires, traits.hidden)
-                played = Step(clock, *stage_of(sheet, stage, plan, cluster.kind, rates), stage.number)
-                known[alike] = _stage_times(clock, played, plan, trained=sheet.trained[stage.number], waits=waits)
+                played = Step(clock, own, plan, Passes.of(own, plan, cluster.kind, rates), stage.number)
+                known[alike] = _stage_times(clock, played, plan, trained=trained, waits=waits)
             times[stage.number] = known[alike]
     stages = tuple(times[number] for number in sorted(times))
     parts = plan.layout.tp if traits.scattered and not plan.sequence_parallel else 1

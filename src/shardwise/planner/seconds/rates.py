@@ -7,15 +7,15 @@ more. Attention has a rate of its own, by the pairs of query and key that are co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, exp, log
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.planner.seconds.constants import shipped
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product
+from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
 from shardwise.spec.plan import BYTES, Plan
 
 Blocks = Literal["eager", "fused", "compiled"]
@@ -142,9 +142,9 @@ class Rates:
         """A kernel that reads and writes so many bytes; of which each element takes an exponential, a CPU computes as
         long as it was measured to."""
         if transcendental and self.measured and self.measured.transcendental and not self.cuda:
-            return _measured_bytes_s(self.measured.transcendental, moved_bytes)
+            return measured_bytes_s(self.measured.transcendental, moved_bytes)
         if self.measured and self.measured.pointwise:
-            return _measured_bytes_s(self.measured.pointwise, moved_bytes)
+            return measured_bytes_s(self.measured.pointwise, moved_bytes)
         return moved_bytes * self.bytes_share / self.memory_bytes_per_s
 
     def updated_s(self, moved_bytes: float, kernels: int) -> float:
@@ -156,7 +156,7 @@ class Rates:
     def copy_s(self, copied_bytes: float) -> float:
         """So many bytes read, and as many written elsewhere: into, or out of, a buffer of many tensors."""
         if self.measured and self.measured.pointwise:
-            return _measured_bytes_s(self.measured.pointwise, 2 * copied_bytes)
+            return measured_bytes_s(self.measured.pointwise, 2 * copied_bytes)
         return 2 * copied_bytes / self.copy_bytes_per_s
 
 
@@ -173,12 +173,12 @@ def _filled(groups: int, m: int, n: int, multiprocessors: int) -> float:
     return best
 
 
-def _beside(cluster: Cluster) -> dict[str, object]:
+def _beside(cluster: Cluster) -> dict[str, Any]:
     """How fast the host of a process is, the way there and the disk: its share of a node's, or as it was measured
     beside the others."""
     known, ranks, measured = shipped(), cluster.devices_per_node, cluster.measured or Measured()
     written = measured.disk_bytes_per_s or DISK_BYTES_PER_S / ranks
-    found: dict[str, object] = {"disk_bytes_per_s": (measured.disk_read_bytes_per_s or READ_TIMES * written, written)}
+    found: dict[str, Any] = {"disk_bytes_per_s": (measured.disk_read_bytes_per_s or READ_TIMES * written, written)}
     if cluster.kind == "cpu":  # whose device is the host
         return found | {"host_bytes_per_s": measured.memory_bytes_per_s or CPU_UPDATED_BYTES_PER_S}
     bus = known["host link"] * (cluster.device.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S)
@@ -189,28 +189,25 @@ def _beside(cluster: Cluster) -> dict[str, object]:
 
 def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
     """Those of one process of the cluster for what the plan computes. The caller says which ``traits``."""
-    known, device, dtype = shipped(), cluster.device, plan.precision.compute
+    known, device, dtype, cuda = shipped(), cluster.device, plan.precision.compute, cluster.kind == "cuda"
     blocks: Blocks = traits.blocks or ("compiled" if plan.compile else "eager")
-    fixed: dict[str, object] = {"fill_k": known["fill k"], "misaligned": known["misaligned product"], "blocks": blocks}
+    launch_s = known["launch_s"] if cuda else CPU_LAUNCH_S
+    launch_s = cluster.measured.launch_s if cluster.measured else launch_s
+    fixed: dict[str, Any] = {"cuda": cuda, "dtype": dtype, "measured": cluster.measured, "launch_s": launch_s}
+    fixed |= {"fill_k": known["fill k"], "misaligned": known["misaligned product"], "blocks": blocks}
     fixed |= {"grouped": known["grouped product"], "experts_s": traits.experts_s or known["experts_s"]}
     fixed |= {"dequantised": traits.dequantised, "fused_loss": traits.fused_loss and plan.compile}
-    share = known[f"bytes {blocks}"]
-    fixed |= _beside(cluster)
-    if cluster.kind == "cpu":
+    fixed |= {"bytes_share": known[f"bytes {blocks}"], **_beside(cluster)}
+    if not cuda:
         return Rates(
-            cuda=False,
-            dtype=dtype,
             flops_per_s=CPU_FLOPS * 4 / BYTES[dtype] if dtype in ("fp32", "fp64") else CPU_FLOPS,
             attention_per_s=CPU_FLOPS / 4,
             score_bytes=(0.0, 0.0),
             memory_bytes_per_s=CPU_BYTES_PER_S,
             copy_bytes_per_s=CPU_BYTES_PER_S,
-            launch_s=cluster.measured.launch_s if cluster.measured else CPU_LAUNCH_S,
             gap_s=0.0,
-            bytes_share=share,
             multiprocessors=0,
-            measured=cluster.measured,
-            **fixed,  # type: ignore[arg-type]
+            **fixed,
         )
     peak = device.bf16_flops or known["best product"] * 1e14
     if dtype in ("fp32", "fp64"):
@@ -223,20 +220,15 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
     scores = (known["score bytes forward"], known["score bytes backward"]) if kernel == "eager" else (0.0, 0.0)
     share_of = known["attention eager"] * best if kernel == "eager" else known[f"attention {kernel}"]
     return Rates(
-        cuda=True,
-        dtype=dtype,
         flops_per_s=rate,
         attention_per_s=peak * traits.efficiency * share_of,
         score_bytes=scores,
         memory_bytes_per_s=memory,
         copy_bytes_per_s=memory * known["flat copy"],
-        launch_s=cluster.measured.launch_s if cluster.measured else known["launch_s"],
         gap_s=known["gap_s"],
-        bytes_share=share,
         multiprocessors=device.multiprocessors,
-        measured=cluster.measured,
         logits=traits.logits,
-        **fixed,  # type: ignore[arg-type]
+        **fixed,
     )
 
 
@@ -282,16 +274,17 @@ def _between(values: Mapping[tuple[float, ...], float], at: tuple[float, ...]) -
     return total / weights
 
 
-def _measured_bytes_s(known: tuple[Pointwise, ...], moved_bytes: float) -> float:
+def measured_bytes_s(
+    known: Sequence[Pointwise | Sent], size: float, scale: Callable[[Any], float] = lambda one: 1.0
+) -> float:
     """On straight lines between the measured sizes; below the smallest as long as that, above the largest at its
-    rate."""
-    before: Pointwise | None = None
-    for one in known:
-        if moved_bytes <= one.bytes:
-            if before is None:
-                return one.seconds
-            part = (moved_bytes - before.bytes) / (one.bytes - before.bytes)
-            return before.seconds + part * (one.seconds - before.seconds)
+    rate. ``scale``: by what that of a measurement is multiplied, but below the smallest."""
+    before = known[0]
+    if size <= before.bytes:
+        return before.seconds
+    for one in known[1:]:
+        if size <= one.bytes:
+            part = (size - before.bytes) / (one.bytes - before.bytes)
+            return scale(one) * (before.seconds + part * (one.seconds - before.seconds))
         before = one
-    assert before is not None
-    return before.seconds * moved_bytes / before.bytes
+    return scale(before) * before.seconds * size / before.bytes

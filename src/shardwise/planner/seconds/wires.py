@@ -7,14 +7,13 @@ other groups that have ranks there. Every call waits for its slowest hop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil, log2
 
 from shardwise.planner.seconds.constants import shipped
+from shardwise.planner.seconds.rates import measured_bytes_s
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.measured import Sent
 
 ROUNDS: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
 """How many times each kind sends what it is given around a ring."""
@@ -53,7 +52,8 @@ class Wires:
         if self.cluster.measured:
             alike = [sent for sent in self.cluster.measured.sent if sent.kind == kind and sent.across == (nodes > 1)]
             if alike:
-                return _measured_s(alike, size, ranks)
+                # measured on a ring of another number of ranks
+                return measured_bytes_s(alike, size, lambda one: (ranks - 1) / ranks / ((one.ranks - 1) / one.ranks))
         if self.cluster.kind == "cpu":
             passed = GLOO_ROUNDS.get(kind, 1) * size * (ranks - 1) / ranks
             return CPU_LATENCY_S + passed / self.rate(kind, nodes, group)
@@ -125,17 +125,3 @@ class Wires:
 def wires_of(layout: Layout, cluster: Cluster, share: float | None = None) -> Wires:
     """``share``: of the network cards' rate, where a program reaches another than ours."""
     return Wires(layout, cluster, shipped()["network"] if share is None else share)
-
-
-def _measured_s(known: list[Sent], size: int, ranks: int) -> float:
-    """On straight lines between the measured sizes, for a ring of another number of ranks."""
-    before = known[0]
-    scale: Callable[[Sent], float] = lambda one: ((ranks - 1) / ranks) / ((one.ranks - 1) / one.ranks)  # noqa: E731
-    if size <= before.bytes:
-        return before.seconds
-    for one in known[1:]:
-        if size <= one.bytes:
-            part = (size - before.bytes) / (one.bytes - before.bytes)
-            return scale(one) * (before.seconds + part * (one.seconds - before.seconds))
-        before = one
-    return scale(before) * before.seconds * size / before.bytes
