@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.models.load import load_spec
 from shardwise.planner.compare import MARGIN, TIE, TIGHT, seconds
-from shardwise.planner.remedy import _recipe_changes, remedies
+from shardwise.planner.remedy import MUCH_FASTER, _recipe_changes, alternatives, remedies
 from shardwise.planner.search import Search, choose
 from shardwise.spec.cluster import Device, parse_cluster
 from shardwise.spec.load import load_recipe
@@ -155,3 +155,18 @@ def test_the_glance_never_hides_what_fits() -> None:
                 Search(asked, SEVENTY_B, machines).could_fit(MARGIN)
                 or share(choose(asked, SEVENTY_B, machines)) > MARGIN
             )
+
+
+@pytest.mark.prove
+def test_a_much_faster_plan_that_is_tight_is_told_of() -> None:
+    """The one that is chosen is below the margin, 80 % of the memory, and ten times as slow as one just above it."""
+    machines, asked = parse_cluster("2x8xH100-96GB-HBM2e+400Gb/node"), load_recipe(None, [MODEL])
+    search = Search(asked, SEVENTY_B, machines)
+    chosen = search.chosen
+    first, *others = alternatives(asked, SEVENTY_B, machines, chosen, search.families())
+    assert first.change == "parallel.tp=8 parallel.pp=2" and share(chosen) <= MARGIN < share(first.plan) <= TIGHT
+    assert MUCH_FASTER * seconds(first.plan).step_s < seconds(chosen).step_s
+    typed = choose(load_recipe(None, [MODEL, *first.change.split()]), SEVENTY_B, machines)
+    assert typed.estimate == first.plan.estimate
+    rest = alternatives(asked, SEVENTY_B, machines, chosen, [chosen])
+    assert [each.change for each in rest] == [each.change for each in others]

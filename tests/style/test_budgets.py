@@ -13,7 +13,7 @@ PACKAGE_LINES = {
     "distributed": 459,
     "methods": 288,
     "techniques": 5_344,
-    "planner": 4_473,
+    "planner": 4_487,
     "runtime": 5_539,
     "prove": 1_841,
     "launch": 983,

@@ -51,7 +51,7 @@ def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, 
         chosen = with_history(chosen, cluster)
     length, able = run_length(recipe, chosen, cluster, asked), fits(chosen)
     needed = [] if able else remedies(recipe, spec, cluster, chosen)
-    others = alternatives(recipe, spec, cluster, chosen) if able else []
+    others = alternatives(recipe, spec, cluster, chosen, plans) if able else []
     return Planned(spec, cluster, chosen, plans, length, needed, others)
 
 

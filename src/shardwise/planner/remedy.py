@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
-from shardwise.planner.compare import MARGIN, fits, peak_share, seconds
+from shardwise.planner.compare import MARGIN, TIGHT, fits, peak_share, seconds
 from shardwise.planner.search import Search
 from shardwise.spec.cluster import Cluster, Device, devices
 from shardwise.spec.complaints import cross_check
@@ -18,6 +18,8 @@ CLOSEST = 3
 """How many changes are shown if none is enough."""
 NODE = 8
 """Devices of a full node."""
+MUCH_FASTER = 1.25
+"""How many times as fast a tight plan must be to be told of beside one that fits."""
 Change = tuple[dict[str, object], Cluster, str]
 """Keys of the recipe with their new values, the machines, and what it costs."""
 
@@ -134,13 +136,28 @@ def _no_worse(here: Device) -> list[Device]:
     ]
 
 
-def alternatives(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) -> list[Remedy]:
-    """What single changes would make of a recipe's plan, of the machines and of the recipe: other GPUs, more of them,
-    faster links, half the sequence, adapters, and what is stored in fewer bits. Those that are not allowed, or do not
-    fit, are left out. Of stages as :func:`remedies`."""
+def alternatives(
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan, others: Sequence[Plan]
+) -> list[Remedy]:
+    """What single changes would make of a recipe's plan, of the machines and of the recipe: the split of a much faster
+    one of ``others`` that is tight, other GPUs, more of them, faster links, half the sequence, adapters, and what is
+    stored in fewer bits. Those that are not allowed, or do not fit, are left out. Of stages as :func:`remedies`."""
     changes = (*_other_machines(cluster), *_other_recipes(recipe, cluster))
-    found = (_replanned(change, recipe, spec, None, chosen) for change in changes)
+    found = [_replanned(change, recipe, spec, None, chosen) for change in changes]
+    tight = [plan for plan in others if not fits(plan) and peak_share(plan) <= TIGHT]
+    quick = min(tight, key=lambda plan: seconds(plan).step_s, default=chosen)
+    if MUCH_FASTER * seconds(quick).step_s < seconds(chosen).step_s:
+        found.insert(0, _replanned(_split_of(quick, cluster), recipe, spec, None, quick))
     return [remedy for remedy in found if remedy and peak_share(remedy.plan) <= 1]
+
+
+def _split_of(plan: Plan, cluster: Cluster) -> Change:
+    layout = plan.layout
+    keys: dict[str, object] = {f"parallel.{axis}": vars(layout)[axis] for axis in ("tp", "pp", "cp", "ep")}
+    keys = {key: degree for key, degree in keys.items() if degree != 1}
+    if layout.dp > 1:
+        keys |= {"parallel.strategy": plan.shard.strategy, "parallel.dp_replicate": layout.dp_replicate}
+    return keys, cluster, f"leaves less than {1 - MARGIN:.0%} of the memory for what estimates miss"
 
 
 def _other_machines(cluster: Cluster) -> Iterator[Change]:
