@@ -131,11 +131,6 @@ def first_change(files: Iterable[dict[str, Any]]) -> str | None:
     return None
 
 
-def sum_file(directory: Path, name: str) -> FileSum:
-    """Name, size and hash of an existing file."""
-    return FileSum(name, (directory / name).stat().st_size, checksum(directory / name))
-
-
 def write_manifest(directory: Path, manifest: DataManifest) -> None:
     """Write ``manifest.json`` with its own checksum."""
     body = asdict(manifest)
