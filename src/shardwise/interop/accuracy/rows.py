@@ -228,14 +228,13 @@ def _plan(text: Text, spec: ModelSpec, habits: Habits, guessed: list[str]) -> Pl
         raise _Skipped("layout not told")
     dp = world // (tp * pp * cp)
     strategy: Any = _strategy(text, habits, guessed) if dp * cp > 1 else "ddp"
-    shard = dp if strategy != "ddp" else 1
-    if strategy != "ddp" and (stated := whole(text, "fsdp_shard")) and dp % stated == 0 and stated > 1:
-        shard = stated
-    elif strategy != "ddp" and (found := re.search(r"over (\d+) ranks", said(text, "sharding"))):
-        shard = int(found[1]) if dp % int(found[1]) == 0 else dp
-    ep = whole(text, "ep") or 1
+    ep, shard = whole(text, "ep") or 1, dp
     if strategy == "ddp":
         shard = least_dp_shard(Layout(cp=cp, tp=tp, ep=ep))
+    elif (stated := whole(text, "fsdp_shard")) and dp % stated == 0 and stated > 1:
+        shard = stated
+    elif found := re.search(r"over (\d+) ranks", said(text, "sharding")):
+        shard = int(found[1]) if dp % int(found[1]) == 0 else dp
     if dp % shard or shard * cp * tp % ep:
         raise _Skipped("ep does not divide dp x cp x tp")
     layout = Layout(dp // shard, shard, pp, cp, tp, ep)  # cp as a ring, Megatron's default

@@ -192,6 +192,7 @@ class Log(AbstractContextManager["Log"]):
             self.seconds.append(elapsed_s)
         self.skipped += stats.skipped
         rate = stats.tokens / elapsed_s
+        mfu = self.speed.mfu(rate)
         record: dict[str, Any] = {
             "step": stats.step,
             "tokens": stats.total_tokens,
@@ -200,7 +201,7 @@ class Log(AbstractContextManager["Log"]):
             "grad_norm": stats.grad_norm,
             "learning_rate": stats.learning_rate,
             "tokens_per_s": round(rate, 1),
-            "mfu": None if self.speed.mfu(rate) is None else round(self.speed.mfu(rate) or 0.0, 4),
+            "mfu": None if mfu is None else round(mfu, 4),
             "memory_bytes": memory_bytes(device),
             "seconds": round(elapsed_s, 4),
             "pairs" if stats.pairs else "supervised_tokens": stats.supervised_tokens,
