@@ -72,7 +72,7 @@ def memory_lines(estimate: Estimate) -> list[str]:
     rows = [(name, show_bytes(size), "#" * ceil(40 * size / total)) for name, size in held.items()]
     rows += [(f"{name}, on the host", show_bytes(size), "") for name, size in estimate.host.items()]
     lines = ["  " + line for line in columns(rows, "<><")]
-    return [*lines, *(["  " + wear(estimate)] if estimate.written_bytes else [])]
+    return [*lines, *(["  " + wear(estimate)] if estimate.disk_bytes else [])]
 
 
 def wear(estimate: Estimate) -> str:
