@@ -208,7 +208,7 @@ class Guard:
         told = read_exit(self.directory)
         return told is not None and told.kind not in ("done", "preempted") and told.rank != self.page.status.rank
 
-    def dump_stacks(self) -> Path:
+    def dump_stacks(self) -> None:
         """Write the stack of every thread of this rank under ``hang-step-N/``."""
         status = self.page.status
         path = self.directory / f"hang-step-{status.step}" / f"rank-{status.rank:05d}.txt"
@@ -217,7 +217,6 @@ class Guard:
         with path.open("w") as file:
             print(f"{place}\nnewest collective {status.collective or '-'} #{status.sequence}", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
-        return path
 
 
 class StopRequest:
