@@ -119,7 +119,7 @@ def test_a_limit_on_validation_counts_windows(prepared: Prepared) -> None:
     windows = Windows(prepared.validation, 16)
     counts = []
     for dp, micro in ((1, 1), (2, 1), (2, 2)):
-        batches = [batch for rank in range(dp) for batch in evaluation(windows, Share(rank, dp, micro), limit=5)]
+        batches = [batch for rank in range(dp) for batch in evaluation(windows, Share(rank, dp, micro), range(5))]
         counts.append(sum(batch.supervised_tokens for batch in batches))
     assert len(set(counts)) == 1 and counts[0] > 0
 

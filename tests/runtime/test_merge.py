@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.data.whole import becoming
 from shardwise.errors import TrainingError
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
@@ -14,7 +15,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.resolve import resolve
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.checkpoint.save import RunCheckpoints
-from shardwise.runtime.export import load_run, merge, replacing
+from shardwise.runtime.export import load_run, merge
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.spec.recipe import Checkpoint, Recipe
 from shardwise.techniques import lora
@@ -101,8 +102,7 @@ def test_an_export_that_fails_leaves_what_stood_and_no_more(tmp_path: Path) -> N
     target = tmp_path / "hf"
     target.mkdir()
     (target / "old").write_text("")
-    with pytest.raises(OSError, match="full"), replacing(target) as draft:
-        draft.mkdir()
+    with pytest.raises(OSError, match="full"), becoming(target) as draft:
         (draft / "new").write_text("")
         raise OSError("full")
     assert [path.name for path in tmp_path.rglob("*")] == ["hf", "old"]

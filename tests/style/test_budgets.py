@@ -9,16 +9,16 @@ from tests.style.source import Source, functions, report, sources
 PACKAGE_LINES = {
     "spec": 2_528,
     "models": 3_814,
-    "data": 3_215,
+    "data": 3_186,
     "distributed": 459,
     "methods": 288,
     "techniques": 5_344,
     "planner": 4_487,
-    "runtime": 5_539,
+    "runtime": 5_476,
     "prove": 1_841,
-    "launch": 983,
-    "interop": 713,
-    "cli": 2_571,
+    "launch": 957,
+    "interop": 699,
+    "cli": 2_494,
 }
 """Lines of code by package: docs/decisions/0013. One is raised only by taking from another: of interop's, 320 went to
 spec and 60 to data, which already read the keys, templates and files of other systems, and clusters as people write

@@ -13,9 +13,9 @@ from typer import Argument, Option
 
 from shardwise.cli.curves import KINDS, Curve, LoadMap, draw
 from shardwise.cli.history import History, read_history
-from shardwise.cli.options import Common
+from shardwise.cli.options import Common, misused
 from shardwise.cli.show import note, print_json, say, visible
-from shardwise.errors import OutputError, Problem, UsageError
+from shardwise.errors import OutputError, Problem
 from shardwise.spec.units import columns, show_bytes
 
 OWN = {"run.name", "run.out", "format"}
@@ -39,7 +39,7 @@ def run(options: Options) -> None:
     """Read both runs, and show them side by side."""
     if options.plot is not None and options.plot.suffix not in KINDS:
         what = f"a plot is one of {' '.join(KINDS)}, not `{options.plot.suffix or options.plot.name}`"
-        raise UsageError(Problem("CLI001", what, "--plot", f"`--plot {options.plot.with_suffix('.svg')}`"))
+        raise misused(what, f"`--plot {options.plot.with_suffix('.svg')}`", "--plot")
     pair = (read_history(options.run_a), read_history(options.run_b))
     for line in [place for each in pair for place in each.unread]:
         note(f"warning[LOG001]: {line} cannot be read and is left out", as_json=options.json)

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import Problem, UsageError
+from shardwise.cli.options import misused
 
 KINDS = (".svg", ".png", ".pdf")
 Point = tuple[int, float]
@@ -47,7 +47,7 @@ def draw(curves: Sequence[Curve], target: Path, maps: Sequence[LoadMap] = ()) ->
         from matplotlib.figure import Figure
     except ImportError:
         what, fix = "a plot needs matplotlib, which is not installed", "pip install 'shardwise[plot]'"
-        raise UsageError(Problem("CLI001", what, "--plot", fix)) from None
+        raise misused(what, fix, "--plot") from None
     figure = Figure(figsize=(9, 5 + 3 * len(maps)), layout="constrained")
     heights = [5, *[3] * len(maps)]
     axes, *below = figure.subplots(len(heights), squeeze=False, gridspec_kw={"height_ratios": heights}).ravel()

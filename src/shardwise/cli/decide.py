@@ -138,14 +138,14 @@ def far(plan: Plan) -> str | None:
     if plan.layout.ep > 1 and each % plan.layout.ep and plan.layout.world > each:
         what = f"warning: the {plan.layout.ep} ranks that have different experts are on several nodes, and wait for the"
         return f"{what} network in every layer; `parallel.ep={gcd(plan.layout.ep, each)}` keeps them on one"
-    if each % tp == 0 and (exchanging == 1 or each % (tp * exchanging) == 0):
-        return None
-    if each % tp == 0:
+    if each % tp:
+        what = f"warning: the {tp} ranks of a tensor-parallel group are on several nodes, and wait for the network"
+        return f"{what} twice in every layer; `parallel.tp={gcd(tp, each)}` keeps them on one"
+    if each % (tp * exchanging):
         what = f"warning: {exchanging} ranks exchange tokens for heads between nodes, and wait for the network"
         ring = "nested" if gcd(exchanging, each // tp) > 1 else "ring"
         return f"{what} twice in every layer; `parallel.cp_kind={ring}` has a ring across nodes instead"
-    what = f"warning: the {tp} ranks of a tensor-parallel group are on several nodes, and wait for the network"
-    return f"{what} twice in every layer; `parallel.tp={gcd(tp, each)}` keeps them on one"
+    return None
 
 
 def beyond(recipe: Recipe, spec: ModelSpec) -> str | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -32,7 +30,7 @@ from shardwise.launch.worker import (
 )
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.planner.search import choose
-from shardwise.runtime.faults.outcome import Exit, Kind, write_exit
+from shardwise.runtime.faults.outcome import Kind, failed, write_exit
 from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.cluster_file import dump_cluster
 from shardwise.spec.load import read_recipe
@@ -110,10 +108,7 @@ def _as_rank(options: Options, recipe: Recipe, again: list[str]) -> int:
 
         told = explained(error)
         kind: Kind = "peer_lost" if any(mark in str(error) for mark in (*GONE, *SILENT)) else "error"
-        problems = [asdict(problem) for problem in told.problems]
-        place = {"rank": rank(), "host": socket.gethostname(), "pid": os.getpid()}
-        outcome = Exit(kind, told.exit_code, told.problems[0].what, problems=problems, **place)  # type: ignore[arg-type]
-        write_exit(launcher_directory() or Path(), outcome)
+        write_exit(launcher_directory() or Path(), failed(kind, told, rank()))
         return told.exit_code
 
 

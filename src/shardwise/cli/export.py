@@ -8,10 +8,10 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli.options import Common, recipe_file
+from shardwise.cli.options import Common, misused, recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import open_directory
-from shardwise.errors import MissingInputError, Problem, UsageError
+from shardwise.errors import MissingInputError, Problem
 from shardwise.launch import rundir
 from shardwise.models.resolve import resolve
 from shardwise.runtime.checkpoint.locate import locate_best
@@ -40,7 +40,7 @@ def run(options: Options) -> None:
     from shardwise.runtime.export import export_run
 
     if options.best and options.step is not None:
-        raise UsageError(Problem("CLI001", "--best and --step both name a checkpoint", "the command line", "drop one"))
+        raise misused("--best and --step both name a checkpoint", "drop one")
     recipe = load_recipe(recipe_file(options.run))
     target = options.out or options.run / "hf"
     if options.out is not None:
@@ -53,8 +53,8 @@ def run(options: Options) -> None:
         raise MissingInputError(Problem("CKPT001", what, str(options.run), fix))
     source = locate_best(options.run) if options.best else source
     tokenizer = open_directory(options.run / "tokenizer")
-    written, merged = export_run(source, recipe, resolve(recipe), tokenizer, target)
+    merged = export_run(source, recipe, resolve(recipe), tokenizer, target)
     if options.json:
-        print_json({"directory": str(written)})
+        print_json({"directory": str(target)})
     else:
-        say(f"written: {written}{f' ({merged})' if merged else ''}")
+        say(f"written: {target}{f' ({merged})' if merged else ''}")

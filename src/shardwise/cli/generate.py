@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli.options import Common, recipe_file
+from shardwise.cli.options import Common, misused, recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import Tokenizer, open_directory
-from shardwise.errors import Problem, UsageError
 from shardwise.models.load import load_spec
 from shardwise.models.resolve import resolve
 from shardwise.runtime.checkpoint.locate import locate_best, newest
@@ -58,17 +57,9 @@ def run(options: Options) -> None:
     prompt = options.prompt or " ".join(options.words)
     if options.prompt and options.words:
         what = f"two prompts: `{options.prompt}` and `{' '.join(options.words)}`"
-        raise UsageError(Problem("CLI001", what, "the command line", "leave --prompt out"))
+        raise misused(what, "leave --prompt out")
     if options.chat and not prompt:
-        raise UsageError(
-            Problem(
-                "CLI001",
-                "--chat without a question",
-                "the command line",
-                'shardwise generate RUN --chat "What is ...?"',
-            )
-        )
-
+        raise misused("--chat without a question", 'shardwise generate RUN --chat "What is ...?"')
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = _load(options.path, device, options.best)
     length = options.tokens or (256 if options.chat else 64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -130,13 +131,11 @@ def read_history(directory: Path) -> History:
 
 
 def _settings(path: Path, unread: list[str]) -> dict[str, Any]:
-    try:
-        found = read(path).data or {}
-    except ShardwiseError:
-        found = None
-    if not isinstance(found, dict):
-        unread.append(str(path))
-    return found if isinstance(found, dict) else {}
+    with suppress(ShardwiseError):
+        if isinstance(found := read(path).data or {}, dict):
+            return found
+    unread.append(str(path))
+    return {}
 
 
 def _records(path: Path, kind: type[object], unread: list[str]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardwise.errors import ShardwiseError
 from shardwise.models.resolve import data_of
-from shardwise.planner.length import PER_TOKENS, Length, SetBy, length_of, read_prices, read_tokens
+from shardwise.planner.length import PER_TOKENS, Length, SetBy, length_of
 from shardwise.spec import finetune
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
@@ -30,11 +30,6 @@ class Asked:
 
     tokens: int | None = None
     prices: dict[str, float] = field(default_factory=dict)
-
-
-def read_asked(tokens: str | None, prices: list[str], cluster: Cluster) -> Asked:
-    """The options ``--tokens`` and ``--price``. Raises UsageError (CLI001)."""
-    return Asked(None if tokens is None else read_tokens(tokens), read_prices(prices, cluster))
 
 
 def run_length(recipe: Recipe, plan: Plan, cluster: Cluster, asked: Asked) -> Length:

@@ -76,17 +76,16 @@ def sort_words(words: list[str], options: type | None = None) -> Words:
         if word.startswith("--") and len(word) > 2:
             found.overrides.append(_flag(word[2:], rest, keys, own))
         elif word.startswith("-") and len(word) > 1 and not os.path.exists(word):
-            raise _misused(f"unknown option `{word}`", "`shardwise --help` lists them")
+            raise misused(f"unknown option `{word}`", "`shardwise --help` lists them")
         elif "=" in word and not os.path.exists(word):
             found.overrides.append(word)
         elif found.path is None:
             found.path = Path(word)
         else:
-            raise _misused(f"two recipes: `{found.path}` and `{word}`", "name one; settings are written key=value")
+            raise misused(f"two recipes: `{found.path}` and `{word}`", "name one; settings are written key=value")
     for asked in (word.partition("=")[2] for word in found.overrides if word.startswith("cluster=")):
-        raise _misused(
-            f"`{asked}`: only `shardwise plan` takes other machines; this command runs on this one", _machines(asked)
-        )
+        what = f"`{asked}`: only `shardwise plan` takes other machines; this command runs on this one"
+        raise misused(what, _machines(asked))
     return found
 
 
@@ -104,8 +103,9 @@ def machine_words(cluster: Cluster) -> list[str]:
     return [f"run.device={cluster.kind}", f"run.nproc={cluster.devices_per_node}", *several]
 
 
-def _misused(what: str, fix: str) -> UsageError:
-    return UsageError(Problem("CLI001", what, "the command line", fix))
+def misused(what: str, fix: str, where: str = "the command line") -> UsageError:
+    """CLI001, for words of a command line that cannot be meant."""
+    return UsageError(Problem("CLI001", what, where, fix))
 
 
 def _flag(text: str, rest: list[str], keys: Keys, own: list[str]) -> str:
@@ -124,8 +124,8 @@ def _flag(text: str, rest: list[str], keys: Keys, own: list[str]) -> str:
         if key is None:
             guess = near(name, own) or keys.nearest(name)
             fix = f"did you mean `--{guess.replace('_', '-')}`?" if guess else "`shardwise --help` lists them"
-            raise _misused(f"unknown option `--{text}`", fix)
-        raise _misused(f"`--{text}` needs a value", f"`--{text} VALUE`")
+            raise misused(f"unknown option `--{text}`", fix)
+        raise misused(f"`--{text}` needs a value", f"`--{text} VALUE`")
     return f"{name}={rest.pop(0)}"
 
 

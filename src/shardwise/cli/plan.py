@@ -10,14 +10,14 @@ from typing import Annotated
 from typer import Option
 
 from shardwise.cli.decide import beyond, cluster_of, far, with_measured_experts
-from shardwise.cli.length import read_asked
-from shardwise.cli.options import Common, RecipeWords, machine_words, recipe_or_quickstart, sort_words
+from shardwise.cli.length import Asked
+from shardwise.cli.options import Common, RecipeWords, machine_words, misused, recipe_or_quickstart, sort_words
 from shardwise.cli.planned import as_json, change_lines, head_lines, page_lines, plan_lines, planned, schedule_of
 from shardwise.cli.show import note, print_json, say
 from shardwise.cli.timeline import svg
-from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_new
 from shardwise.models.resolve import resolve, with_adapter
+from shardwise.planner.length import read_prices, read_tokens
 from shardwise.spec.cluster import Cluster, crowding, local_cluster
 from shardwise.spec.cluster_file import LOCAL
 from shardwise.spec.load import dump_plan, load_plan, read_recipe
@@ -43,10 +43,7 @@ class Options(Common):
     price: Annotated[list[str], Option("--price", help="Dollars a GPU-hour: H100=2.5.")] = field(default_factory=list)
     explain: Annotated[
         str | None,
-        Option(
-            "--explain",
-            help="More about: memory, network, time, schedule, why, keys (how they were read).",
-        ),
+        Option("--explain", help="More about: memory, network, time, schedule, why, keys (how they were read)."),
     ] = None
     plot: Annotated[Path | None, Option("--plot", help="Draw the schedule of a pipeline into this SVG file.")] = None
     out: Annotated[Path | None, Option("-o", "--out", "--output", help="Write the chosen plan to this YAML file.")] = (
@@ -57,12 +54,11 @@ class Options(Common):
 def run(options: Options) -> None:
     """Print the plan, or write it."""
     if options.explain is not None and options.explain not in TOPICS:
-        fix = f"one of {', '.join(TOPICS)}"
-        raise UsageError(Problem("CLI001", f"nothing to explain about `{options.explain}`", "--explain", fix))
+        raise misused(f"nothing to explain about `{options.explain}`", f"one of {', '.join(TOPICS)}", "--explain")
     if options.plan:
         if rest := [*options.arguments, *filter(None, (options.cluster, options.out, options.tokens, *options.price))]:
             what = f"`--plan` shows that plan unchanged, so `{rest[0]}` has no effect"
-            raise UsageError(Problem("CLI001", what, "the command line", "leave out one of the two"))
+            raise misused(what, "leave out one of the two")
         plan = load_plan(options.plan)
         return print_json(asdict(plan)) if options.json else say(*plan_lines([plan], plan, options.explain))
     words = sort_words(options.arguments, Options)
@@ -72,14 +68,14 @@ def run(options: Options) -> None:
         note(notice, as_json=options.json)
     recipe = with_adapter(loaded.recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster)
-    asked = read_asked(options.tokens, options.price, cluster)
-    if options.cluster in (None, LOCAL) and (warning := crowding(cluster)):
-        note(warning, as_json=options.json)
-    if options.cluster in (None, LOCAL):
+    tokens = None if options.tokens is None else read_tokens(options.tokens)
+    here = options.cluster in (None, LOCAL)
+    asked = Asked(tokens, read_prices(options.price, cluster))
+    if here:
         recipe, told = with_measured_experts(recipe, spec, cluster)
-        if told:
-            note(told, as_json=options.json)
-    answer = planned(recipe, spec, cluster, asked, here=options.cluster in (None, LOCAL))
+        for notice in filter(None, (crowding(cluster), told)):
+            note(notice, as_json=options.json)
+    answer = planned(recipe, spec, cluster, asked, here=here)
     for warning in filter(None, (far(answer.chosen), beyond(recipe, spec))):
         note(warning, as_json=options.json)
     if options.out:
@@ -88,7 +84,7 @@ def run(options: Options) -> None:
     if options.plot:
         if answer.chosen.layout.pp == 1:
             what = "the plan has no pipeline, whose schedule could be drawn"
-            raise UsageError(Problem("CLI001", what, "--plot", "leave it out, or pin one: parallel.pp=2"))
+            raise misused(what, "leave it out, or pin one: parallel.pp=2", "--plot")
         check_new(options.plot)
         options.plot.write_text(svg(schedule_of(answer).step), encoding="utf-8")
     if options.json:

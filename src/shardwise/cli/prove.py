@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from shardwise.cli.decide import cluster_of, plan_of
-from shardwise.cli.options import Common, RecipeWords, recipe_or_quickstart, sort_words
+from shardwise.cli.options import Common, RecipeWords, misused, recipe_or_quickstart, sort_words
 from shardwise.cli.render import label, title
 from shardwise.cli.show import coloured, note, print_json, say
 from shardwise.data.whole import write_whole
-from shardwise.errors import Problem, UsageError
 from shardwise.launch.rundir import check_writable
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.prove.pool import RankPool
@@ -61,7 +60,7 @@ class Options(Common):
 def run(options: Options) -> int:
     """Prove, print, and write the certificate."""
     if options.quick and options.thorough:
-        raise UsageError(Problem("CLI001", "--quick and --thorough are opposites", "the command line", "one of them"))
+        raise misused("--quick and --thorough are opposites", "one of them")
     words = sort_words(options.arguments, Options)
     path = recipe_or_quickstart(words.path, words.overrides)
     recipe = with_adapter(read_recipe(path, words.overrides).recipe)

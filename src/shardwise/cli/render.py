@@ -72,7 +72,7 @@ def memory_lines(estimate: Estimate) -> list[str]:
     rows = [(name, show_bytes(size), "#" * ceil(40 * size / total)) for name, size in held.items()]
     rows += [(f"{name}, on the host", show_bytes(size), "") for name, size in estimate.host.items()]
     lines = ["  " + line for line in columns(rows, "<><")]
-    return [*lines, *(["  " + wear(estimate)] if estimate.written_bytes else [])]
+    return [*lines, *(["  " + wear(estimate)] if estimate.disk_bytes else [])]
 
 
 def wear(estimate: Estimate) -> str:
@@ -171,15 +171,15 @@ def remedy_lines(found: list[Remedy], estimate: Estimate) -> list[str]:
     """What would make a plan with this estimate fit, with the memory and the cost of each change; or what comes
     closest."""
     enough = all(remedy.plan.estimate.share <= 1 for remedy in found)
-    rows = change_rows(found)
     made = "makes it fit" if estimate.share > 1 else "leaves more room"
     head = f"any one of these changes {made}" if enough else f"no single change {made}; these come closest"
-    return [head, *("  " + line for line in columns(rows, "<><<<<"))]
+    return [head, *change_lines(found)]
 
 
-def change_rows(found: list[Remedy]) -> list[tuple[str, ...]]:
-    """Each change with the step, the memory and the plan that it makes, and what it costs."""
-    return [
+def change_lines(found: list[Remedy]) -> list[str]:
+    """Each change of the recipe or of the machines with the step, the memory and the plan that it makes, and what it
+    costs."""
+    rows = [
         (
             remedy.change,
             show_seconds(remedy.plan.estimate.seconds.step_s) + " a step" if remedy.plan.estimate.seconds else "",
@@ -190,26 +190,19 @@ def change_rows(found: list[Remedy]) -> list[tuple[str, ...]]:
         )
         for remedy in found
     ]
-
-
-def change_lines(found: list[Remedy]) -> list[str]:
-    """What each change of the recipe or of the machines would make of a plan that fits."""
-    return ["  " + line for line in columns(change_rows(found), "<><<<<")]
+    return ["  " + line for line in columns(rows, "<><<<<")]
 
 
 def remedy_words(found: list[Remedy]) -> str:
     """The same in one line, for an error: what to write, and the memory that a rank then needs."""
     if not found:
         return "`shardwise plan` shows every setting; more or larger devices, or a smaller model"
-    head = (
-        ""
-        if all(remedy.plan.estimate.share <= 1 for remedy in found)
-        else "no single change is enough; the closest are "
-    )
-    named = (remedy.price if remedy.change.startswith("--") else f"`{remedy.change}`" for remedy in found)
-    each = (
-        f"{words} ({show_bytes(remedy.plan.estimate.peak_bytes)})" for words, remedy in zip(named, found, strict=True)
-    )
+    enough = all(remedy.plan.estimate.share <= 1 for remedy in found)
+    head = "" if enough else "no single change is enough; the closest are "
+    each = []
+    for remedy in found:
+        words = remedy.price if remedy.change.startswith("--") else f"`{remedy.change}`"
+        each.append(f"{words} ({show_bytes(remedy.plan.estimate.peak_bytes)})")
     return f"{head}{', or '.join(each)}; `shardwise plan` says what each costs"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,7 @@ from shardwise.runtime.faults.outcome import NAME, read_exit
 from shardwise.spec.files import open_regular
 from shardwise.spec.load import load_recipe
 from shardwise.spec.record import Count, from_json
-from shardwise.spec.units import show_bytes
+from shardwise.spec.units import columns, show_bytes
 
 _TAIL_BYTES = 65536
 """How many bytes at the end of metrics.jsonl are read for its last line."""
@@ -69,9 +70,7 @@ def run(options: Options) -> None:
     if not rows:
         return say(f"no runs in {options.path}")
     cells = [("run", "state", "step", "loss", "saved", "last step", "size"), *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    say(*columns(cells, "<<<<<<<"))
     return None
 
 
@@ -110,25 +109,16 @@ def _last(metrics: Path) -> _Last:
         file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
         lines = file.read().splitlines()
     for line in reversed(lines):
-        try:
+        with suppress(ValueError):
             return from_json(_Last, line)
-        except ValueError:
-            continue
     return _Last(None)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     step = "-" if row.step is None else f"{row.step:,}" + (f"/{row.of:,}" if row.of else "")
     loss = "-" if row.loss is None or not math.isfinite(row.loss) else f"{row.loss:.3f}"
-    return (
-        row.name,
-        row.state,
-        step,
-        loss,
-        str(row.saved or "-"),
-        _age(time.time() - row.changed_s),
-        show_bytes(row.bytes),
-    )
+    saved, changed = str(row.saved or "-"), _age(time.time() - row.changed_s)
+    return row.name, row.state, step, loss, saved, changed, show_bytes(row.bytes)
 
 
 def _age(seconds: float) -> str:

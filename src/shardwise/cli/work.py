@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of
@@ -27,7 +24,7 @@ from shardwise.launch.worker import (
 from shardwise.models.resolve import resolve
 from shardwise.planner.seconds.history import remember
 from shardwise.runtime import owner
-from shardwise.runtime.faults.outcome import Exit, clear_exit, read_exit, write_exit
+from shardwise.runtime.faults.outcome import Kind, clear_exit, failed, read_exit, write_exit
 from shardwise.runtime.metrics.trackers import check_installed
 from shardwise.runtime.owner import Claim
 from shardwise.runtime.report.warn import only_reports
@@ -115,19 +112,17 @@ def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
     return defect(error, kept, "report it with that file")
 
 
-def _leave(directory: Path, error: ShardwiseError, kind: str, claim: Claim | None) -> int:
+def _leave(directory: Path, error: ShardwiseError, kind: Kind, claim: Claim | None) -> int:
     """Write the cause, unless one is there already (the guard writes failures while it watches) or the directory now
     belongs to another start; and print it if nobody else will. In case the run's disk is full, it is written to the
     launcher's directory too."""
-    problems, unwritten = [asdict(problem) for problem in error.problems], False
+    unwritten = False
     lost = claim is not None and not claim.held()
     if not lost and directory.is_dir() and read_exit(directory) is None:
-        place = {"rank": rank(), "host": socket.gethostname(), "pid": os.getpid()}
-        outcome = Exit(kind, error.exit_code, error.problems[0].what, problems=problems, **place)  # type: ignore[arg-type]
         unwritten = True
         for where in filter(None, (directory, launcher_directory())):
             with suppress(OSError):
-                write_exit(where, outcome)
+                write_exit(where, failed(kind, error, rank()))
                 unwritten = False
                 break
     standing = None if lost else read_exit(directory)

@@ -72,9 +72,8 @@ def documents(part: SourcePart, eot_id: int, vocab_size: int) -> tuple[NDArray[n
     if wrong.any():
         at = int(wrong.argmax())
         what = f"{part.name}: id {read[at]} at token {before + at:,} >= vocab {vocab_size}"
-        raise DataError(
-            Problem("DATA009", what, str(part.path), "data.tokenizer.path=TOKENIZER, the one that made these ids")
-        )
+        fix = "data.tokenizer.path=TOKENIZER, the one that made these ids"
+        raise DataError(Problem("DATA009", what, str(part.path), fix))
     ids = read[first - before :]
     closes = ids == eot_id
     if ends is not None:
@@ -85,14 +84,10 @@ def documents(part: SourcePart, eot_id: int, vocab_size: int) -> tuple[NDArray[n
         closes[-1] = True
     missing = closes & (ids != eot_id)
     # An end-of-text directly after the end of a document, or at the very beginning, ends an empty document.
-    previous_closes = np.concatenate([[first == before or _closed(read[0], first, ends, eot_id)], closes[:-1]])
-    hollow = closes & ~missing & previous_closes
-    ids = np.insert(ids, np.flatnonzero(missing) + 1, eot_id)
-    keep = np.insert(~hollow, np.flatnonzero(missing) + 1, True)
-    marks = np.insert(closes & ~missing, np.flatnonzero(missing) + 1, True)
+    begins = first == before or bool(read[0] == eot_id if ends is None else (ends == first).any())
+    hollow = closes & ~missing & np.concatenate([[begins], closes[:-1]])
+    after = np.flatnonzero(missing) + 1
+    ids = np.insert(ids, after, eot_id)
+    keep = np.insert(~hollow, after, True)
+    marks = np.insert(closes & ~missing, after, True)
     return ids[keep], np.flatnonzero(marks[keep]) + 1, int(hollow.sum())
-
-
-def _closed(previous: int, first: int, ends: NDArray[np.int64] | None, eot_id: int) -> bool:
-    """Whether a document ends right before token ``first``."""
-    return bool(previous == eot_id) if ends is None else bool((ends == first).any())

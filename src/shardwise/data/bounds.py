@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from math import prod
 from types import FrameType
@@ -74,7 +74,7 @@ def bounded() -> Iterator[None]:
 @contextmanager
 def timed() -> Iterator[None]:
     """Bounded, and TimeoutError after LIMIT_S of processor time."""
-    with nullcontext() if _Bounds.held else bounded():
+    with bounded():
         _Bounds.ticks = 0
         try:
             yield

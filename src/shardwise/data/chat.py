@@ -160,12 +160,9 @@ def _first_token(encoding: Encoding, at: int, end: int) -> int:
     for character in range(at, end):
         token = encoding.char_to_token(character)
         if token is not None:
-            found = encoding.token_to_chars(token)
-            begin = at if found is None else found[0]
-            while begin < at:  # the token began earlier, or is one of several for this character
+            # this one began earlier, or is one of several for the character
+            while token < len(encoding.ids) and (found := encoding.token_to_chars(token)) and found[0] < at:
                 token += 1
-                found = encoding.token_to_chars(token) if token < len(encoding.ids) else None
-                begin = at if found is None else found[0]
             return int(token)
     return len(encoding.ids)
 

@@ -193,13 +193,11 @@ def _csv(source: Source) -> Iterator[Any]:
             for row in rows:
                 for _ in range(line + 1, rows.line_num):
                     yield _NO_RECORD
-                line, whole = rows.line_num, None not in row and None not in row.values()
-                got = sum(isinstance(value, str) for value in row.values()) + len(row.get(None) or ())
-                yield (
-                    row
-                    if whole
-                    else {FAULT_KEY: f"has {_fields(got)}, the header {_fields(len(rows.fieldnames or ()))}"}
-                )
+                line = rows.line_num
+                if None in row or None in row.values():
+                    got = sum(isinstance(value, str) for value in row.values()) + len(row.get(None) or ())
+                    row = {FAULT_KEY: f"has {_fields(got)}, the header {_fields(len(rows.fieldnames or ()))}"}
+                yield row
         except csv.Error as error:
             what = f"{source.name}:{rows.line_num} {error}"
             raise DataError(Problem("DATA004", what, str(source.path), "repair the line")) from error

@@ -48,10 +48,8 @@ def _check_packs(windows: Packs, global_batch_size: int, repeat: bool, more: str
     if len(windows) >= global_batch_size or repeat:
         return
     documents = windows.store.split.documents
-    what = (
-        f"{documents:,} samples fill {len(windows):,} windows of {windows.seq_len:,} tokens, one global batch needs "
-        f"{global_batch_size}"
-    )
+    what = f"{documents:,} samples fill {len(windows):,} windows of {windows.seq_len:,} tokens"
+    what += f", one global batch needs {global_batch_size}"
     fix = f"train.global_batch_size={len(windows)}, or data.repeat=true, to read samples more than once in a step"
     raise DataError(Problem("DATA003", what, "data.path", f"{fix}, or {more}"))
 

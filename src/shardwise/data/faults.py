@@ -6,7 +6,7 @@ import codecs
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.data.source import Source
@@ -85,12 +85,10 @@ def _problems(found: Sequence[BadRecord]) -> list[Problem]:
         if others:
             what += "; the same at " + ", ".join(f"{bad.name}:{bad.line}" for bad in others)
         problems.append(Problem(first.code, what, first.where, first.fix))
-    if all(bad.whole for bad in found):
-        return problems
-    last = problems[-1]
-    skip = "data.on_bad_sample=skip leaves out every bad record"
-    skip += f" (these are the first {MOST})" if len(found) == MOST else ""
-    problems[-1] = Problem(last.code, last.what, last.where, f"{last.fix}; {skip}")
+    if not all(bad.whole for bad in found):
+        skip = "data.on_bad_sample=skip leaves out every bad record"
+        skip += f" (these are the first {MOST})" if len(found) == MOST else ""
+        problems[-1] = replace(problems[-1], fix=f"{problems[-1].fix}; {skip}")
     return problems
 
 

@@ -118,15 +118,13 @@ def parse_pair(record: Record) -> tuple[Sample, Sample]:
     if before and all(side[: len(before)] == before for side in sides):
         before = []
     whole = [[*before, *side] for side in sides]
-    first = len(before) + shared
-    for messages in whole:
-        if whole[0] != whole[1] and first < len(messages) and messages[first]["role"] != "assistant":
-            what = (
-                f"`chosen` and `rejected` first differ in a {messages[first]['role']} message, not an assistant message"
-            )
-            raise Fault("DATA005", what, f"both must answer the same prompt; make them differ in the answer, {_OUT}")
     if whole[0] == whole[1]:
         raise same()
+    first = len(before) + shared
+    for role in (messages[first]["role"] for messages in whole if first < len(messages)):
+        if role != "assistant":
+            what = f"`chosen` and `rejected` first differ in a {role} message, not an assistant message"
+            raise Fault("DATA005", what, f"both must answer the same prompt; make them differ in the answer, {_OUT}")
     chosen, rejected = (_conversation(messages, record, "assistant", first) for messages in whole)
     return chosen, rejected
 

@@ -96,8 +96,7 @@ def already_prepared(data: Data, sample_tokens: int | None) -> store.Prepared | 
     and writes nothing; None where that would be needed."""
     if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
         return _open_named(named, data, sample_tokens)
-    cache, inputs = _cache(data), [data.path, data.validation_path or data.path]
-    paths = [name for given in inputs for name in ([given] if isinstance(given, str) else given)]
+    cache, paths = _cache(data), _inputs(data)
     if data.streaming or any(map(remote.is_remote, paths)):
         return None
     found = source.find(paths, sample_tokens is not None)
@@ -106,6 +105,12 @@ def already_prepared(data: Data, sample_tokens: int | None) -> store.Prepared | 
     note = _note(cache, data, _sources(data, cache, sample_tokens is not None), _settings(data, sample_tokens))
     known = cache / "data" / note.read_text() if note.is_file() else None
     return store.load(known, verify=False) if known and store.is_prepared(known) else None
+
+
+def _inputs(data: Data) -> list[str]:
+    """The paths and URLs that ``data`` names, each once."""
+    both = [data.path, data.validation_path or data.path]
+    return list(dict.fromkeys(name for given in both for name in ([given] if isinstance(given, str) else given)))
 
 
 def _note(cache: Path, data: Data, sources: Sources, settings: dict[str, Any]) -> Path:
@@ -137,11 +142,9 @@ def check_records(data: Data, sample_tokens: int | None) -> Counter[str]:
     outcome; ``read`` is the total. Remote files are not fetched, and without a tokenizer only the texts are read.
     Raises BadRecords, and the errors of tokenizer and template."""
     counts: Counter[str] = Counter()
-    named = [data.path, data.validation_path or data.path]
     if isinstance(data.path, str) and store.is_prepared(Path(data.path).expanduser()):
         return counts
-    paths = [name for given in named for name in ([given] if isinstance(given, str) else given)]
-    here = list(dict.fromkeys(name for name in paths if not remote.is_remote(name)))
+    here = [name for name in _inputs(data) if not remote.is_remote(name)]
     tokenizer, skip = open_tokenizer(data), data.on_bad_sample == "skip"
     with tempfile.TemporaryDirectory() as scratch:
         found = source.find(here, sample_tokens is not None)[:_MOST_FILES] if here else []
@@ -291,16 +294,14 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
     # A jsonl file with a held-out share is in both lists, but is read only once.
     held = tuple(s for s in sources.validation if s.kind != "jsonl" or not sources.share)
     with becoming(target) as directory, ExitStack() as files_open:
-        (directory / "tokenizer").mkdir()
         tokenizer.copy_to(directory / "tokenizer")
         if data.chat_template is not None and of.rules is not None and of.rules.template is not None:
             # The exported model must be used with the template that it was tuned on, so the template is saved too.
             (directory / "tokenizer" / "chat_template.jinja").write_text(of.rules.template, encoding="utf-8")
         names = ("train", "validation")
         writers = {n: files_open.enter_context(shards.SplitWriter(directory, n, tokenizer.vocab_size)) for n in names}
-        mixed = shards.TokenizeSettings(
-            directory / "tokenizer", data.text_key, sources.share, names, of.rules, data.on_bad_sample == "skip"
-        )
+        kept = data.text_key, sources.share, names, of.rules, data.on_bad_sample == "skip"
+        mixed = shards.TokenizeSettings(directory / "tokenizer", *kept)
         only = replace(mixed, share=0.0, splits=("validation", "validation"))
         work = [(unit, mixed) for unit in units(sources.train)] + [(unit, only) for unit in units(held)]
         total = sum(part.stop - part.start for unit, _ in work for part in unit)
@@ -329,12 +330,11 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
             del splits["validation"]
             shutil.rmtree(directory / "validation")
         facts = of.fingerprint(tokenizer), tokenizer.hash, tokenizer.vocab_size, tokenizer.eot_id
-        copied = [path.relative_to(directory) for path in sorted((directory / "tokenizer").iterdir())]
-        copies = tuple(store.sum_file(directory, name.as_posix()) for name in copied)
+        copied = [(f"tokenizer/{path.name}", path) for path in sorted((directory / "tokenizer").iterdir())]
+        copies = tuple(store.FileSum(name, path.stat().st_size, store.checksum(path)) for name, path in copied)
         manifest = store.DataManifest(*facts, splits, copies, tuple(of.files.values()), of.settings, empty)
         length = of.rules.seq_len if of.rules else None
-        prefix = len(tokenizer.prefix)
-        made = replace(manifest, counts=dict(+counts), seq_len=length, prefix_tokens=prefix)
+        made = replace(manifest, counts=dict(+counts), seq_len=length, prefix_tokens=len(tokenizer.prefix))
         store.write_manifest(directory, made)
 
 

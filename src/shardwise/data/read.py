@@ -114,18 +114,15 @@ def _pass_line(file: BinaryIO, stop: int) -> None:
 
 
 def _text(part: SourcePart, faults: Faults) -> Iterator[Piece]:
-    block: list[bytes] = []
-    size = 0
-    block_start = part.start
+    block, block_start = bytearray(), part.start
     for offset, line in _lines(part, faults):
         if not block:
             block_start = offset
-        block.append(line)
-        size += len(line)
-        if size >= _PIECE_BYTES:
-            yield from _split(_decode(part, block_start, b"".join(block)), last=False)
-            block, size = [], 0
-    text = _decode(part, block_start, b"".join(block))
+        block += line
+        if len(block) >= _PIECE_BYTES:
+            yield from _split(_decode(part, block_start, bytes(block)), last=False)
+            block.clear()
+    text = _decode(part, block_start, bytes(block))
     last = part.stop == part.source.stop
     if text or last:
         yield from _split(text, last)

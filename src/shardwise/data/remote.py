@@ -162,9 +162,8 @@ def _fetch_files(url: str, cache: Path, said: Progress | None) -> Path:
         due = told.get("size", "None")
         if due not in ("None", str(fetched[name])):
             what = f"{last} ended at byte {fetched[name]:,} of {int(due):,}"
-            raise DataError(
-                Problem("DATA008", what, shown(url), "start again; files that were completely downloaded are kept")
-            )
+            fix = "start again; files that were completely downloaded are kept"
+            raise DataError(Problem("DATA008", what, shown(url), fix))
 
     def link(directory: Path) -> None:
         for name, target in places.items():

@@ -195,16 +195,12 @@ def _within(samples: list[Encoded], room: list[int], rules: SampleRules, counts:
     if rules.too_long == "error":
         what = f"is {length:,} tokens, train.seq_len {rules.seq_len:,}"
         raise Fault("DATA015", what, f"train.seq_len={length}, or data.too_long=truncate or drop")
-    cut = [_truncated(sample, most) for sample, most in zip(samples, room, strict=True)]
+    cut = [_learn(one, one.ids[:most], one.supervised[:most]) for one, most in zip(samples, room, strict=True)]
     if rules.too_long == "drop" or not all(sample.supervised.any() for sample in cut):
         counts["dropped"] += 1
         return []
     counts["truncated"] += sum(len(sample.ids) > most for sample, most in zip(samples, room, strict=True))
     return cut
-
-
-def _truncated(sample: Encoded, most: int) -> Encoded:
-    return _learn(sample, sample.ids[:most], sample.supervised[:most])
 
 
 def _learn(sample: Encoded, ids: NDArray[np.int64], supervised: NDArray[np.uint8]) -> Encoded:

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
@@ -193,7 +194,7 @@ def die_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-class SplitWriter:
+class SplitWriter(AbstractContextManager["SplitWriter"]):
     """Writes the shards and document boundaries of one split into ``directory/name``, with checksums, and syncs
     them."""
 
@@ -209,9 +210,6 @@ class SplitWriter:
         self.supervised_tokens = 0
         self.hashes: set[int] = set()
         self.counts: Counter[str] = Counter()
-
-    def __enter__(self) -> SplitWriter:
-        return self
 
     def __exit__(self, *error: object) -> None:
         for part in (*self.shards, *self.masks, self.boundaries):

@@ -131,11 +131,6 @@ def first_change(files: Iterable[dict[str, Any]]) -> str | None:
     return None
 
 
-def sum_file(directory: Path, name: str) -> FileSum:
-    """Name, size and hash of an existing file."""
-    return FileSum(name, (directory / name).stat().st_size, checksum(directory / name))
-
-
 def write_manifest(directory: Path, manifest: DataManifest) -> None:
     """Write ``manifest.json`` with its own checksum."""
     body = asdict(manifest)
@@ -254,8 +249,6 @@ class TokenStore:
         first = int(np.searchsorted(table[:, 0], np.uint64(start), side="right"))
         last = int(np.searchsorted(table[:, 0], np.uint64(min(stop, self.tokens)), side="left")) + 1
         rows = table[first:last].astype(np.int64)
-        if not len(rows):
-            return 0.0
         before = table[first - 1].astype(np.int64)[None] if first else np.zeros((1, 2), dtype=np.int64)
         begins, bytes_before = np.concatenate((before, rows[:-1])).T
         ends = rows[:, 0] - 1

@@ -96,18 +96,13 @@ def read_step(windows: Source, order: Order | Portions, share: Share, cursor: in
     return StepBatch(batches, ids, terms, cursor + share.global_batch_size)
 
 
-def evaluated(windows: Windows | Packs, limit: int | None = None) -> range:
-    """The windows that validation reads: the first ``limit``, all if None."""
-    return range(len(windows) if limit is None else min(limit, len(windows)))
-
-
 def evaluation(
-    windows: Windows | Packs, share: Share, limit: int | None = None, numbers: Sequence[int] | None = None
+    windows: Windows | Packs, share: Share, numbers: Sequence[int] | None = None
 ) -> Iterator[EvaluationBatch]:
-    """The first ``limit`` windows (all, if None), or those of ``numbers``, in order, in equally many batches on every
-    rank: missing rows are padding without supervised tokens. Which windows are read does not depend on ``share``;
-    ``share.accumulation`` is not used."""
-    numbers = evaluated(windows, limit) if numbers is None else numbers
+    """The windows of these ``numbers`` (all, if None), in order, in equally many batches on every rank: missing rows
+    are padding without supervised tokens. Which windows are read does not depend on ``share``; ``share.accumulation``
+    is not used."""
+    numbers = range(len(windows)) if numbers is None else numbers
     for start in range(0, len(numbers), share.dp * share.micro_batch_size):
         first = start + share.dp_rank * share.micro_batch_size
         rows = numbers[first : first + share.micro_batch_size]

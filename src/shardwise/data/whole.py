@@ -46,27 +46,27 @@ def _remove_unfinished(parent: Path) -> None:
 
 
 @contextmanager
-def becoming(target: Path) -> Iterator[Path]:
+def becoming(target: Path, synced: bool = True) -> Iterator[Path]:
     """A temporary directory that replaces ``target`` if the block succeeds and is deleted if it raises. The caller must
-    hold the lock."""
+    hold the lock, where others may do the same. ``synced``: all of it is on the disk before it replaces anything."""
     temporary = target.parent / f".{target.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
-        _sync(temporary)
+        if synced:
+            _sync(temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    old = target.parent / f".{target.name}.old"
+    shutil.rmtree(old, ignore_errors=True)
     if target.exists():
-        old = target.parent / f".{target.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
-        temporary.rename(target)
-        shutil.rmtree(old)
-    else:
-        temporary.rename(target)
-    _sync(target.parent, inside=False)
+    temporary.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+    if synced:
+        _sync(target.parent, inside=False)
 
 
 def _sync(directory: Path, inside: bool = True) -> None:

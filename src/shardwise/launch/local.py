@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from shardwise.errors import Problem, ShardwiseError
 from shardwise.launch.worker import LAUNCHER, STORE
 from shardwise.runtime.checkpoint.manifest import train_again
 from shardwise.runtime.faults.outcome import Exit, clear_exit, read_exit, write_exit
-from shardwise.runtime.faults.signals import heeded
+from shardwise.runtime.faults.signals import received
 from shardwise.spec.cgroup import oom_kills
 from shardwise.spec.host import cores, total_memory_bytes
 from shardwise.spec.safe_path import SAFE_PATH
@@ -32,7 +32,6 @@ SAVE_AND_STOP_S = 600.0
 """How long ranks may take to save after SIGTERM, Ctrl-C, SIGHUP or SIGUSR1."""
 AFTER_FAILURE_S = 30.0
 """How long the other ranks may take to end once one has failed."""
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 POLL_S = 0.05
 TWICE_S = 1.0
 """A second Ctrl-C that comes sooner is taken to be the first one, delivered twice."""
@@ -68,10 +67,9 @@ def run_ranks(
     kills = oom_kills()
     command = [sys.executable, "-u", "-m", module, *arguments]
     ranks: list[subprocess.Popen[bytes]] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as private,
-        _requests(saves) as asked,
-    ):
+    asked = _Requests(saves)
+    temporary = tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True)
+    with temporary as private, received(asked.receive):  # what is ignored here is in the ranks too: they inherit that
         try:
             for rank in range(nproc):
                 ranks.append(subprocess.Popen(command, env=_environment(rank, nproc, f"{private}/store")))
@@ -117,19 +115,6 @@ class _Requests:
 def _say(line: str) -> None:
     with suppress(OSError):  # the terminal may be gone
         os.write(2, f"{line}\n".encode())
-
-
-@contextmanager
-def _requests(saves: bool) -> Iterator[_Requests]:
-    """Receive the signals that ask for a stop; afterwards this process has its own handlers back. One that is ignored
-    (SIGHUP under nohup) stays so, here and in the ranks, which inherit that."""
-    asked = _Requests(saves)
-    before = {number: signal.signal(number, asked.receive) for number in heeded(ASKING)}
-    try:
-        yield asked
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]], asked: _Requests) -> dict[int, Failure]:

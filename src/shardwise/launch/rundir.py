@@ -16,17 +16,8 @@ from typing import Any
 from shardwise.data.remote import all_shown
 from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
 from shardwise.runtime import owner
-from shardwise.runtime.checkpoint.locate import check_length
-from shardwise.runtime.checkpoint.manifest import (
-    STATE,
-    Identity,
-    Rejected,
-    candidates,
-    check_files,
-    read,
-    read_facts,
-    train_again,
-)
+from shardwise.runtime.checkpoint.locate import check_length, with_facts
+from shardwise.runtime.checkpoint.manifest import candidates, train_again
 from shardwise.runtime.faults.outcome import read_exit
 from shardwise.runtime.owner import Claim
 from shardwise.spec import finetune
@@ -171,11 +162,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 def _facts(directory: Path) -> dict[str, Any]:
     """The facts of a run's newest readable checkpoint, which include the settings by dotted key; empty if there is
     none."""
-    for _, path in candidates(directory / "checkpoints"):
-        with suppress(Rejected, OSError):
-            check_files(path, read(path), [STATE])
-            return read_facts(path, Identity)
-    return {}
+    return next((facts for _, _, facts in with_facts(directory / "checkpoints")), {})
 
 
 def resuming(directory: Path, step: int, recipe: Recipe) -> str:
@@ -271,10 +258,8 @@ def check_space(directory: Path, parameters: int, keep: int, export_bytes: int =
     place = nearest(directory)
     free = shutil.disk_usage(place).free
     if needed > free:
-        what = (
-            f"a checkpoint is ~{show_payload(checkpoint)}, {keep} and one being written need {show_payload(needed)}, "
-            f"{show_payload(free)} free on {place}"
-        )
+        what = f"a checkpoint is ~{show_payload(checkpoint)}, {keep} and one being written need {show_payload(needed)}"
+        what += f", {show_payload(free)} free on {place}"
         smaller = keep > 1 and 2 * checkpoint + export_bytes <= free
         fix = "a larger disk with `--out`" + (", or `checkpoint.save_total_limit=1`" if smaller else "")
         raise OutputError(Problem("OUT003", what, "checkpoint.save_total_limit", fix))

@@ -47,11 +47,11 @@ def counting(
     counts, fp64: the sums of both losses, the loads of the whole model, layer by layer, and with a capacity what each
     layer drops, zero where other ranks have the layer; nothing of a model without experts. No host waits for a device,
     unless there is a capacity."""
-    layers = layers_of(spec_of(parts)) if spec_of(parts).experts else []
-    if not layers:
-        yield torch.zeros(0, dtype=torch.float64, device=batches[0].ids.device)
-        return
     spec, device = spec_of(parts), batches[0].ids.device
+    layers = layers_of(spec)
+    if not layers:
+        yield torch.zeros(0, dtype=torch.float64, device=device)
+        return
     numbers = torch.zeros(spec.expert_counts, dtype=torch.float64, device=device)
     loads, dropped = numbers[2:].tensor_split([len(layers) * spec.experts])
     loads = loads.view(len(layers), spec.experts)

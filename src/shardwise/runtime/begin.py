@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,9 +108,7 @@ def speed(job: Job) -> Speed:
 
 def gpu_peak_flops(name: str, job: Job) -> float:
     """The dense bf16 (or fp16) peak of a known GPU; 0 (unknown) for other devices and dtypes."""
-    if job.plan.precision.compute not in ("bf16", "fp16"):
-        return 0.0
-    try:
-        return find_device(name).bf16_flops
-    except ConfigError:
-        return 0.0
+    if job.plan.precision.compute in ("bf16", "fp16"):
+        with suppress(ConfigError):
+            return find_device(name).bf16_flops
+    return 0.0

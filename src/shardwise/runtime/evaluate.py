@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import techniques
+from shardwise.data.batch import MicroBatch
 from shardwise.data.stream import EvaluationBatch
 from shardwise.methods import dpo
 from shardwise.runtime import passes
@@ -25,12 +26,9 @@ class Validation:
     text_bytes: float
 
     @property
-    def nats_per_token(self) -> float:
-        return self.nats / self.tokens if self.tokens else math.nan
-
-    @property
     def loss(self) -> float:
-        return self.nats_per_token
+        """Nats per token."""
+        return self.nats / self.tokens if self.tokens else math.nan
 
     @property
     def bits_per_byte(self) -> float:
@@ -38,10 +36,10 @@ class Validation:
 
     def facts(self) -> dict[str, float]:
         """What a run's events and its trackers get."""
-        return {"nats_per_token": self.nats_per_token, "bits_per_byte": self.bits_per_byte}
+        return {"nats_per_token": self.loss, "bits_per_byte": self.bits_per_byte}
 
     def __str__(self) -> str:
-        return f"{self.nats_per_token:.3f} nats per token, {self.bits_per_byte:.3f} bits per byte"
+        return f"{self.loss:.3f} nats per token, {self.bits_per_byte:.3f} bits per byte"
 
 
 @dataclass(frozen=True)
@@ -63,17 +61,27 @@ class Preference:
         return f"{said} ({self.pairs:,} pairs)"
 
 
+def scored(
+    job: Job, parts: Sequence[nn.Module], batches: Iterable[EvaluationBatch], enter: Callable[[], None] = lambda: None
+) -> Iterator[tuple[EvaluationBatch, MicroBatch, Tensor]]:
+    """Each batch with its rows on the device and the loss of each token, where this rank has them: of a pipeline the
+    rank of the last stage does. ``enter`` is called before each."""
+    for batch in batches:
+        enter()
+        micro = batch.micro_batch.to(job.device)
+        losses = passes.infer(parts, micro, passes.score_of(job.plan))
+        if losses is not None:
+            yield batch, micro, losses
+    techniques.after_inference(parts, job.plan)
+
+
 def evaluate(job: Job, parts: Sequence[nn.Module], batches: Iterable[EvaluationBatch]) -> Validation:
     """Every rank passes its own batches, equally many; the result is the same on all. Changes nothing."""
     sums = torch.zeros(3, dtype=torch.float64, device=job.device)
-    for batch in batches:
-        losses = passes.infer(parts, batch.micro_batch.to(job.device), passes.score_of(job.plan))
-        if losses is None:  # another rank of the pipeline has them
-            continue
+    for batch, _, losses in scored(job, parts, batches):
         sums[0] += losses.double().sum()
         sums[1] += batch.supervised_tokens
         sums[2] += batch.text_bytes
-    techniques.after_inference(parts, job.plan)
     job.meshes.total(sums)
     nats, tokens, text_bytes = sums.tolist()
     return Validation(nats, int(tokens), text_bytes)
@@ -82,18 +90,13 @@ def evaluate(job: Job, parts: Sequence[nn.Module], batches: Iterable[EvaluationB
 def evaluate_pairs(job: Job, parts: Sequence[nn.Module], batches: Iterable[EvaluationBatch]) -> Preference:
     """As :func:`evaluate`, of pairs of answers that know what the reference says of them."""
     sums, method = torch.zeros(4, dtype=torch.float64, device=job.device), job.recipe.method
-    for batch in batches:
-        micro = batch.micro_batch.to(job.device)
+    for _, micro, losses in scored(job, parts, batches):
         assert micro.references is not None
-        losses = passes.infer(parts, micro, passes.score_of(job.plan))
-        if losses is None:
-            continue
         margins = dpo.ratios(losses, micro, job.meshes.groups.get("cp")) - micro.references
         if not micro.counts:
             continue
         columns = (dpo.pair_losses(margins, method), margins > 0, method.beta * margins, torch.ones_like(margins))
         sums += torch.stack([values.double().sum() for values in columns])
-    techniques.after_inference(parts, job.plan)
     job.meshes.total(sums)
     *totals, count = sums.tolist()
     loss, accuracy, margin = (total / count if count else math.nan for total in totals)

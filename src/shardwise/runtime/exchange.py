@@ -7,7 +7,6 @@ is whoever connected to a rank's port, not necessarily a rank. Here objects are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from io import BytesIO
@@ -66,12 +65,6 @@ def all_gather(value: Any, group: Group = None) -> list[Any]:
     """The values of all ranks, by rank, on every one."""
     everyone: list[Any] = broadcast(gather(value, group), group)
     return everyone
-
-
-def scatter(values: Sequence[Any], group: Group = None) -> Any:
-    """Element number ``rank`` of the first rank's ``values``."""
-    parts = broadcast([encode(value) for value in values], group)
-    return decode(parts[dist.get_rank(group)])
 
 
 def send(value: Any, rank: int) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.data import tokens
 from shardwise.data.batch import MicroBatch
+from shardwise.data.whole import becoming
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.torch_private import placed_as
 from shardwise.errors import Problem, TrainingError
@@ -38,25 +37,24 @@ from shardwise.techniques.dtypes import torch_dtype
 
 def export(
     parameters: Mapping[str, Tensor], spec: ModelSpec, tokenizer: tokens.Tokenizer, target: Path, dtype: torch.dtype
-) -> Path:
+) -> None:
     """Write ``target`` from the (sharded) parameters of all ranks: gathered one tensor at a time, written by rank 0.
     Every rank calls this alike. What stood there before is replaced when the new one is whole."""
     holders = holders_of(parameters)
     if dist.is_initialized() and dist.get_rank() != 0:
         for name in hf.order_of_writing(spec):
             fetched(name, parameters, holders)
-        return target
+        return
     if spec.eos_token_id is None:
         spec = replace(spec, eos_token_id=tokenizer.eot_id)
-    with replacing(target) as draft:
+    with becoming(target, synced=False) as draft:
         hf.write_weights(draft, spec, lambda name: fetched(name, parameters, holders), dtype)
         tokenizer.copy_to(draft)
-    return target
 
 
 def export_adapter(
     parameters: Mapping[str, Tensor], settings: Lora, spec: ModelSpec, model: str | None, target: Path
-) -> Path:
+) -> None:
     """Write only the adapters, in PEFT's format, as :func:`export` writes a model. ``model``: the name of their base
     model."""
     own = {name: value for name, value in parameters.items() if is_adapter(name)}
@@ -64,11 +62,10 @@ def export_adapter(
     if dist.is_initialized() and dist.get_rank() != 0:
         for name in holders:
             fetched(name, own, holders)
-        return target
-    with replacing(target) as draft:
+        return
+    with becoming(target, synced=False) as draft:
         likes = {name: held.like for name, held in holders.items()}
         peft.write_adapter(draft, settings, spec, model, likes, lambda name: fetched(name, own, holders))
-    return target
 
 
 class Held(NamedTuple):
@@ -115,23 +112,6 @@ def fetched(name: str, parameters: Mapping[str, Tensor], holders: Holders) -> Te
     return exchange.receive(holder) if dist.get_rank() == 0 else value
 
 
-@contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """A directory to write into. It replaces ``target`` when the block succeeds, and is removed when it fails."""
-    draft, old = (target.with_name(f".{target.name}.{word}") for word in ("draft", "old"))
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
-        yield draft
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    draft.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = True) -> Model:
     """The model of a run's newest checkpoint (or of the one named), whole, in this process. Adapters are attached to
     the weights that they were trained on, or unless ``quantised`` to the model's own in ``precision.weights``."""
@@ -150,17 +130,17 @@ def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = T
     return model
 
 
-def export_run(
-    run: Path, recipe: Recipe, spec: ModelSpec, tokenizer: tokens.Tokenizer, target: Path
-) -> tuple[Path, str]:
+def export_run(run: Path, recipe: Recipe, spec: ModelSpec, tokenizer: tokens.Tokenizer, target: Path) -> str:
     """``shardwise export``: the newest checkpoint of ``run`` as one model in ``target``, adapters merged, in one
-    process; and what is to be said of the merge. Raises TrainingError (LORA001) if the merged model is another one."""
+    process; returns what is to be said of the merge. Raises TrainingError (LORA001) if the merged model is another
+    one."""
     model, said = load_run(run, recipe, spec, quantised=False), ""
     adapters = lora.settings(recipe.lora, Precision(weights=recipe.precision.weights))
     if adapters is not None:
         said = merge([model], adapters)
         said += ", into the weights as they were before quantisation" if adapters.nf4 else ""
-    return export(dict(model.named_parameters()), spec, tokenizer, target, torch_dtype(recipe.precision.weights)), said
+    export(dict(model.named_parameters()), spec, tokenizer, target, torch_dtype(recipe.precision.weights))
+    return said
 
 
 @torch.no_grad()

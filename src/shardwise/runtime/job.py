@@ -23,14 +23,13 @@ from shardwise.data.pack import Packs, Windows, open_windows
 from shardwise.data.portions import Portions, open_data
 from shardwise.data.remote import TRUST_S
 from shardwise.data.store import Prepared, TokenStore
-from shardwise.data.stream import Share, evaluated
+from shardwise.data.stream import Share
 from shardwise.data.whole import write_whole
 from shardwise.distributed.meshes import Meshes
 from shardwise.errors import DataError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of, resolve
-from shardwise.runtime.checkpoint import manifest
-from shardwise.runtime.checkpoint.manifest import Identity, Rejected, candidates
+from shardwise.runtime.checkpoint.locate import with_facts
 from shardwise.runtime.world import DeviceKind, device_of, from_first, process
 from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.plan import Plan
@@ -99,7 +98,7 @@ class Job:
         rows = max(step, step * self.max_steps // TRAINED_EACH)
         if limit is not None:
             rows = limit * batch.micro_batch_size * self.plan.layout.dp
-        return range(0) if windows is None else evaluated(windows, rows)
+        return range(0) if windows is None else range(min(rows, len(windows)))
 
     @property
     def order(self) -> Order | Portions:
@@ -201,24 +200,11 @@ def read_run(directory: Path) -> dict[str, Any] | None:
         except (OSError, ValueError) as error:
             state = f"cannot be read ({error}), and was renamed to run.json.damaged"
         path.rename(path.with_name("run.json.damaged"))
-    found = identity_of(directory / "checkpoints")
+    found = next((each for each in with_facts(directory / "checkpoints") if "data" in each[2]), None)
     if there or found:
         source = f"it is restored from {found[0].name}" if found else "no checkpoint needs it, so the run starts over"
         print(f"warning[RUN006]: {path} {state}; {source}", flush=True)
-    return found and found[1]
-
-
-def identity_of(checkpoints: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest intact checkpoint, and the identity of the run that it belongs to."""
-    for _, path in candidates(checkpoints):
-        try:
-            record = manifest.read(path)
-            manifest.check_files(path, record, [manifest.STATE])
-            facts = manifest.read_facts(path, Identity)
-            return path, {"run_id": record.run_id, "data": facts["data"]}
-        except (Rejected, OSError, KeyError):
-            continue
-    return None
+    return found and {"run_id": found[1].run_id, "data": found[2]["data"]}
 
 
 def identity(job: Job) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -75,11 +75,9 @@ this name."""
 _USAGES: WeakKeyDictionary[nn.Module, Usage] = WeakKeyDictionary()
 
 
-@contextmanager
-def world(plan: Plan, timeout_s: float = 60.0) -> Iterator[Meshes]:
+def world(plan: Plan, timeout_s: float = 60.0) -> AbstractContextManager[Meshes]:
     """The process group of ``plan`` for the length of the block, on GPUs where there are any; yields its groups."""
-    with processes.world(plan.layout, "cuda" if torch.cuda.is_available() else "cpu", timeout_s) as mesh:
-        yield mesh
+    return processes.world(plan.layout, "cuda" if torch.cuda.is_available() else "cpu", timeout_s)
 
 
 def parallelize(
@@ -127,10 +125,9 @@ def _check_cut(module: nn.Module, plan: Plan) -> None:
     if layout.tp == layout.cp == 1:
         return
     if not isinstance(module, Decoder):
-        code, does = (
-            ("PLAN022", "tensor parallelism cuts") if layout.tp > 1 else ("PLAN026", "context parallelism cuts")
-        )
-        what = f"{does} the layers of shardwise.models.decoder.Decoder, and this module is a {type(module).__name__}"
+        code, kind = ("PLAN022", "tensor") if layout.tp > 1 else ("PLAN026", "context")
+        what = f"{kind} parallelism cuts the layers of shardwise.models.decoder.Decoder"
+        what += f", and this module is a {type(module).__name__}"
         fix = "tp=1 and cp=1 with strategy zero3, or `shardwise train` for a model on the Hub"
         raise ConfigError(Problem(code, what, "parallelize", fix))
     any_length = replace(plan, batch=replace(plan.batch, seq_len=parts_of(layout.ring, layout.ulysses)))

@@ -45,10 +45,8 @@ def optimizer(
         groups.setdefault((decay, isinstance(parameter, DTensor)), []).append(parameter)  # the kernel takes no mixture
     given = [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
     made = optim.AdamW(given, lr=learning_rate, betas=betas, eps=eps, fused=True)
-    for parameter in trained:
-        made.state[parameter] = fresh_moments(
-            parameter
-        )  # so that a checkpoint can be loaded into it before a first step
+    for parameter in trained:  # so that a checkpoint can be loaded into it before a first step
+        made.state[parameter] = fresh_moments(parameter)
     return made
 
 

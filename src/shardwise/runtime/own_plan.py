@@ -63,9 +63,8 @@ def plan(
     if strategy == "hsdp" and replicas is None:
         count = max(2, me.world_size // me.local_world_size) if dp > 1 else 1
     if dp % count:
-        what = (
-            f"{count} replicas do not divide {dp} {'processes' if tp * cp == 1 else f'groups of {tp * cp} processes'}"
-        )
+        divided = "processes" if tp * cp == 1 else f"groups of {tp * cp} processes"
+        what = f"{count} replicas do not divide {dp} {divided}"
         raise ConfigError(Problem("PLAN001", what, "replicas", f"a divisor of {dp}"))
     dial: Strategy = "zero3" if strategy in ("fsdp", "hsdp") else strategy  # type: ignore[assignment]
     if dial == "ddp" or dp * cp == count:
@@ -83,12 +82,8 @@ def plan(
     )
 
 
-NO_STAGES = Problem(
-    "PLAN023",
-    "a pipeline runs the model stage by stage, and a loop of one's own calls it as a whole",
-    "pp",
-    "leave pp out, or `shardwise train` with parallel.pp",
-)
+_STAGES = "a pipeline runs the model stage by stage, and a loop of one's own calls it as a whole"
+NO_STAGES = Problem("PLAN023", _STAGES, "pp", "leave pp out, or `shardwise train` with parallel.pp")
 
 
 def _check_degrees(given: Collection[str]) -> None:

@@ -228,6 +228,5 @@ class PipelineRank(Generic[Made]):
         try:
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"stage {at.stage}, micro-batch {at.micro}: {what}, from rank {other}: {error}"
-            ) from error
+            told = f"stage {at.stage}, micro-batch {at.micro}: {what}, from rank {other}: {error}"
+            raise RuntimeError(told) from error

@@ -30,12 +30,7 @@ def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:
     of a local shard, and a tied parameter is one parameter, so neither counts twice.
     """
     groups: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
-    seen: set[int] = set()
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
+    for gradient in _gradients(parameters):
         shard = local(gradient)
         if shard.numel():
             groups.setdefault((replication(gradient, ranks), shard.dtype, shard.device), []).append(shard)
@@ -69,9 +64,14 @@ def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
 def scale_gradients(parameters: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every gradient in place, shard by shard, with no DTensor operation."""
     shards: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for parameter in {id(parameter): parameter for parameter in parameters}.values():
-        if parameter.grad is not None:
-            shard = local(parameter.grad)
-            shards.setdefault((shard.dtype, shard.device), []).append(shard)
+    for gradient in _gradients(parameters):
+        shard = local(gradient)
+        shards.setdefault((shard.dtype, shard.device), []).append(shard)
     for (dtype, device), group in shards.items():
         torch._foreach_mul_(group, factor.to(device, torch.promote_types(dtype, torch.float32)))
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those that there are, once of a parameter that is named twice."""
+    once = {id(parameter): parameter.grad for parameter in parameters}
+    return [gradient for gradient in once.values() if gradient is not None]

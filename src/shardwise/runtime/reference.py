@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,14 @@ import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
-from shardwise import techniques
 from shardwise.data.pack import Packs
 from shardwise.data.stream import evaluation
 from shardwise.errors import DataError, Problem
 from shardwise.methods import dpo
 from shardwise.models import tensorfile
-from shardwise.runtime import passes
 from shardwise.runtime.build import weights_directory
 from shardwise.runtime.checkpoint.manifest import candidates
+from shardwise.runtime.evaluate import scored
 from shardwise.runtime.job import Job
 from shardwise.runtime.metrics.log import clock
 from shardwise.runtime.world import from_first
@@ -71,16 +71,11 @@ def score(
     sums = torch.zeros(windows.store.split.documents // 2, dtype=torch.float64, device=job.device)
     numbered = replace(windows, reference=np.arange(float(len(sums))))  # so a batch says which pairs are in it
     with lora.disabled(parts):
-        for batch in evaluation(numbered, replace(job.share, accumulation=1), numbers=numbers):
-            enter("evaluate")
-            micro = batch.micro_batch.to(job.device)
-            losses = passes.infer(parts, micro, passes.score_of(job.plan))
-            if losses is None:  # another rank of the pipeline has them
-                continue
+        batches = evaluation(numbered, replace(job.share, accumulation=1), numbers=numbers)
+        for _, micro, losses in scored(job, parts, batches, partial(enter, "evaluate")):
             assert micro.references is not None
             ratios = dpo.ratios(losses, micro, job.meshes.groups.get("cp"))
             sums[micro.references.long()] = ratios * micro.counts
-    techniques.after_inference(parts, job.plan)
     job.meshes.total(sums)
     found: NDArray[np.float64] = sums.cpu().numpy()
     return found

@@ -10,8 +10,6 @@ the band that plans come with.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import numpy as np
 
 from shardwise.errors import ShardwiseError
 from shardwise.interop.accuracy.rows import Measurement, read, said
-from shardwise.interop.accuracy.score import groups_of, measured_s, predicted_s, rows_of
+from shardwise.interop.accuracy.score import as_csv, groups_of, measured_s, predicted_s, rows_of
 from shardwise.planner.seconds.constants import replaced, rows, shipped
 
 Values = dict[str, float]
@@ -166,13 +164,9 @@ def main() -> None:
         print(f"error in %, all constants from other sources{words}: median and p90 {off}")
     print("the band holds {:.0%} of rows without their source, {:.0%} by source".format(*covered(data, left, values)))
     if given.out:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, [*lines[0]], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            line | {"value": f"{values.get(line['constant'], float(line['value'])):.4g}"} for line in lines
-        )
-        given.out.write_text(text.getvalue())
+        for line in lines:
+            line["value"] = f"{values.get(line['constant'], float(line['value'])):.4g}"
+        given.out.write_text(as_csv([*lines[0]], lines))
 
 
 if __name__ == "__main__":

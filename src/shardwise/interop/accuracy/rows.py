@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -143,25 +144,22 @@ def _refuse(text: Text) -> None:
     """What the planner does not price, or nobody could compare."""
     names = ("notes", "task", "offload", "model", "optimizer")
     notes, task, offload, model, optimizer = (said(text, name).lower() for name in names)
-    rules = {
+    program, precision = said(text, "framework").lower(), said(text, "precision").lower()
+    sized = whole(text, "num_experts") and whole(text, "moe_ffn")
+    rules: dict[str, object] = {
         "a reference, not a measurement": "reference" in (said(text, "verified"), said(text, "kind")),
-        "a schedule that overlaps other stages": re.search(
-            "dualpipe|zero.?bubble", f"{notes} {said(text, 'framework')}".lower()
-        )
-        is not None,
-        "8-bit or 4-bit products": re.match(r"(mx|nv)?fp[48]|int8", said(text, "precision").lower()) is not None,
-        "experts of which not all sizes are told": re.search(r"\bmoe\b|-a\d+b|\d+x\d+b", model) is not None
-        and not (whole(text, "num_experts") and whole(text, "moe_ffn")),
+        "a schedule that overlaps other stages": re.search("dualpipe|zero.?bubble", f"{notes} {program}"),
+        "8-bit or 4-bit products": re.match(r"(mx|nv)?fp[48]|int8", precision),
+        "experts of which not all sizes are told": not sized and re.search(r"\bmoe\b|-a\d+b|\d+x\d+b", model),
         "experts that tensor parallelism cuts": (number(text, "etp") or 1) > 1,
-        "a hybrid of attention and other blocks": re.search("hybrid model|mamba|nemotron-?h", f"{notes} {model}")
-        is not None,
+        "a hybrid of attention and other blocks": re.search("hybrid model|mamba|nemotron-?h", f"{notes} {model}"),
         "another model than its sizes say": "different flops" in notes,
         "latent attention": said(text, "mla").lower() not in ("", "0", "no", "false"),
         "offloading": offload not in ("", "none", "no"),
         "adapters other than LoRA": task == "adapter",
         "an unknown task": task not in ("pretrain", "adapter", *FINE_TUNING),
         "fine-tuning on samples that are not packed": task != "pretrain"
-        and re.search("unpacked|variable.length", notes) is not None,
+        and re.search("unpacked|variable.length", notes),
         "an optimizer other than Adam": "adam" not in (optimizer or "adam") or "muon" in optimizer,
     }
     for reason, refused in rules.items():
@@ -177,11 +175,9 @@ def _device(text: Text) -> Device:
     links = "-PCIe" if re.match("PCIe", said(text, "interconnect")) else ""
     sized = f"{named}-{memory:g}GB" if memory else named
     for tried in (*[f"{named}{links}"] * bool(links), sized, named):
-        try:
+        with suppress(ShardwiseError):
             device = find_device(tried)
-        except ShardwiseError:
-            continue
-        return device if named is name else replace(device, peer_bytes_per_s=EXPORT_LINK_BYTES_PER_S)
+            return device if named is name else replace(device, peer_bytes_per_s=EXPORT_LINK_BYTES_PER_S)
     raise _Skipped("unknown GPU")
 
 
@@ -232,14 +228,13 @@ def _plan(text: Text, spec: ModelSpec, habits: Habits, guessed: list[str]) -> Pl
         raise _Skipped("layout not told")
     dp = world // (tp * pp * cp)
     strategy: Any = _strategy(text, habits, guessed) if dp * cp > 1 else "ddp"
-    shard = dp if strategy != "ddp" else 1
-    if strategy != "ddp" and (stated := whole(text, "fsdp_shard")) and dp % stated == 0 and stated > 1:
-        shard = stated
-    elif strategy != "ddp" and (found := re.search(r"over (\d+) ranks", said(text, "sharding"))):
-        shard = int(found[1]) if dp % int(found[1]) == 0 else dp
-    ep = whole(text, "ep") or 1
+    ep, shard = whole(text, "ep") or 1, dp
     if strategy == "ddp":
         shard = least_dp_shard(Layout(cp=cp, tp=tp, ep=ep))
+    elif (stated := whole(text, "fsdp_shard")) and dp % stated == 0 and stated > 1:
+        shard = stated
+    elif found := re.search(r"over (\d+) ranks", said(text, "sharding")):
+        shard = int(found[1]) if dp % int(found[1]) == 0 else dp
     if dp % shard or shard * cp * tp % ep:
         raise _Skipped("ep does not divide dp x cp x tp")
     layout = Layout(dp // shard, shard, pp, cp, tp, ep)  # cp as a ring, Megatron's default

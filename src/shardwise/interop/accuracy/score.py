@@ -9,7 +9,7 @@ import csv
 import io
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -115,17 +115,9 @@ def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]
     by_group: dict[str, list[Score]] = defaultdict(list)
     for one in scores:
         by_group[one.group].append(one)
-    names = (
-        "dense_16bit",
-        "dense_16bit_stated",
-        "fine_tune",
-        "long",
-        "experts",
-        "experts_fine_tune",
-        "memory",
-        *sorted({*KINDS.values()}),
-    )
+    timed_groups = ("dense_16bit", "dense_16bit_stated", "fine_tune", "long", "experts", "experts_fine_tune")
     levels = levels_of(scores)
+    names = (*timed_groups, "memory", *sorted({*KINDS.values()}))
     groups: dict[str, Any] = {name: summary(by_group[name], levels) for name in names}
     groups["fit"] = {
         "n": fits.total(),
@@ -297,10 +289,18 @@ def percentile(values: list[float], share: float) -> float | None:
     return round(ordered[low] + (at - low) * (ordered[high] - ordered[low]), 2)
 
 
+def as_csv(columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
+    """Rows as a CSV file with a header."""
+    table = io.StringIO()
+    writer = csv.DictWriter(table, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return table.getvalue()
+
+
 def line(one: Score) -> dict[str, Any]:
     """A score as a row of ``--rows``; seconds, or GiB."""
     unit = 2.0**30 if one.group.startswith("memory") else 1.0
     found = [said(one.row.text, "id"), one.row.source, one.group, one.measured / unit, one.predicted / unit]
-    return dict(
-        zip(COLUMNS, [*found, one.error_pct, " ".join(one.row.guessed), said(one.row.text, "notes")], strict=True)
-    )
+    found += [one.error_pct, " ".join(one.row.guessed), said(one.row.text, "notes")]
+    return dict(zip(COLUMNS, found, strict=True))

@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,11 +72,10 @@ def _versions() -> str:
 
 def _first(pattern: str, file: Path) -> str:
     """What the first group of ``pattern`` matches in ``file``; nothing where it does not, or there is no file."""
-    try:
-        match = re.search(pattern, file.read_text(errors="replace"))
-    except OSError:
-        return ""
-    return match[1].strip() if match else ""
+    with suppress(OSError):
+        if match := re.search(pattern, file.read_text(errors="replace")):
+            return match[1].strip()
+    return ""
 
 
 def machine_lines(machine: Machine, cluster: Cluster) -> list[str]:

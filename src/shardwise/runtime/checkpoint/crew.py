@@ -19,7 +19,7 @@ from shardwise.distributed.torch_private import set_timeout
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.checkpoint.commit import MaybeCommitted
 from shardwise.runtime.checkpoint.manifest import FileRecord, Manifest, Rejected, Slice, TensorRecord
-from shardwise.runtime.exchange import broadcast, gather, may_travel, scatter
+from shardwise.runtime.exchange import broadcast, decode, encode, gather, may_travel
 
 T = TypeVar("T")
 JOIN_S = 60.0
@@ -104,28 +104,20 @@ class Crew:
         return result if failed is None else failed  # type: ignore[return-value]
 
     def deal(self, work: Callable[[], list[T]]) -> T:
-        """The first rank makes a list of one value per rank; every rank gets its own. Raises as ``first`` does."""
-        things: list[Any] = []
-        if self.rank == 0:
-            made, error = _attempt(work)
-            things = [(None, error)] * self.size if made is None else [(thing, None) for thing in made]
-        result, error = scatter(things, self.group) if self.size > 1 else things[0]
-        if error is not None:
-            raise RankError({0: error})
-        return result
+        """The first rank makes a list of one value per rank; every rank gets its own, and decodes no other's. Raises as
+        ``first`` does."""
+        parts = self.first(lambda: [encode(thing) for thing in work()])
+        return decode(parts[self.rank])
 
     def each(self, work: Callable[[], T]) -> list[T]:
         """Do ``work`` on every rank; the list of results on the first rank, an empty one elsewhere.
 
         Raises RankError on every rank if it raised on any.
         """
-        result, error = _attempt(work)
-        if self.size == 1:
-            if error is not None:
-                raise RankError({0: error})
-            return [result]  # type: ignore[list-item]
-        answers = gather((result, error), self.group)
-        failures = broadcast({rank: failed for rank, (_, failed) in enumerate(answers) if failed}, self.group)
+        answers: list[Any] = gather(_attempt(work), self.group) if self.size > 1 else [_attempt(work)]
+        failures = {rank: failed for rank, (_, failed) in enumerate(answers) if failed is not None}
+        if self.size > 1:
+            failures = broadcast(failures, self.group)
         if failures:
             raise RankError(failures)
         return [found for found, _ in answers]

@@ -6,19 +6,26 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import FiniteFloat
 
 from shardwise.errors import DataError, MissingInputError, Problem
 from shardwise.runtime.checkpoint.manifest import (
     MANIFEST,
+    STATE,
+    Identity,
+    Manifest,
     Rejected,
     TensorRecord,
     candidates,
     check,
+    check_files,
+    read,
     read_facts,
     unlisted,
     whole,
@@ -60,6 +67,16 @@ def newest(directory: Path) -> Path | None:
     return next((path for _, path in candidates(directory) if whole(path)), None)
 
 
+def with_facts(directory: Path) -> Iterator[tuple[Path, Manifest, dict[str, Any]]]:
+    """The checkpoints of a run of ``shardwise train`` whose facts can be read, newest first, each with its manifest and
+    its facts. What else is in them is not looked at."""
+    for _, path in candidates(directory):
+        with suppress(Rejected, OSError):
+            record = read(path)
+            check_files(path, record, [STATE])
+            yield path, record, read_facts(path, Identity)
+
+
 def check_length(step: int, max_steps: int | None) -> None:
     """Raise DataError CKPT024 if a run at ``step`` is to end before that step."""
     if max_steps is not None and max_steps < step:
@@ -78,13 +95,10 @@ def best(directory: Path) -> tuple[float, int, Path] | None:
     among a checkpoint's own facts, so that both are committed together. None: no checkpoint has one."""
     found = []
     for step, path in candidates(directory):
-        try:
+        with suppress(Rejected, OSError):
             check(path, hashes=False)
-            loss = read_facts(path, _Validated).get("validation")
-        except (Rejected, OSError):
-            continue
-        if loss is not None:
-            found.append((float(loss), step, path))
+            if (loss := read_facts(path, _Validated).get("validation")) is not None:
+                found.append((float(loss), step, path))
     return min(found, default=None)
 
 

@@ -145,9 +145,8 @@ def parse(data: bytes, where: str) -> Manifest:
     what it lists is not whole: of every file each chunk, of every tensor each element."""
     digest, body = data[len(_HEAD) : len(_HEAD) + 64], data[len(_HEAD) + 64 + len(_MIDDLE) : -len(_TAIL)]
     if data != _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL:
-        what = (
-            f"the manifest is damaged: its contents do not match its sha256 ({digest[:12].decode(errors='replace')}...)"
-        )
+        shown = digest[:12].decode(errors="replace")
+        what = f"the manifest is damaged: its contents do not match its sha256 ({shown}...)"
         raise Rejected(Problem("CKPT007", what, where))
     try:
         if (written := from_json(_Format, body).format) > FORMAT:

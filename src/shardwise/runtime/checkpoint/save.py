@@ -111,9 +111,8 @@ class RunCheckpoints:
         if votes[1] != -votes[2]:
             raise ValueError(f"the ranks disagree on the step to save: {votes[1]} to {-votes[2]}")
         if not votes[0]:
-            self._events.append(
-                SaveResult("skipped", step, "the loss or the gradient norm was not finite on some rank")
-            )
+            why = "the loss or the gradient norm was not finite on some rank"
+            self._events.append(SaveResult("skipped", step, why))
             return False
         try:
             if not votes[3]:

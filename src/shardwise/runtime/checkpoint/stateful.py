@@ -75,12 +75,8 @@ def decode(value: Any) -> Any:
         return Counter(pairs) if kind == "$counter" else pairs
     if kind == "$tensor":
         dtype, shape, data = inner
-        raw = bytearray(base64.b64decode(data))
-        return (
-            torch.frombuffer(raw, dtype=DTYPES[dtype]).reshape(shape)
-            if raw
-            else torch.empty(shape, dtype=DTYPES[dtype])
-        )
+        raw, empty = bytearray(base64.b64decode(data)), torch.empty(shape, dtype=DTYPES[dtype])
+        return torch.frombuffer(raw, dtype=empty.dtype).reshape(shape) if raw else empty
     return {key: decode(item) for key, item in value.items()}
 
 
@@ -97,9 +93,8 @@ class Objects:
         for name, each in objects.items():
             if not isinstance(each, Stateful):
                 what = f"`{name}` is a {type(each).__name__}, which has no state_dict() and load_state_dict()"
-                raise DataError(
-                    Problem("CKPT020", what, name, "an object with both; a fact goes to save(step, name=fact)")
-                )
+                fix = "an object with both; a fact goes to save(step, name=fact)"
+                raise DataError(Problem("CKPT020", what, name, fix))
             encode(each.state_dict(), name)
         self.objects, self.per_rank, self.optimizer = objects, frozenset(per_rank), optimizer
 

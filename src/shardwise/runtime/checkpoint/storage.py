@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -212,12 +213,9 @@ class ShardWriter(_Store, StorageWriter):
 
         Raises Rejected (CKPT015) if a slice was not written; else see commit.publish.
         """
-        if self._attempt is None:
-            raise RuntimeError("nothing was begun")
+        assert self._attempt is not None, "nothing was begun"
         files = {STATE: commit.write_file(self._attempt.path / STATE, [memoryview(self._facts)], self.disk)}
-        stored: dict[MetadataIndex, StoredSlice] = {
-            result.index: result.storage_data for rank in results for result in rank
-        }
+        stored: dict[MetadataIndex, StoredSlice] = {each.index: each.storage_data for each in chain(*results)}
         files |= {entry.file: entry.record for entry in stored.values()}
         tensors = {name: _record(name, entry, stored) for name, entry in metadata.state_dict_metadata.items()}
         check_coverage(tensors)

@@ -21,7 +21,7 @@ from shardwise.runtime.checkpoint.manifest import train_again
 from shardwise.runtime.faults import flight
 from shardwise.runtime.faults.heartbeat import LEFT, Page, RankStatus, culprit, hang, read_pages, stuck
 from shardwise.runtime.faults.outcome import Exit, Kind, clear_exit, read_exit, write_exit
-from shardwise.runtime.faults.signals import heeded
+from shardwise.runtime.faults.signals import received
 from shardwise.runtime.owner import Claim
 from shardwise.runtime.world import Process, take_device
 
@@ -201,7 +201,7 @@ class Guard:
         told = read_exit(self.directory)
         return told is not None and told.kind not in ("done", "preempted") and told.rank != self.page.status.rank
 
-    def dump_stacks(self) -> Path:
+    def dump_stacks(self) -> None:
         """Write the stack of every thread of this rank under ``hang-step-N/``."""
         status = self.page.status
         path = self.directory / f"hang-step-{status.step}" / f"rank-{status.rank:05d}.txt"
@@ -210,7 +210,6 @@ class Guard:
         with path.open("w") as file:
             print(f"{place}\nnewest collective {status.collective or '-'} #{status.sequence}", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
-        return path
 
 
 class StopRequest:
@@ -236,16 +235,10 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn the signals that ask for a stop into a flag that the loop reads; the old handlers come back at the end.
-    Those that are ignored stay so: the SIGHUP of a closing terminal under nohup."""
+    """Turn the signals that ask for a stop into a flag that the loop reads."""
     request = StopRequest()
-    wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.signal(number, request.receive) for number in heeded(wanted)}
-    try:
+    with received(request.receive):
         yield request
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 @contextmanager

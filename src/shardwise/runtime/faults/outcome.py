@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat
 
+from shardwise.errors import ShardwiseError
 from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.record import Count, from_json
 
@@ -34,6 +36,12 @@ class Exit:
     problems: list[dict[str, str]] = field(default_factory=list)
     restartable: bool = False
     time_s: FiniteFloat = 0.0
+
+
+def failed(kind: Kind, error: ShardwiseError, rank: int) -> Exit:
+    """What this process, a rank of the run, has to say of the ``error`` that ended it."""
+    problems, what = [asdict(problem) for problem in error.problems], error.problems[0].what
+    return Exit(kind, error.exit_code, what, rank, socket.gethostname(), os.getpid(), problems=problems)
 
 
 def write_exit(run_directory: Path, outcome: Exit) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask for a stop: SIGHUP comes of a terminal that is closed, SIGUSR1 from Slurm, as a warning."""
 
 
 def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
@@ -13,3 +18,15 @@ def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
     if threading.current_thread() is not threading.main_thread():
         return []
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@contextmanager
+def received(by: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within it, ``by`` is called when a stop is asked for; the old handlers come back at the end. Signals that are
+    ignored stay so: the SIGHUP of a closing terminal under nohup."""
+    before = {number: signal.signal(number, by) for number in heeded(ASKING)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -10,11 +10,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -139,7 +140,7 @@ def keep_until(path: Path, step: int) -> str:
     return "; ".join(told)
 
 
-class Log:
+class Log(AbstractContextManager["Log"]):
     """Metrics and events of one rank; only rank 0's writes anything. ``first_step`` is the step a run resumes from.
     ``tracks`` get the same numbers, and are closed with the log. With ``log_steps`` (set after it is made) the screen
     and they get only every so many steps; metrics.jsonl has them all. ``expert_ranks`` (set likewise): how many ranks
@@ -167,17 +168,13 @@ class Log:
         self._tracks = tracks or Tracks()
         self._start_s = self._begin_s = self._trimmed_s = time.perf_counter()
         if rank == 0:
-            missing = keep_until(run_directory / "metrics.jsonl", first_step)
-            self._metrics = Lines(run_directory / "metrics.jsonl")
+            metrics = run_directory / "metrics.jsonl"
+            missing = keep_until(metrics, first_step)
+            self._metrics = Lines(metrics)
             self._events = Lines(run_directory / "events.jsonl")
             self._screen = Screen(max_steps)
             if missing:
-                self.say(
-                    f"warning[LOG001]: {run_directory / 'metrics.jsonl'}: {missing}; the checkpoints are not affected"
-                )
-
-    def __enter__(self) -> Self:
-        return self
+                self.say(f"warning[LOG001]: {metrics}: {missing}; the checkpoints are not affected")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         stopped = kind is not None and issubclass(kind, PreemptedError)
@@ -195,6 +192,7 @@ class Log:
             self.seconds.append(elapsed_s)
         self.skipped += stats.skipped
         rate = stats.tokens / elapsed_s
+        mfu = self.speed.mfu(rate)
         record: dict[str, Any] = {
             "step": stats.step,
             "tokens": stats.total_tokens,
@@ -203,7 +201,7 @@ class Log:
             "grad_norm": stats.grad_norm,
             "learning_rate": stats.learning_rate,
             "tokens_per_s": round(rate, 1),
-            "mfu": None if self.speed.mfu(rate) is None else round(self.speed.mfu(rate) or 0.0, 4),
+            "mfu": None if mfu is None else round(mfu, 4),
             "memory_bytes": memory_bytes(device),
             "seconds": round(elapsed_s, 4),
             "pairs" if stats.pairs else "supervised_tokens": stats.supervised_tokens,

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Self
 
 from shardwise.errors import TrainingError
 from shardwise.runtime.checkpoint.save import RunCheckpoints
@@ -22,7 +21,7 @@ AfterStep = Callable[[TrainState, StepStats], None]
 
 
 @dataclass
-class PendingSteps:
+class PendingSteps(AbstractContextManager["PendingSteps"]):
     """Puts the figures of each step into state and log, in order. Call :meth:`log_all` before reading the state of the
     last step. When the run fails, the figures that are there are logged before it ends."""
 
@@ -32,9 +31,6 @@ class PendingSteps:
     checkpoints: RunCheckpoints
     after_step: Sequence[AfterStep] = ()
     _open: deque[tuple[Launched, Sequence[int], bool]] = field(default_factory=deque)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
         with suppress(Exception):  # what ended the run came first

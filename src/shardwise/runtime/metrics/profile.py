@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -15,7 +15,7 @@ from shardwise.runtime.metrics.measure import start_quietly
 from shardwise.runtime.report.warn import only_reports
 
 
-class Profile:
+class Profile(AbstractContextManager["Profile"]):
     """Traces the ``steps`` of this rank into ``directory``; a run that ends among them keeps what it has. Changes no
     number, though it takes time."""
 
@@ -26,9 +26,6 @@ class Profile:
         self._cuda = device.type == "cuda"
         self._profiler: Any = None
         self._seen: list[int] = []
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *unused: object) -> None:
         self._write()

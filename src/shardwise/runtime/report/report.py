@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.metrics.log import clock
 from shardwise.runtime.metrics.measure import Memory
-from shardwise.spec.plan import Estimate, Seconds
+from shardwise.spec.plan import Estimate
 from shardwise.spec.units import columns, counted, show_bytes, show_payload, typed
 
 STATE = ("weights", "moments")
@@ -57,7 +57,8 @@ class Report:
         rows = _memory_rows(self.estimate, self.memory) if self.memory else []
         rows += _traffic_rows(self.estimate, self.traffic)
         if self.step_s:
-            rows.append(_time_row("step time", self.estimate.seconds, self.step_s))
+            predicted_s = self.estimate.seconds.step_s if self.estimate.seconds else None
+            rows.append(_row("step time", predicted_s or None, self.step_s, "{:.3f} s".format))
         return rows
 
     def text(self) -> str:
@@ -77,9 +78,8 @@ class Report:
         if self.unsaved is not None:
             lines.append(f"**Not saved: {self.warning}.** The exported model is complete.")
         if self.skipped:
-            lines.append(
-                f"{self.skipped} steps were skipped: loss or gradients were not finite (metrics.jsonl says why)."
-            )
+            why = "loss or gradients were not finite (metrics.jsonl says why)"
+            lines.append(f"{self.skipped} steps were skipped: {why}.")
         if self.validation:
             lines.append(f"Validation: {self.validation}.")
         lines += ["", "| | predicted | measured | |", "|---|---:|---:|---:|"]
@@ -88,7 +88,9 @@ class Report:
             resident = show_bytes(self.memory.resident_bytes)
             lines += ["", f"Memory is torch's allocations on rank 0; the process takes {resident}."]
         for when, text in (("before", self.before), ("after", self.after)):
-            lines += ["", f"Sample {when} training:", "", *_quote(text)] if text else []
+            lines += (
+                ["", f"Sample {when} training:", "", *(f"    {line}" for line in text.splitlines())] if text else []
+            )
         lines += ["", "Next:", "", *(f"    {line}" for line in self.next_steps())]
         return "\n".join(lines) + "\n"
 
@@ -131,7 +133,7 @@ def _traffic_rows(
 
 
 def _row(
-    what: str, predicted: int | None, measured: int, size: Callable[[float], str] = show_bytes
+    what: str, predicted: float | None, measured: float, size: Callable[[float], str] = show_bytes
 ) -> tuple[str, str, str, str]:
     if predicted is None:
         return what, "-", size(measured), ""
@@ -139,14 +141,3 @@ def _row(
         return what, size(predicted), size(measured), "0"
     share = f"{100 * (measured - predicted) / predicted:+.1f} %" if predicted else "unforeseen"
     return what, size(predicted), size(measured), share
-
-
-def _time_row(what: str, predicted: Seconds | None, measured_s: float) -> tuple[str, str, str, str]:
-    if predicted is None or not predicted.step_s:
-        return what, "-", f"{measured_s:.3f} s", ""
-    share = f"{100 * (measured_s / predicted.step_s - 1):+.1f} %"
-    return what, f"{predicted.step_s:.3f} s", f"{measured_s:.3f} s", share
-
-
-def _quote(text: str) -> list[str]:
-    return ["    " + line for line in text.splitlines()]
