@@ -134,10 +134,10 @@ def spoil_sample(rank: int, directory: Path, who: int, where: str) -> None:
 
     from shardwise.data.tokens import Tokenizer
     from shardwise.models.decoder import Block
-    from shardwise.runtime import generate
+    from shardwise.runtime import begin, generate
     from shardwise.runtime.report import sample
 
-    sample.begins_trained = lambda recipe: True  # or random weights have no sample before training
+    begin.begins_trained = lambda recipe: True  # or random weights have no sample before training
     if who not in (rank, -1):
         return
     if where == "logits":

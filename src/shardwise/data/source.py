@@ -176,8 +176,7 @@ def _find_one(name: str) -> Iterator[Source]:
     if name == STDLIB:
         yield from _stdlib()
         return
-    shipped = recipes_directory() / "data" / f"{name}.jsonl"
-    path = shipped if name == CHAT else Path(name).expanduser()
+    path = recipes_directory() / "data" / f"{CHAT}.jsonl" if name == CHAT else Path(name).expanduser()
     if path.is_file():
         yield _source(path, path.name)
     elif path.is_dir():

@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import fit
 from shardwise.runtime.agree import together
-from shardwise.runtime.build import build
+from shardwise.runtime.build import begins_trained, build
 from shardwise.runtime.checkpoint.locate import check_length
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.faults.guard import Guard
@@ -58,7 +58,8 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
     checkpoints = RunCheckpoints(where, job.recipe.checkpoint, job.run_id, staged_on_disk=staged)
     with fit.explain_memory(plan, job.device, lambda: "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)
-    job = refer(job, state.parts, watch.enter)
+    if job.recipe.pairs:
+        job = refer(job, state.parts, watch.enter)
     checkpoints.prepare(state.tensors())
     checkpoints.guard(state.optimizer)
     fresh = start.allow_fresh_start
@@ -71,7 +72,8 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
         _record(job.directory / "plan.yaml", dump_plan(plan))
         job.tokenizer.copy_to(job.directory / "tokenizer")
     announce_reduce(state.parts, watch.enter)
-    keep_first_sample(job, state, checkpoints.crew)
+    if state.step == 0 and begins_trained(job.recipe):
+        keep_first_sample(job, state, checkpoints.crew)
     return job, state, rules, checkpoints
 
 

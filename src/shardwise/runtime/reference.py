@@ -43,8 +43,6 @@ def refer(job: Job, parts: Sequence[nn.Module], enter: Callable[[str], None]) ->
     """``job`` with the scores of every pair that its run and its validations read. ``parts`` must hold the initial
     model. Collective. Raises DataError (DPO001) if an earlier start of the run has left no scores for these data and
     weights."""
-    if not job.recipe.pairs:
-        return job
     found = from_first(lambda: _read(job))
     if isinstance(found, Problem):
         raise DataError(found)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from shardwise import techniques
 from shardwise.data.store import TokenStore
-from shardwise.runtime.build import begins_trained
 from shardwise.runtime.checkpoint.crew import Crew
 from shardwise.runtime.generate import Sampling, generate, prompt_ids
 from shardwise.runtime.job import Job
@@ -53,13 +52,12 @@ def first_prompt(store: TokenStore) -> list[int]:
 
 
 def keep_first_sample(job: Job, state: TrainState, crew: Crew) -> None:
-    """Store a sample of the model before training, for the report; a resumed run reads it. Random weights are skipped:
-    they write noise, and it would take up to half of the time before the first step."""
-    if state.step == 0 and begins_trained(job.recipe):
-        text = sample(job, state, crew)
-        if job.rank == 0:
-            with only_reports("keeping the first sample"):
-                (job.directory / "sample-before.txt").write_text(text, encoding="utf-8")
+    """Store a sample of the model before training, for the report; a resumed run reads it. Not of random weights: they
+    write noise, and it would take up to half of the time before the first step."""
+    text = sample(job, state, crew)
+    if job.rank == 0:
+        with only_reports("keeping the first sample"):
+            (job.directory / "sample-before.txt").write_text(text, encoding="utf-8")
 
 
 def earlier_sample(job: Job) -> str:
