@@ -134,10 +134,8 @@ def mix(paths: Sequence[str], weights: Sequence[float], sources: Sequence[Source
         what, fix = f"{len(weights)} weights for {len(paths)} paths", "one weight for each entry of data.path"
         raise DataError(Problem("DATA012", what, "data.mixture_weights", fix))
     if min(weights) < 0 or max(weights) == 0:
-        what, fix = (
-            f"weights must be >= 0 and not all 0, got {shown}",
-            "a weight of 1 reads every document once per epoch",
-        )
+        what = f"weights must be >= 0 and not all 0, got {shown}"
+        fix = "a weight of 1 reads every document once per epoch"
         raise DataError(Problem("DATA012", what, "data.mixture_weights", fix))
     by_path: dict[Path, float] = {}
     for name, weight in zip(paths, weights, strict=True):

@@ -42,7 +42,7 @@ def _remove_unfinished(parent: Path) -> None:
             lock_file = left.with_suffix(".lock")
             with suppress(OSError), lock_file.open("r+") as file:  # without a lock file it is none of ours
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
+                _delete(left)
 
 
 @contextmanager
@@ -60,13 +60,20 @@ def becoming(target: Path, synced: bool = True) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     old = target.parent / f".{target.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
+    _delete(old)
     if target.exists():
         target.rename(old)
     temporary.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    _delete(old)
     if synced:
         _sync(target.parent, inside=False)
+
+
+def _delete(directory: Path) -> None:
+    """As much of it as can be deleted; of a link to one the link."""
+    if directory.is_symlink():
+        directory.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _sync(directory: Path, inside: bool = True) -> None:

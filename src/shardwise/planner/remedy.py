@@ -18,6 +18,8 @@ CLOSEST = 3
 """How many changes are shown if none is enough."""
 NODE = 8
 """Devices of a full node."""
+SPLIT = {"strategy", "dp_shard", "dp_replicate", "tp", "pp", "cp"}
+"""Keys of ``parallel`` that say how the ranks are split."""
 MUCH_FASTER = 1.25
 """How many times as fast a tight plan must be to be told of beside one that fits."""
 Change = tuple[dict[str, object], Cluster, str]
@@ -57,8 +59,7 @@ def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) ->
 def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     """Of each list, the first that fits is shown."""
     optim, adapted = recipe.optim, recipe.lora.rank is not None
-    split = {"strategy", "dp_shard", "dp_replicate", "tp", "pp", "cp"}
-    if pins := recipe.parallel.model_dump(include=split, exclude_defaults=True):
+    if pins := recipe.parallel.model_dump(include=SPLIT, exclude_defaults=True):
         free: dict[str, object] = {f"parallel.{key}": "auto" if key == "strategy" else None for key in pins}
         yield [(free, cluster, "the split of the ranks is chosen for you")]
     if recipe.recompute.mode in ("none", "selective"):
@@ -144,20 +145,31 @@ def alternatives(
     stored in fewer bits. Those that are not allowed, or do not fit, are left out. Of stages as :func:`remedies`."""
     changes = (*_other_machines(cluster), *_other_recipes(recipe, cluster))
     found = [_replanned(change, recipe, spec, None, chosen) for change in changes]
-    tight = [plan for plan in others if not fits(plan) and peak_share(plan) <= TIGHT]
-    quick = min(tight, key=lambda plan: seconds(plan).step_s, default=chosen)
-    if MUCH_FASTER * seconds(quick).step_s < seconds(chosen).step_s:
-        found.insert(0, _replanned(_split_of(quick, cluster), recipe, spec, None, quick))
+
+    def quick(plan: Plan) -> bool:
+        tight = not fits(plan) and peak_share(plan) <= TIGHT
+        return tight and MUCH_FASTER * seconds(plan).step_s < seconds(chosen).step_s
+
+    if others := list(filter(quick, others)):
+        best = min(others, key=lambda plan: seconds(plan).step_s)
+        remedy = _replanned(_split_of(best, recipe, cluster), recipe, spec, None, best)
+        found = [remedy if remedy and quick(remedy.plan) else None, *found]
     return [remedy for remedy in found if remedy and peak_share(remedy.plan) <= 1]
 
 
-def _split_of(plan: Plan, cluster: Cluster) -> Change:
-    layout = plan.layout
-    keys: dict[str, object] = {f"parallel.{axis}": vars(layout)[axis] for axis in ("tp", "pp", "cp", "ep")}
-    keys = {key: degree for key, degree in keys.items() if degree != 1}
+def _split_of(plan: Plan, recipe: Recipe, cluster: Cluster) -> Change:
+    """The keys with which the ranks are split as in ``plan``, whatever the recipe says of that."""
+    layout, asked = plan.layout, recipe.parallel
+    pinned = asked.model_dump(include={*SPLIT, "schedule", "stages_per_rank", "split"}, exclude_defaults=True)
+    keys: dict[str, object] = dict.fromkeys(pinned) | {"tp": layout.tp, "pp": layout.pp}
+    keys |= {axis: vars(layout)[axis] for axis in ("cp", "ep") if vars(layout)[axis] > 1 or axis in pinned}
     if layout.dp > 1:
-        keys |= {"parallel.strategy": plan.shard.strategy, "parallel.dp_replicate": layout.dp_replicate}
-    return keys, cluster, f"leaves less than {1 - MARGIN:.0%} of the memory for what estimates miss"
+        keys |= {"strategy": plan.shard.strategy, "dp_replicate": layout.dp_replicate}
+    for key in ("strategy", "schedule"):
+        if key in keys and keys[key] is None:
+            keys[key] = "auto"
+    price = f"leaves less than {1 - MARGIN:.0%} of the memory for what estimates miss"
+    return {f"parallel.{key}": value for key, value in keys.items()}, cluster, price
 
 
 def _other_machines(cluster: Cluster) -> Iterator[Change]:

@@ -7,13 +7,14 @@ A technique is a module with three functions that say what may be asked of it:
     check     (spec, plan, cluster) -> problems         what makes the plan illegal
 
 ``SETTINGS`` has the settings of a plan that are its own, each with the value with which it does nothing: ``layout.tp``
-with 1. Where all of them have it, no other function is called; a technique without the name acts in every plan. What it
-does then, these say, of which it has those that it needs:
+with 1. Where all of them have it, none of the functions below is called; a technique without the name acts in every
+plan. What it does, these say, of which it has those that it needs:
 
     traced    (made, spec, plan, place) -> made         what it does inside a unit: its part of the unit's variant
     cost      (sheet, plan) -> sheet                    its effect between units, on paper
     apply     (parts, plan, meshes) -> parts            its effect on the model's parts
 
+    before_waiting      (parts, plan)                   where a step begins with waiting for another stage
     before_micro_batch  (parts, plan, last)             before each forward that a backward follows
     after_micro_batch   (parts, plan)                   after each backward
     after_backward      (parts, plan, meshes)           after the last backward of a step: sums gradients

@@ -14,6 +14,7 @@ from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import measured_bytes_s
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
+from shardwise.spec.measured import Sent
 
 ROUNDS: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
 """How many times each kind sends what it is given around a ring."""
@@ -52,8 +53,11 @@ class Wires:
         if self.cluster.measured:
             alike = [sent for sent in self.cluster.measured.sent if sent.kind == kind and sent.across == (nodes > 1)]
             if alike:
-                # measured on a ring of another number of ranks
-                return measured_bytes_s(alike, size, lambda one: (ranks - 1) / ranks / ((one.ranks - 1) / one.ranks))
+
+                def on_this_ring(one: Sent) -> float:  # measured on one of another number of ranks
+                    return (ranks - 1) / ranks / ((one.ranks - 1) / one.ranks)
+
+                return measured_bytes_s(alike, size, on_this_ring)
         if self.cluster.kind == "cpu":
             passed = GLOO_ROUNDS.get(kind, 1) * size * (ranks - 1) / ranks
             return CPU_LATENCY_S + passed / self.rate(kind, nodes, group)

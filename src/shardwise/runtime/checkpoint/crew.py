@@ -106,6 +106,8 @@ class Crew:
     def deal(self, work: Callable[[], list[T]]) -> T:
         """The first rank makes a list of one value per rank; every rank gets its own, and decodes no other's. Raises as
         ``first`` does."""
+        if self.size == 1:
+            return self.first(work)[0]
         parts = self.first(lambda: [encode(thing) for thing in work()])
         return decode(parts[self.rank])
 

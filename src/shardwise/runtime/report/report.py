@@ -88,9 +88,8 @@ class Report:
             resident = show_bytes(self.memory.resident_bytes)
             lines += ["", f"Memory is torch's allocations on rank 0; the process takes {resident}."]
         for when, text in (("before", self.before), ("after", self.after)):
-            lines += (
-                ["", f"Sample {when} training:", "", *(f"    {line}" for line in text.splitlines())] if text else []
-            )
+            if text:
+                lines += ["", f"Sample {when} training:", "", *(f"    {line}" for line in text.splitlines())]
         lines += ["", "Next:", "", *(f"    {line}" for line in self.next_steps())]
         return "\n".join(lines) + "\n"
 

@@ -91,8 +91,9 @@ class _Progress:
         self.clock_s, self.place = [0.0] * len(lists), [0] * len(lists)
         self.computed: list[list[Timed]] = [[] for _ in lists]
         self.done: set[Action] = set()
-        pairs = (zip(order, moved, strict=True) for order, moved in zip(lists, self.moved, strict=True))
-        self.given = {gives for each in pairs for action, (_, gives) in each if gives and action.computes}
+        self.given: set[Message] = set()
+        for order, moved in zip(lists, self.moved, strict=True):
+            self.given |= {gives for action, (_, gives) in zip(order, moved, strict=True) if gives and action.computes}
         self.ready_s: list[dict[Message | None, float]] = [{} for _ in lists]  # when a rank has a tensor
         self.channels = defaultdict[tuple[int, int], _Channel](_Channel)  # by who sends and who receives
 
