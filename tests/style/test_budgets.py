@@ -13,15 +13,15 @@ PACKAGE_LINES = {
     "distributed": 459,
     "methods": 288,
     "techniques": 5_345,
-    "planner": 4_498,
+    "planner": 4_495,
     "runtime": 5_475,
     "prove": 1_841,
     "launch": 957,
     "interop": 699,
     "cli": 2_494,
 }
-"""Lines of code by package: docs/decisions/0013, what later decisions gave for each feature, and 0029, which took 451
-away: a sum of 31,584. One is raised only by taking from another."""
+"""Lines of code by package: docs/decisions/0013, what later decisions gave for each feature, and 0029, which took 454
+away: a sum of 31,581. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

@@ -12,7 +12,7 @@ from shardwise.planner.search import Search
 from shardwise.spec.cluster import Cluster, Device, devices
 from shardwise.spec.complaints import cross_check
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Recipe
+from shardwise.spec.recipe import Parallel, Recipe
 
 CLOSEST = 3
 """How many changes are shown if none is enough."""
@@ -60,7 +60,7 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     """Of each list, the first that fits is shown."""
     optim, adapted = recipe.optim, recipe.lora.rank is not None
     if pins := recipe.parallel.model_dump(include=SPLIT, exclude_defaults=True):
-        free: dict[str, object] = {f"parallel.{key}": "auto" if key == "strategy" else None for key in pins}
+        free: dict[str, object] = {f"parallel.{key}": vars(Parallel())[key] for key in pins}
         yield [(free, cluster, "the split of the ranks is chosen for you")]
     if recipe.recompute.mode in ("none", "selective"):
         yield [({"recompute.mode": "full"}, cluster, "forward runs twice: a third more arithmetic")]
@@ -161,13 +161,10 @@ def _split_of(plan: Plan, recipe: Recipe, cluster: Cluster) -> Change:
     """The keys with which the ranks are split as in ``plan``, whatever the recipe says of that."""
     layout, asked = plan.layout, recipe.parallel
     pinned = asked.model_dump(include={*SPLIT, "schedule", "stages_per_rank", "split"}, exclude_defaults=True)
-    keys: dict[str, object] = dict.fromkeys(pinned) | {"tp": layout.tp, "pp": layout.pp}
+    keys: dict[str, object] = Parallel().model_dump(include={*pinned}) | {"tp": layout.tp, "pp": layout.pp}
     keys |= {axis: vars(layout)[axis] for axis in ("cp", "ep") if vars(layout)[axis] > 1 or axis in pinned}
     if layout.dp > 1:
         keys |= {"strategy": plan.shard.strategy, "dp_replicate": layout.dp_replicate}
-    for key in ("strategy", "schedule"):
-        if key in keys and keys[key] is None:
-            keys[key] = "auto"
     price = f"leaves less than {1 - MARGIN:.0%} of the memory for what estimates miss"
     return {f"parallel.{key}": value for key, value in keys.items()}, cluster, price
 
