@@ -23,7 +23,11 @@ from tests.faults.ranks import ranks_to_kill
 from tests.parity import pipes, rings
 from tests.parity.cases import BF16, FLASH, FP64, TIED, UNTIED, plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # as in test_one_gpu.py
+]
 
 Work = tuple[ModelSpec, Plan, int]
 """What is trained, how, and for how many steps."""

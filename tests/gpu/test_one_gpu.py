@@ -30,7 +30,14 @@ from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 from tests.parity.cases import BF16, FP32, FP64, TIED, UNTIED
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # Of torch's compiler and its checks, about what they do themselves: as errors they end a compilation.
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
 
 B, H, HK, S, E = 2, 6, 2, 640, 64
 DOCUMENTS = [0, 100, 101, 640, 700, 1280]
@@ -169,7 +176,7 @@ def test_training_with_what_is_on_the_host(
 ) -> None:
     """Losses and norms are those with all on the device, up to how the optimizer's kernel rounds: AdamW's first update
     is the sign of a gradient, so one that is nearly zero moves its weight the other way. In fp32 another order of sums
-    alone puts norms 5e-6 apart in the second step and 1e-2 in the fifth."""
+    alone puts norms 7e-6 from those of fp64 in the second step, and 1e-2 in the fifth."""
     plan = replace(tiny(precision, Remat("full")), batch=Batch(2, 2, 64, 24))
     right, found = (parity.take_steps(0, ONE, each, steps, alone) for each in (plan, replace(plan, offload=offload)))
     assert found.losses == pytest.approx(right.losses, rel=limit) and found.norms == pytest.approx(

@@ -12,6 +12,9 @@ from torch import Tensor
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local, replication
 
+PIECE = 4096
+"""So many squares are summed in fp32 where a CPU does it; what comes of them, in fp64."""
+
 
 def count_supervised(meshes: Meshes, tokens: int, stop: bool = False) -> tuple[int, bool]:
     """The supervised tokens of the whole optimizer step, the sum of each rank's ``tokens`` (over its micro-batches),
@@ -35,11 +38,23 @@ def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:
         if shard.numel():
             groups.setdefault((replication(gradient, ranks), shard.dtype, shard.device), []).append(shard)
     squares = []
-    for (copies, dtype, _), shards in groups.items():
+    for (copies, dtype, device), shards in groups.items():
         wide = torch.promote_types(dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(shards, 2, dtype=wide))
+        if device.type == "cpu":
+            norms = torch.cat([norm for shard in shards for norm in _norms_of_pieces(shard, wide)])
+        else:
+            norms = torch.stack(torch._foreach_norm(shards, 2, dtype=wide))
         squares.append(norms.double().square().sum() / copies)
     return sum(squares[1:], start=squares[0]) if squares else torch.zeros((), dtype=torch.float64)
+
+
+def _norms_of_pieces(shard: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norms of whole pieces, and of what is left. On a CPU torch sums the squares of a tensor one after another in
+    fp32: of 4 million numbers the norm is off by 1e-4, of 67 million by half a per cent."""
+    flat = shard.reshape(-1)
+    whole = flat.numel() // PIECE * PIECE
+    pieces = flat[:whole].view(whole // PIECE, PIECE)
+    return torch.linalg.vector_norm(pieces, dim=1, dtype=wide), torch.linalg.vector_norm(flat[whole:], dtype=wide)[None]
 
 
 def combine(meshes: Meshes, squares: Tensor, loss: Tensor, *figures: Tensor, counted: Tensor | None = None) -> Tensor:
