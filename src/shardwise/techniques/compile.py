@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
@@ -20,6 +21,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,6 +78,39 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"torch.compile needs {device.no_compiler}, which is not installed here"
         problems.append(Problem("PLAN021", what, "compile", "false, or install it"))
     return problems
+
+
+def cost(sheet: Sheet, plan: Plan) -> Sheet:
+    """What the compiler drops is not counted; what it holds longer is."""
+    if not plan.compile or not any(block.recompute for block in sheet.blocks):
+        return sheet
+    return replace(sheet, blocks=tuple(_fused(block) for block in sheet.blocks))
+
+
+@lru_cache(maxsize=KEPT_UNITS)
+def _fused(block: Unit) -> Unit:
+    """A recomputed block's gated product, of silu(gate) and up, is made in one kernel with the gradients of both: it
+    lives until then, and not only until the next layer's gradients have been made of it."""
+    made: dict[int, set[int]] = {}
+    for op in block.forward_plain if block.recompute else ():
+        for tensor in (*op.allocates, *op.writes) if op.kind == "elementwise" else ():
+            made.setdefault(tensor, set()).update(op.reads)
+    freed = {tensor: at for at, op in enumerate(block.backward) for tensor in op.frees}
+    last = dict[int, int]()
+    for tensor in made.keys() & freed.keys():
+        same = [at for at, op in enumerate(block.backward) if op.kind == "elementwise" and made[tensor] & {*op.reads}]
+        if max(same, default=0) > freed[tensor]:
+            last[tensor] = max(same)
+    if not last:
+        return block
+    widest = max(last, key=lambda tensor: block.tensors[tensor].bytes())
+    backward = list(block.backward)
+    for at, frees in (
+        (freed[widest], tuple(tensor for tensor in backward[freed[widest]].frees if tensor != widest)),
+        (last[widest], (*backward[last[widest]].frees, widest)),
+    ):
+        backward[at] = backward[at].freeing(frees)
+    return replace(block, backward=tuple(backward))
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:

@@ -147,7 +147,7 @@ def _nothing_saved() -> Any:
 class _Chosen:
     """Whether the result of each operation of a pass, one after another, is saved."""
 
-    PRODUCTS = frozenset({"aten::mm", "aten::addmm", "shardwise::grouped"})
+    PRODUCTS = frozenset({"aten::mm", "aten::addmm", "shardwise::grouped", "shardwise::two_products"})
     OTHERS = frozenset(
         {
             "shardwise::attention",

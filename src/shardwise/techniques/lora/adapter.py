@@ -15,6 +15,7 @@ from shardwise.models.moe import Stacked
 from shardwise.spec.plan import Lora
 from shardwise.techniques.lora.dora import row_norms
 from shardwise.techniques.lora.dropout import dropped
+from shardwise.techniques.lora.joint import joins, joint
 from shardwise.techniques.share import WHOLE, LayerShare
 
 Norms = Callable[[nn.Module, float, LayerShare], torch.Tensor]
@@ -40,6 +41,8 @@ def attach(module: nn.Linear | Stacked, lora: Lora, factor: float, norms_of: Nor
         if module.lora_off:
             return out
         x, *counts = args
+        if torch.compiler.is_compiling() and joins(module) and not lora.dora and not lora.dropout:
+            return joint(x, module.weight, down.weight, up.weight, factor)  # ``out`` is then not computed
         if lora.dropout and torch.is_grad_enabled():
             x = dropped(x, lora.dropout, module.share.place)
         total: torch.Tensor = out + up(down(x, *counts) * factor, *counts)
