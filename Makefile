@@ -10,13 +10,14 @@ MAKEFLAGS += --no-print-directory
 # Tests start hundreds of processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test prove check fix bench gpu gpu-first prove-big clean
+.PHONY: help demo test prove prove-2.11 check fix bench gpu gpu-first prove-big clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       install into $(VENV) and train the quickstart (3 to 5 minutes on two cores)"
 	@echo "make test       the tests that take seconds: every module (6 to 10 minutes on two cores)"
 	@echo "make prove      what takes longer, a sixth of the proofs' matrices (15 to 25 minutes)"
+	@echo "make prove-2.11 of these what is compiled, under the torch that machines with GPUs have"
 	@echo "make check      the whole gate: format, lint, types, import contracts, tests, proofs"
 	@echo "make fix        format, and mend what the linter can"
 	@echo "make bench      the measurements that docs/benchmarks.md quotes"
@@ -43,6 +44,19 @@ test: $(STAMP)
 
 prove: $(STAMP)
 	$(PYTEST) $(SHARED) -n $(or $(WORKERS),3) -m "prove and not big"
+	@$(MAKE) prove-2.11
+
+# What is compiled, under the torch that machines with GPUs have: of 4.7 GB, fetched once.
+OLDER := $(VENV)/torch-2.11
+COMPILED := tests/techniques/test_compile.py tests/techniques/lora/test_joint.py tests/drift/test_compile.py \
+	tests/methods/test_compiled_loss.py
+
+$(OLDER): $(STAMP)
+	PIP_CONSTRAINT=/dev/null $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@.part torch==2.11.0
+	@mv $@.part $@
+
+prove-2.11: $(OLDER)
+	PYTHONPATH=$(OLDER) $(PYTEST) $(SHARED) -n 2 -m "not gpu and not big" $(COMPILED)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

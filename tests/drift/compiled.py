@@ -30,7 +30,11 @@ from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.spec.sheet import CONTROL_BYTES
 
 CPU = torch.device("cpu")
-SENDS = {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter", "all_reduce": "all_reduce"}
+SENDS = {"all_reduce": "all_reduce"}
+if hasattr(dist, "all_gather_single"):
+    SENDS |= {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter"}
+else:  # torch before 2.13
+    SENDS |= {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 """The functions of torch.distributed through which FSDP2, replicas and the runtime send."""
 
 

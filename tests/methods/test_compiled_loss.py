@@ -106,7 +106,8 @@ def test_large_logits_and_nothing_supervised(soft_cap: float | None) -> None:
 
 
 def test_a_chunk_makes_its_logits_their_gradient_and_no_wide_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products have buffers of their own, which are smaller; of several threads each has some."""
+    """Products have buffers of their own, which are not as large as one wide tensor; of several threads each has
+    some."""
     monkeypatch.setattr(inductor.cpp, "threads", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -124,7 +125,7 @@ def test_a_chunk_makes_its_logits_their_gradient_and_no_wide_tensor(monkeypatch:
     torch.set_num_threads(threads)
     made = [event.nbytes() for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]
     narrow = 2 * 512 * VOCABULARY
-    assert [size for size in made if size >= narrow // 2] == [narrow] * 4
+    assert made.count(narrow) == 4 and max(made) < 2 * narrow
     assert highest_bytes(measured) < 2.2 * narrow < 5 * narrow < highest_bytes(eager)
 
 

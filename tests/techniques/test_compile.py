@@ -14,14 +14,17 @@ import torch
 from torch._inductor.ir import FallbackKernel
 
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import layer_kinds
+from shardwise.models.config import ModelSpec, layer_kinds
+from shardwise.prove import parity
 from shardwise.prove.drift import predict
+from shardwise.prove.pool import RankPool
 from shardwise.runtime.generate import Sampling, generate
 from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat
+from shardwise.spec.plan import Batch, Lora, Offload, Plan, Precision, Remat
 from shardwise.techniques import compile, remat
 from tests.drift.compiled import compiler
 from tests.models.families import random_model, spec_of
+from tests.parity.cases import FP64, UNTIED
 from tests.parity.experts import DEEP
 
 pytestmark = [
@@ -132,6 +135,22 @@ def test_what_a_machine_lacks_is_said_before_the_start() -> None:
     older = replace(cluster, device=replace(cluster.device, name="P100", capability=(6, 0)))
     [problem] = compile.check(spec, Plan(compile=True), older)
     assert problem.what == "torch.compile needs GPUs of capability 7.0 or later, and the P100's is 6.0"
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize(("mode", "tier"), [("full", "host"), ("none", "nvme")])
+def test_compiled_blocks_fetch_their_frozen_weights(ranks: RankPool, mode: Any, tier: Any) -> None:
+    """Loss and norm of two steps are those with all weights in place; 1e-9 in fp64 is the order of sums."""
+    plan = Plan(batch=Batch(2, 1, 16, 24), precision=FP64, remat=Remat(mode), lora=Lora(4, 8.0), compile=True)
+    found = ranks.run(both, UNTIED, plan, Offload(weights=tier), world=1)[0]
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+def both(rank: int, world: int, spec: ModelSpec, plan: Plan, elsewhere: Offload) -> list[list[float]]:
+    """Losses and norms of two steps with all weights in place, and with what is ``elsewhere``."""
+    with compiler("aot_eager"):
+        each = [parity.take_steps(rank, spec, replace(plan, offload=offload), 2) for offload in (Offload(), elsewhere)]
+    return [[*trace.losses, *trace.norms] for trace in each]
 
 
 @pytest.mark.parametrize("adapters", [None, Lora(frozen="bf16")], ids=["all weights", "adapters"])
