@@ -197,9 +197,9 @@ def tell_tensors(rank: int, directory: Path) -> None:
         note("loaded", state.step, state.tensors())
         return job, state, rules, checkpoints
 
-    def save(self: Any, tensors: Any, facts: Any, step: int, finite: bool = True) -> bool:
+    def save(self: Any, tensors: Any, facts: Any, step: int, *judged: bool, **named: bool) -> bool:
         note("saved", step, tensors)
-        return true_save(self, tensors, facts, step, finite)
+        return true_save(self, tensors, facts, step, *judged, **named)
 
     loop.begin, RunCheckpoints.save = begin, save  # type: ignore[method-assign]
 

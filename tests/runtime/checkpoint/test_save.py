@@ -22,8 +22,9 @@ from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint import save as checkpoint
 from shardwise.runtime.checkpoint.locate import newest, verify
 from shardwise.runtime.checkpoint.manifest import MANIFEST
-from shardwise.runtime.checkpoint.save import RunCheckpoints, SaveResult, read
+from shardwise.runtime.checkpoint.save import RunCheckpoints, read
 from shardwise.runtime.checkpoint.storage import ShardWriter
+from shardwise.runtime.checkpoint.verdict import SaveResult
 from shardwise.spec.recipe import Checkpoint
 from tests.runtime.checkpoint import checkpoint_ranks as work
 from tests.runtime.checkpoint.checkpoint_ranks import same, values
@@ -263,7 +264,7 @@ def test_a_rename_whose_answer_was_lost_has_been_made(tmp_path: Path) -> None:
         ("object", "rank 1: TypeError: model.half is not a tensor"),
         ("dtype", "rank 1: TypeError: model.half is torch.complex64, which safetensors cannot hold"),
         ("facts", "rank 0: TypeError: Object of type set is not JSON serializable"),
-        ("finite", "the loss or the gradient norm was not finite on some rank"),
+        ("finite", "the loss, the gradient norm or a weight was not finite on some rank"),
     ],
 )
 def test_what_one_rank_cannot_save_no_rank_saves(ranks: RankPool, tmp_path: Path, how: str, what: str) -> None:
