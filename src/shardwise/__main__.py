@@ -12,7 +12,6 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 from shardwise.launch.ranks import is_worker
 
-
 TRACKER = "ignore:resource_tracker"
 """Of the process by which multiprocessing removes what another one leaves that was ended by a signal: it does that, and
 need not warn of it."""
