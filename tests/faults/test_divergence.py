@@ -45,10 +45,10 @@ def test_a_run_that_diverges_keeps_what_is_good(make: Make, compute: str, layout
     again = [*job.write(train={"max_steps": kept + 1}, **changes), "--resume"]
     codes = job.train(again)
     lines = [json.loads(line) for line in (job.directory / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["step"] == kept + 1 and math.isfinite(lines[-1]["loss"]) and not lines[-1]["skipped"]
+    assert lines[-1]["step"] == kept + 1 and math.isfinite(lines[-1]["loss"])
     on_the_brink = cause == "rate" and codes == [
         1,
         1,
-    ]  # weights that still gave numbers, and after one more update none
+    ]  # finite gradients of one batch, not of the next
     assert codes == [0, 0] or on_the_brink, job.log.read_text()[-3000:]
     assert newest_kept(job) == (kept if on_the_brink else kept + 1)
