@@ -12,9 +12,14 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 from shardwise.launch.ranks import is_worker
 
+TRACKER = "ignore:resource_tracker"
+"""Of the process by which multiprocessing removes what another one leaves that was ended by a signal: it does that, and
+need not warn of it."""
+
 
 def main() -> int:
     """Load the commands and run the one that was named; its exit code."""
+    sys.warnoptions.append(TRACKER)
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:  # a shell has it ignored for what runs in the background
         signal.signal(signal.SIGINT, _leave)

@@ -88,3 +88,27 @@ def test_until_ctrl_c_is_heard_next_to_nothing_is_loaded() -> None:
 def _processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+ENDED = """
+import os, signal
+from multiprocessing import get_context
+from types import SimpleNamespace
+from shardwise import __main__ as begin
+
+def work():
+    lock = get_context("spawn").Lock()
+    print(lock._semlock.name, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+begin.import_module = lambda name: SimpleNamespace(main=work)
+begin.main()
+"""
+
+
+def test_what_a_signal_leaves_is_removed_without_a_word() -> None:
+    """Locks of the processes that prepare the data, in a run's start: multiprocessing's own process removes them."""
+    command = [sys.executable, "-c", ENDED]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stderr) == (-signal.SIGTERM, "")
+    assert found.stdout.startswith("/mp-") and not Path(f"/dev/shm/sem.{found.stdout.strip()[1:]}").exists()

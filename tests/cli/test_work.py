@@ -12,11 +12,14 @@ import pytest
 from shardwise.cli import work as module
 from shardwise.cli.app import main
 from shardwise.cli.work import work
+from shardwise.data.whole import becoming
 from shardwise.errors import DataError, OutputError, PreemptedError, Problem
 from shardwise.launch.worker import LAUNCHER, STORE, TURN_S, start_name
 from shardwise.runtime import owner
+from shardwise.runtime.faults import guard
 from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
 from shardwise.runtime.owner import Claim, claim
+from shardwise.runtime.world import process
 from shardwise.spec.load import dump_recipe, load_recipe
 from shardwise.spec.recipe import Recipe
 
@@ -118,6 +121,39 @@ def test_a_disk_that_filled_up_is_no_defect(
     Path("runs/a/recipe.yaml").write_text(dump_recipe(recipe))
     assert run(recipe, monkeypatch, error) == 73
     assert "`shardwise train --resume runs/a`\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_disk_that_fills_up_within_the_watch_is_the_cause(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool
+) -> None:
+    """The guard, which tells first, knows of a crash alone; a write to an open file has no path. The launcher looks in
+    its own directory first: the cause is there where it could not be written beside the crash."""
+    run_directory = Path("runs/a")
+    monkeypatch.setenv(LAUNCHER, "1")
+    monkeypatch.setenv(STORE, str(tmp_path / "store"))
+
+    def write(directory: Path, outcome: Exit) -> None:
+        if directory != tmp_path and not kept:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_exit(directory, outcome)
+
+    def train(*_: object) -> None:
+        with guard.watching(run_directory, replace(process(), rank=1), 20.0, owner.standing(run_directory)) as watch:
+            watch.step = 7
+            watch.enter("end")
+            with becoming(run_directory / "hf"):
+                raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(module, "_train", train)
+    monkeypatch.setattr(module, "write_exit", write)
+    assert work(recipe, None, resume=False, fresh=False, debug=False) == 73
+    told = read_exit(run_directory if kept else tmp_path)
+    assert told is not None and (told.kind, told.exit_code, told.step) == ("error", 73, 7 if kept else 0)
+    assert [(each["code"], each["where"]) for each in told.problems] == [("OUT002", "runs/a/hf")]
+    write_exit(run_directory, replace(told, pid=1))
+    standing = read_exit(run_directory)
+    assert standing is not None and (standing.kind, standing.pid) == ("error" if kept else "crash", os.getpid())
 
 
 def test_our_launcher_finds_the_cause_elsewhere_where_the_disk_is_full(

@@ -12,7 +12,7 @@ from shardwise.runtime.checkpoint import manifest
 from shardwise.runtime.faults.outcome import Exit, read_exit
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, dump_recipe
-from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Remat, Shard
+from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Recipe
 from tests.faults.ranks import Order, Ranks
 
@@ -105,7 +105,9 @@ class Job:
         recipe.write_text(dump_recipe(Recipe.model_validate(sections)))
         planned = self.root / f"{self.strategy}-{self.world}.plan.yaml"
         deterministic = sections["run"].get("deterministic", False)
-        planned.write_text(dump_plan(replace(plan(self.strategy, self.world), deterministic=deterministic)))
+        precision = Precision(**sections.get("precision", {}))
+        split = replace(plan(self.strategy, self.world), deterministic=deterministic, precision=precision)
+        planned.write_text(dump_plan(split))
         return ["train", str(recipe), "--plan", str(planned)]
 
     def start(

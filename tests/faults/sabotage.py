@@ -127,6 +127,42 @@ def spoil_loss(rank: int, directory: Path, who: int, steps: list[int], factor: s
     loop.launch, pretrain.finish = launch, finish
 
 
+def diverge(rank: int, directory: Path, cause: str, step: int) -> None:
+    """From ``step`` on the run diverges: by a ``rate`` that is too high or a ``jump`` beyond all numbers, by ``rows``
+    whose loss is infinite, or by what the update of this step does to the last block (``stage``) or to one number of
+    rank 1 (``rank``)."""
+    from shardwise.distributed.slices import local
+    from shardwise.methods import pretrain
+    from shardwise.runtime import loop
+    from shardwise.techniques import optim
+
+    launch, finish, rated, at = loop.launch, pretrain.finish, optim.learning_rate, [0]
+
+    def launching(state: Any, *args: Any) -> Any:
+        at[0] = state.step + 1
+        launched = launch(state, *args)
+        if at[0] == step:
+            mark(directory, f"{cause}-{rank}")
+            held = {name: local(each.detach()) for name, each in state.parameters().items()}
+            for name, own in held.items():
+                if cause == "stage" and name.startswith("layers.1."):
+                    own.mul_(1e30)
+            if cause == "rank" and rank == 1:
+                next(own for own in held.values() if own.numel()).view(-1)[0] = float("nan")
+        return launched
+
+    def finishing(*args: Any, **given: Any) -> Any:
+        loss = finish(*args, **given)
+        bad = cause == "rows" and at[0] >= step
+        return loss._replace(value=loss.value * float("inf")) if bad else loss
+
+    def rating(*args: Any) -> float:
+        rates = {"rate": 30.0, "jump": 1e30}
+        return rates[cause] if cause in rates and at[0] >= step else rated(*args)
+
+    loop.launch, pretrain.finish, optim.learning_rate = launching, finishing, rating
+
+
 def spoil_sample(rank: int, directory: Path, who: int, where: str) -> None:
     """What rank ``who`` (of -1 every rank) does to write a sample fails: ``logits`` that are not finite, an error in
     the ``forward`` pass, or one of the ``tokenizer`` afterwards."""
@@ -197,9 +233,9 @@ def tell_tensors(rank: int, directory: Path) -> None:
         note("loaded", state.step, state.tensors())
         return job, state, rules, checkpoints
 
-    def save(self: Any, tensors: Any, facts: Any, step: int, finite: bool = True) -> bool:
+    def save(self: Any, tensors: Any, facts: Any, step: int, *judged: bool, **named: bool) -> bool:
         note("saved", step, tensors)
-        return true_save(self, tensors, facts, step, finite)
+        return true_save(self, tensors, facts, step, *judged, **named)
 
     loop.begin, RunCheckpoints.save = begin, save  # type: ignore[method-assign]
 

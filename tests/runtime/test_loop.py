@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -22,10 +23,11 @@ from shardwise.data import tokens
 from shardwise.errors import DataError, OutputError, PreemptedError, TrainingError
 from shardwise.launch import rundir
 from shardwise.methods import pretrain
-from shardwise.runtime import begin, end
+from shardwise.runtime import begin, end, loop
 from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint.storage import ShardWriter
 from shardwise.runtime.faults.outcome import read_exit
+from shardwise.runtime.job import Job
 from shardwise.runtime.loop import train
 from shardwise.runtime.metrics import measure, profile
 from shardwise.runtime.report import sample
@@ -125,7 +127,7 @@ def test_a_run_that_could_not_keep_its_last_checkpoint_says_so_and_has_its_model
 @pytest.mark.prove
 def test_a_disk_too_full_for_the_last_checkpoint_is_no_success(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps after the newest that is there can be done again."""
-    made = recipe(root, "unkept-full")
+    made = recipe(root, "unkept-full", checkpoint={"asynchronous": False})
     full = shutil._ntuple_diskusage(10**9, 10**9, 0)
     with pytest.raises(OutputError, match=r"last step 8 is not there: .*OUT003.*0.000 GB are free") as raised:
         train_here(made, at(7, lambda state: monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: full)))
@@ -412,6 +414,71 @@ def test_a_poisoned_step_is_not_saved_even_when_it_is_the_turn_to_save(root: Pat
     assert [path.name for path in (directory(made) / "checkpoints").glob("step-*")] == ["step-00000003"]
 
 
+def kept_and_finite(run: Path) -> list[int]:
+    """The steps of the checkpoints of ``run``, each of which has finite weights and moments only."""
+    paths = sorted((run / "checkpoints").glob("step-*"))
+    for path in paths:
+        tensors = [tensor for part in path.glob("**/*.safetensors") for tensor in load_file(part).values()]
+        assert tensors and all(tensor.isfinite().all() for tensor in tensors), path
+    return [int(path.name[5:]) for path in paths]
+
+
+@pytest.mark.parametrize("compute", ["fp16", "fp32"])
+def test_a_run_that_diverges_loses_no_good_checkpoint(root: Path, compute: str) -> None:
+    """Each step is saved, and the weights of the first bad update too would be: a loss that is not finite comes a step
+    later. No loss scale is searched for, and what is kept goes on."""
+    changes: dict[str, Any] = {"precision": {"compute": compute}, "checkpoint": {"save_steps": 1}}
+    made = recipe(root, f"diverges-{compute}", train={"max_steps": 4}, **changes)
+    planned = replace(small_run.plan(), precision=Precision(compute=compute))  # type: ignore[arg-type]
+    train(made, planned)
+    wild = {"learning_rate": 30.0 if compute == "fp16" else 1e30, "warmup_steps": 0}
+    with pytest.raises(TrainingError) as raised:
+        train(recipe(root, f"diverges-{compute}", train={"max_steps": 20}, optim=wild, **changes), planned)
+    [problem] = raised.value.problems
+    steps = kept_and_finite(directory(made))
+    assert problem.code == "NUM001" and f"step-{steps[-1]:08d}" in problem.fix and 4 <= steps[-1] < 10
+    lines = [json.loads(line) for line in (directory(made) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines[-5:]] == [False] + [True] * 4 and lines[-5]["step"] == steps[-1] + 1
+    train(recipe(root, f"diverges-{compute}", train={"max_steps": steps[-1] + 1}, **changes), planned)
+    again = [json.loads(line) for line in (directory(made) / "metrics.jsonl").read_text().splitlines()]
+    assert again[-1]["loss"] is not None and kept_and_finite(directory(made))[-1] == steps[-1] + 1
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_the_last_step_has_spoilt_is_neither_saved_nor_exported(root: Path, stopped: bool) -> None:
+    """No further step shows it."""
+
+    def spoil(state: TrainState) -> None:
+        state.parameters()["norm.weight"].data.fill_(torch.inf)
+        if stopped:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    made = recipe(root, f"spoilt-{stopped}", train={"max_steps": 9 if stopped else 2}, checkpoint={"save_steps": 9})
+    with pytest.raises(PreemptedError if stopped else TrainingError) as raised:
+        train_here(made, at(2, spoil))
+    assert raised.value.problems[0].code == ("STOP001" if stopped else "NUM001")
+    assert "checkpoints/step" not in str(raised.value) and kept_and_finite(directory(made)) == []
+    assert not (directory(made) / "hf").exists() and (stopped or read_exit(directory(made)).kind == "error")
+
+
+def test_a_last_step_that_is_skipped_costs_its_update_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are those of the step before, which are good."""
+    true = pretrain.finish
+
+    def finish(*args: Any, **given: Any) -> Any:
+        loss = true(*args, **given)
+        return loss._replace(value=loss.value * torch.nan) if spoilt else loss
+
+    spoilt: list[int] = []
+    monkeypatch.setattr(pretrain, "finish", finish)
+
+    def now(state: TrainState, stats: StepStats) -> None:
+        spoilt[:] = [1] * (state.step == 2)
+
+    train_here(made := recipe(root, "last-skipped", train={"max_steps": 3}), (now,))
+    assert kept_and_finite(directory(made)) == [3] and numbers(directory(made))[-1][-1]
+
+
 def test_other_data_are_not_taken_for_the_same_run(root: Path, tmp_path: Path) -> None:
     made = recipe(root, "data")
     with pytest.raises(Broken):
@@ -478,15 +545,21 @@ def test_nothing_that_only_reports_ends_a_run(
     assert weights_hash(directory(made)) == weights_hash(whole)
 
 
-def test_fp16_that_overflows_has_no_sample_and_is_trained(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Logits beyond 65,504 are infinite in fp16: no token can be drawn of them."""
+def test_fp16_that_overflows_has_no_sample_and_is_trained(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Logits beyond 65,504 are infinite in fp16: no token can be drawn of them. (Weights that give such logits for a
+    batch that was trained on are not exported.)"""
     half = replace(small_run.plan(), precision=Precision("fp16"))
-    made = recipe(root, "overflow", train={"max_steps": 3}, run={"max_skipped_steps": 9})
+    made = recipe(root, "overflow", train={"max_steps": 3})
+    write = loop.write_model
 
-    def enlarge(state: TrainState, stats: StepStats) -> None:
+    def enlarge(job: Job, state: TrainState) -> None:
+        write(job, state)
         state.parameters()["norm.weight"].data.fill_(1e6)
 
-    train(made, half, [enlarge])
+    monkeypatch.setattr(loop, "write_model", enlarge)
+    train(made, half)
     said = capsys.readouterr().out
     assert "the sample at step 3 failed: error[NUM002]" in said
     assert (directory(made) / "hf" / "model.safetensors").exists() and (directory(made) / "report.md").exists()

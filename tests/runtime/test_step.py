@@ -105,22 +105,25 @@ def test_loss_scale_halves_on_overflow_and_grows_after_good_steps() -> None:
     scale = LossScale(value=8.0, growth_steps=3, enabled=True)
     for finite, value in [(True, 8.0), (False, 4.0), (True, 4.0), (True, 4.0), (True, 8.0), (False, 4.0)]:
         scale.on(CPU)
-        assert scale.update(torch.tensor(finite)).tolist()[0] == value
+        assert scale.update(torch.tensor(finite), torch.tensor(True)).tolist()[0] == value
+    assert scale.update(torch.tensor(False), torch.tensor(False)).tolist()[0] == 4.0, "no scale cures a loss"
     constant = LossScale()
-    assert constant.on(CPU)[0] == 1.0 and not len(constant.update(torch.tensor(False))) and constant.on(CPU)[0] == 1.0
+    assert constant.on(CPU)[0] == 1.0
+    assert not len(constant.update(torch.tensor(False), torch.tensor(True)))
+    assert constant.on(CPU)[0] == 1.0
 
 
 def test_a_search_for_the_loss_scale_is_no_sign_of_a_poisoned_run() -> None:
     layer = torch.nn.Linear(1, 1)
     state = TrainState([layer], torch.optim.AdamW(layer.parameters()), scale=LossScale(8.0, enabled=True))
     state.scale.on(CPU)
-    for value, in_row in [(4.0, 0), (2.0, 0), (1.0, 0), (1.0, 1), (1.0, 2)]:
+    for loss, value, in_row in [(9.0, 4, 0), (math.inf, 4, 1), (9.0, 2, 1), (9.0, 1, 1), (9.0, 1, 2), (math.nan, 1, 3)]:
         state.advance(64)
-        state.book(True, state.scale.update(torch.tensor(False)).tolist())
+        state.book(True, loss, state.scale.update(torch.tensor(False), torch.tensor(loss).isfinite()).tolist())
         assert (state.scale.value, state.skipped_in_row) == (value, in_row)
     state.advance(64)
-    state.book(False, state.scale.update(torch.tensor(True)).tolist())
-    assert (state.skipped_in_row, state.step, state.updates, state.tokens) == (0, 6, 1, 384)
+    state.book(False, 9.0, state.scale.update(torch.tensor(True), torch.tensor(True)).tolist())
+    assert (state.skipped_in_row, state.step, state.updates, state.tokens) == (0, 7, 1, 448)
 
 
 def test_fp16_gradients_are_unscaled_before_they_are_clipped(ranks: RankPool) -> None:

@@ -113,12 +113,13 @@ def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
 
 
 def _leave(directory: Path, error: ShardwiseError, kind: Kind, claim: Claim | None) -> int:
-    """Write the cause, unless one is there already (the guard writes failures while it watches) or the directory now
-    belongs to another start; and print it if nobody else will. In case the run's disk is full, it is written to the
-    launcher's directory too."""
+    """Write the cause, unless one is there already (the guard writes failures while it watches, but cannot explain
+    each) or the directory now belongs to another start; and print it if nobody else will. In case the run's disk is
+    full, it is written to the launcher's directory."""
     unwritten = False
     lost = claim is not None and not claim.held()
-    if not lost and directory.is_dir() and read_exit(directory) is None:
+    standing = None if lost else read_exit(directory)
+    if not lost and directory.is_dir() and (standing is None or standing.kind == "crash"):
         unwritten = True
         for where in filter(None, (directory, launcher_directory())):
             with suppress(OSError):

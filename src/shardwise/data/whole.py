@@ -56,8 +56,10 @@ def becoming(target: Path, synced: bool = True) -> Iterator[Path]:
         yield temporary
         if synced:
             _sync(temporary)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:  # as of a write to an open file
+            error.filename = str(target)
         raise
     old = target.parent / f".{target.name}.old"
     _delete(old)

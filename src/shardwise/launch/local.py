@@ -76,7 +76,7 @@ def run_ranks(
             failures = _watch(ranks, asked)
         finally:
             _send(ranks, signal.SIGKILL)
-        told = read_exit(run_directory) or read_exit(Path(private))  # there if the run's disk is full
+        told = read_exit(Path(private)) or read_exit(run_directory)  # the first is there if the run's disk is full
     if asked.again:
         return Ended(128 + signal.SIGINT)
     if asked.first is not None:

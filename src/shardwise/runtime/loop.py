@@ -52,7 +52,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
             meter, upload = Meter(meshes, job.device), Upload(job.device)
             waits = partial(watch.enter, "wait"), partial(log.say, "waits for data: the next portion is being prepared")
             batches = stream(job.portions or job.windows, job.order, job.share, state.cursor, waits)
-            validation = None
+            validation, good = None, True
             for number in range(state.step + 1, job.max_steps + 1):
                 if stops_early(job, state):
                     tell_early_stop(log, state)
@@ -63,8 +63,8 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                     supervised, stopping = count_supervised(meshes, batch.terms, bool(stop))
                     launched = launch(state, upload(batch.micro_batches), supervised, rules)
                 state.cursor = batch.cursor
-                watch.enter("logging")
-                pending.add(launched, batch.sample_ids, typical=not (profiled or meter.measured))
+                watch.enter("save" if checkpoints.undecided else "logging")
+                pending.add(launched, batch, typical=not (profiled or meter.measured))
                 if stopping or evaluates(job, number) or saves(job, number):
                     pending.log_all()
                 collect(number)
@@ -74,16 +74,19 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                     validation = evaluate_now(job, state, log, stop)
                 better = validation is not None and checkpoints.beats(validation.loss)
                 stopping = stopping or stop.everywhere
-                if better or stopping or saves(job, number) or stops_early(job, state):
+                last = stopping or number == job.max_steps or stops_early(job, state)
+                if better or last or saves(job, number):
                     watch.enter("save")
-                    facts = facts_of(job, state, validation)
-                    checkpoints.save(state.tensors(), facts, number, finite=not state.skipped_in_row)
+                    good = pending.settle(upload, rules) if last else state.finite() and not state.skipped_in_row
+                    checkpoints.save(state.tensors(), facts_of(job, state, validation), number, good, known=last)
                     log.start_clock()
                 log.follow(checkpoints.poll())
                 if stopping and number < job.max_steps:
                     leave(job, checkpoints, log, watch, stop)
             watch.enter("end")
             close(checkpoints, log)
+            if not good:
+                pending.refuse()
             write_model(job, state)  # first: validation and report can wait
             validation = validation or evaluate_now(job, state, log, stop)
             if stop.everywhere:

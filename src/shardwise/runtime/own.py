@@ -53,6 +53,7 @@ from shardwise.runtime import reduce
 from shardwise.runtime import world as processes
 from shardwise.runtime.checkpoint import save as checkpoint
 from shardwise.runtime.checkpoint.stateful import Objects
+from shardwise.runtime.checkpoint.verdict import SaveResult
 from shardwise.runtime.faults.guard import stop_requests
 from shardwise.runtime.own_optim import optimizer as optimizer
 from shardwise.runtime.own_optim import watch
@@ -238,7 +239,7 @@ class Checkpoints:
         self._objects = Objects(keep, per_rank, optimizer)
         self._kept = checkpoint.RunCheckpoints(directory, settings or Checkpoint(), "own loop")
         self._kept.guard(optimizer)
-        self._events: list[checkpoint.SaveResult] = []
+        self._events: list[SaveResult] = []
         self._signals = ExitStack()
         self._stopped = False
 
@@ -313,7 +314,7 @@ class Checkpoints:
                 self.optimizer.state.pop(parameter, None)
         return self.tensors()
 
-    def close(self) -> list[checkpoint.SaveResult]:
+    def close(self) -> list[SaveResult]:
         """Wait for the save in flight; returns the outcomes of the saves since the last call. Signal handlers are as
         before ``stopping`` was first read."""
         events, self._events = self._events + self._kept.wait(), []

@@ -48,16 +48,17 @@ class LossScale:
             self.live = torch.tensor([self.value, float(self.good_steps)], device=device)
         return self.live
 
-    def update(self, finite: Tensor) -> Tensor:
+    def update(self, finite: Tensor, loss_finite: Tensor) -> Tensor:
         """Update the scale after a step whose gradients were ``finite`` or not; returns the values for the host to
-        read."""
+        read. A smaller scale does not cure a loss that is not finite: the scale stays as it is."""
         assert self.live is not None
         if not self.enabled:
             return self.live[:0]
         value, good = self.live.unbind()
         good = torch.where(finite, good + 1, 0.0)
         grown = good == self.growth_steps
-        value = torch.where(finite, torch.where(grown, value * 2, value), value / 2).clamp(1.0, 2.0**24)
+        halved = torch.where(loss_finite, value / 2, value)
+        value = torch.where(finite, torch.where(grown, value * 2, value), halved).clamp(1.0, 2.0**24)
         self.live = torch.stack([value, torch.where(grown, 0.0, good)])
         return self.live
 
@@ -95,8 +96,8 @@ class TrainState:
     ``step``: optimizer steps done, skipped ones included; ``updates``: those that changed the weights; ``tokens``:
     input tokens seen by all ranks; ``cursor``: samples consumed, the position in the data order; ``skipped_in_row``:
     steps skipped since the last good one (those of a search for the loss scale do not count). ``host``: the copies of
-    weights that are updated on the host, if they are. ``lowest``: the lowest
-    validation loss so far, and ``stale``: validations since it was found; of runs that may stop early.
+    weights that are updated on the host, if they are. ``lowest``: the lowest validation loss so far, and
+    ``stale``: validations since it was found; of runs that may stop early.
     """
 
     parts: list[nn.Module]
@@ -164,15 +165,25 @@ class TrainState:
         self.step += 1
         self.tokens += tokens
 
-    def book(self, skipped: bool, scaling: Sequence[float] = ()) -> None:
-        """Count its figures, once read: whether it was ``skipped`` and, in fp16, the loss scale and its good steps
-        after it. An overflow that a smaller loss scale may cure is part of the search for that scale, and no sign of a
-        poisoned run."""
+    def book(self, skipped: bool, loss: float, scaling: Sequence[float] = ()) -> None:
+        """Count its figures, once read: whether it was ``skipped``, its ``loss`` and, in fp16, the loss scale and its
+        good steps after it. Gradients that overflow under a finite loss, which a smaller loss scale may cure, are part
+        of the search for that scale, and no sign of a poisoned run."""
         self.updates += not skipped
-        searching = self.scale.enabled and self.scale.value > 1.0
-        self.skipped_in_row = self.skipped_in_row + 1 if skipped and not searching else 0
+        searching = self.scale.enabled and self.scale.value > 1.0 and math.isfinite(loss)
+        if not searching:
+            self.skipped_in_row += 1
+        if not skipped:
+            self.skipped_in_row = 0
         if scaling:
             self.scale.value, self.scale.good_steps = scaling[0], int(scaling[1])
+
+    def finite(self) -> bool:
+        """Whether all weights and moments of this rank are. A loss does not show that: rows of an embedding take part
+        in it only where their tokens do."""
+        own = (local(tensor.detach()) for tensor in self.tensors().values())
+        ends = (end for one in own if one.is_floating_point() and one.numel() for end in one.aminmax())
+        return all(bool(end.isfinite()) for end in ends)
 
     def judge(self, validation_loss: float) -> None:
         """Count one validation, for early stopping. A loss that is not finite is no improvement."""

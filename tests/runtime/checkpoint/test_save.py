@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -22,8 +23,9 @@ from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint import save as checkpoint
 from shardwise.runtime.checkpoint.locate import newest, verify
 from shardwise.runtime.checkpoint.manifest import MANIFEST
-from shardwise.runtime.checkpoint.save import RunCheckpoints, SaveResult, read
+from shardwise.runtime.checkpoint.save import RunCheckpoints, read
 from shardwise.runtime.checkpoint.storage import ShardWriter
+from shardwise.runtime.checkpoint.verdict import SaveResult
 from shardwise.spec.recipe import Checkpoint
 from tests.runtime.checkpoint import checkpoint_ranks as work
 from tests.runtime.checkpoint.checkpoint_ranks import same, values
@@ -263,7 +265,7 @@ def test_a_rename_whose_answer_was_lost_has_been_made(tmp_path: Path) -> None:
         ("object", "rank 1: TypeError: model.half is not a tensor"),
         ("dtype", "rank 1: TypeError: model.half is torch.complex64, which safetensors cannot hold"),
         ("facts", "rank 0: TypeError: Object of type set is not JSON serializable"),
-        ("finite", "the loss or the gradient norm was not finite on some rank"),
+        ("finite", "the loss, the gradient norm or a weight was not finite on some rank"),
     ],
 )
 def test_what_one_rank_cannot_save_no_rank_saves(ranks: RankPool, tmp_path: Path, how: str, what: str) -> None:
@@ -374,6 +376,63 @@ def test_at_most_one_save_is_in_flight(tmp_path: Path) -> None:
     checkpoints.save(values(2), {"step": 2}, 2)
     assert time.monotonic() - begun >= 0.15, "the second save waits for the first"
     assert kinds(checkpoints.wait()) == [("committed", 1), ("committed", 2)]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_save_is_told_while_the_next_is_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """Where saves come faster than they are done, one is always in flight."""
+    gate = threading.Event()
+    gate.set()
+
+    def write(descriptor: int, data: memoryview) -> int:
+        assert gate.wait(30)
+        if broken:
+            raise OSError(errno.EIO, "input/output error")
+        return os.write(descriptor, data)
+
+    save_steps(tmp_path, 1)
+    monkeypatch.setattr(checkpoint, "RETRIES_S", (0.01,))
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(save_total_limit=1), "run", disk=commit.Disk(write=write))
+    checkpoints.save(values(2), {"step": 2}, 2)
+    assert checkpoints._thread is not None
+    checkpoints._thread.join()
+    gate.clear()
+    checkpoints.save(values(3), {"step": 3}, 3)
+    assert kinds(checkpoints.poll()) == ([("failed", 2)] if broken else [("committed", 2), ("removed", 1)])
+    gate.set()
+    assert [step for _, step in kinds(checkpoints.wait())] == ([3] if broken else [3, 2])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_not_known_to_be_good_is_saved_once_it_is(tmp_path: Path, asynchronous: bool) -> None:
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(asynchronous=asynchronous), "run")
+    state = values(1)
+    assert checkpoints.save(state, {"step": 1}, 1, known=False) and checkpoints.undecided
+    checkpoints.copied()
+    state["model.half"].fill_(7)
+    assert checkpoints.poll() == [] and newest(tmp_path) is None
+    checkpoints.confirm(good=True)
+    assert asynchronous or newest(tmp_path) is not None
+    assert kinds(checkpoints.wait()) == [("committed", 1)] and same(resume(tmp_path)[0], values(1))
+
+
+@pytest.mark.parametrize("by", ["confirm", "save", "wait", "beats"])
+def test_what_is_not_shown_to_be_good_is_not_saved(tmp_path: Path, by: str) -> None:
+    """Every call that waits for the save in flight is its end."""
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint(keep_best=True), "run")
+    checkpoints.save(values(1), {"step": 1}, 1, known=False)
+    if by == "confirm":
+        checkpoints.confirm(good=False)
+        checkpoints.confirm(good=True)
+    elif by == "beats":
+        assert checkpoints.beats(1.0)
+    elif by == "save":
+        checkpoints.save(values(2), {"step": 2}, 2)
+    expected = [("skipped", 1)] + [("committed", 2)] * (by == "save")
+    assert kinds(checkpoints.wait()) == expected
+    assert [verdict.step for verdict in verify(tmp_path)] == [2] * (by == "save")
 
 
 def test_fifty_saves_are_each_the_state_of_their_call(tmp_path: Path) -> None:

@@ -294,7 +294,8 @@ def test_signals_are_flags_inside_and_as_before_outside() -> None:
 
 
 def test_a_poisoned_run_is_told_with_its_samples() -> None:
-    problem = guard.poisoned(4, 3, 9, list(range(40, 60)))
-    assert problem.code == "NUM001"
-    assert "4 steps" in problem.what and "max_skipped_steps is 3" in problem.what
+    problem = guard.poisoned("no loss", 9, list(range(40, 60)), Path("checkpoints/step-00000003"))
+    assert (problem.code, problem.what) == ("NUM001", "no loss")
+    assert "step-00000003" in problem.fix
+    assert "step-" not in guard.poisoned("no loss", 9, [40], None).fix
     assert problem.where == "step 9, samples 40, 41, 42, 43, 44, 45, 46, 47, ..."

@@ -186,12 +186,13 @@ def order_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 @pytest.mark.prove
 def test_figures_come_a_step_late_and_before_a_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step's at once: somebody waits to see it. Every step's are in metrics.jsonl."""
+    """The first step's at once: somebody waits to see it; so does the save of step 4, whose weights step 5 shows to be
+    good. Every step's are in metrics.jsonl."""
     seen = order_of(monkeypatch)
     made = recipe(root, "late", train={"max_steps": 6}, checkpoint={"save_steps": 4})
     train_here(made)
     steps = [f"{what[0]}{step}" for what, step in seen]
-    assert steps == ["l1", "r1", "l2", "l3", "r2", "l4", "r3", "r4", "l5", "l6", "r5", "r6"]
+    assert steps == ["l1", "r1", "l2", "l3", "r2", "l4", "r3", "r4", "l5", "r5", "l6", "r6"]
     rows = [json.loads(line) for line in (directory(made) / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["tokens"] for row in rows] == [64 * step for step in range(1, 7)]

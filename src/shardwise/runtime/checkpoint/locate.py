@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,29 @@ def newest(directory: Path) -> Path | None:
     """The newest checkpoint whose manifest verifies and whose files have the right sizes. Their contents are not
     read."""
     return next((path for _, path in candidates(directory) if whole(path)), None)
+
+
+def to_resume(directory: Path, path: str | Path | None) -> list[tuple[int, Path]]:
+    """The checkpoints to resume from, newest first: those of ``path``, or else of the run's own ``directory``."""
+    if path is None:
+        return candidates(directory)
+    found = locate(Path(path))
+    last = newest(directory)
+    step, named = found[0]
+    if last is not None and named.parent.resolve() == directory.resolve() and step < read(last).step:
+        what = f"{named.name} is not the newest of this run: {last.name} is there, and never overwritten"
+        raise DataError(Problem("CKPT017", what, str(path), f"another run.name, or set {last} aside first"))
+    return found
+
+
+def tell(log: Callable[[str], None], directory: Path, rejected: Sequence[Problem], redone: int) -> None:
+    """Say which checkpoint is used, and what was wrong with newer ones."""
+    for name in unlisted(directory, read(directory)):
+        log(f"warning[CKPT019]: {directory.name}/{name} is not in the manifest; it was not read")
+    for problem in rejected:
+        log(str(problem))
+    if rejected:
+        log(f"using {directory.name}; {redone} steps will be redone")
 
 
 def with_facts(directory: Path) -> Iterator[tuple[Path, Manifest, dict[str, Any]]]:

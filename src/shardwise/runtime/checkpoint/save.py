@@ -1,7 +1,8 @@
 """Saving and resuming a run, by any number of ranks in any layout.
 
     save    wait for the one in flight -> vote
-            in the background: copy to host memory -> write -> gather -> commit -> read back -> delete older ones
+            in the background: copy to host memory -> wait until the weights are known to be good
+            -> write -> gather -> commit -> read back -> delete older ones
             before the weights change: wait for the copy, beside which the next forward and backward have run
     resume  newest first: manifest -> sizes and hashes -> read the slices that this rank needs
 
@@ -18,11 +19,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,34 +36,19 @@ from shardwise.errors import DataError, OutputError, Problem, ShardwiseError
 from shardwise.models.tensorfile import NAMES
 from shardwise.runtime.checkpoint import commit, manifest
 from shardwise.runtime.checkpoint.crew import Crew, RankError
-from shardwise.runtime.checkpoint.locate import Signature, best, compare, locate, newest
-from shardwise.runtime.checkpoint.manifest import Manifest, Rejected, candidates, step_name
+from shardwise.runtime.checkpoint.locate import Signature, best, compare, locate, tell, to_resume
+from shardwise.runtime.checkpoint.manifest import Manifest, Rejected, step_name
 from shardwise.runtime.checkpoint.retention import Keep, expire
 from shardwise.runtime.checkpoint.storage import ShardPlanner, ShardWriter, Target, copy_stream, fill
+from shardwise.runtime.checkpoint.verdict import NOT_FINITE, Kind, SaveResult, Verdict
 from shardwise.spec.recipe import Checkpoint
 
 Tensors = Mapping[str, Tensor]
 Wanted = Tensors | Callable[[Collection[str]], Tensors]
 Facts = dict[str, Any]
 Log = Callable[[str], None]
-Kind = Literal["committed", "maybe committed", "failed", "skipped", "removed", "unverified", "undeleted"]
 RETRIES_S = (1.0, 5.0)
 """Pauses before a save that failed on the disk is tried again: a full disk or a network file system may recover."""
-
-
-@dataclass(frozen=True)
-class SaveResult:
-    """The outcome of a save, the same on every rank. ``seconds`` is from the call of save to the commit.
-
-    committed: durable. maybe committed: visible, but the disk did not confirm it. failed: not saved; the previous one
-    is. skipped: a rank voted against it. removed: deleted by retention. unverified: committed, but it could not be read
-    back as it was written, so older ones stay. undeleted: committed, but older ones could not be deleted.
-    """
-
-    kind: Kind
-    step: int
-    what: str
-    seconds: float = 0.0
 
 
 class RunCheckpoints:
@@ -92,50 +77,78 @@ class RunCheckpoints:
         self._plans: list[SavePlan] = []
         self._metadata = Metadata({})
         self._events: list[SaveResult] = []
+        self._told: list[SaveResult] = []
+        self._verdict = Verdict()
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._copied.set()
 
-    def save(self, tensors: Tensors, facts: Mapping[str, Any], step: int, finite: bool = True) -> bool:
+    def save(
+        self, tensors: Tensors, facts: Mapping[str, Any], step: int, finite: bool = True, known: bool = True
+    ) -> bool:
         """Save ``tensors`` (of every rank) and ``facts`` (of the first) as ``step``. They must not change until
         ``copied`` returns; ``guard`` makes an optimizer wait for that.
 
         ``finite`` is False if the loss or the gradient norm was not finite: a single such vote, and nothing is saved
-        and False is returned; otherwise True. poll and wait return the outcome. Raises only if a rank is gone.
+        and False is returned; otherwise True. What is not ``known`` to be good is copied, and written once ``confirm``
+        says that it is. poll and wait return the outcome. Raises only if a rank is gone.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._finish()
         begun = time.monotonic()
         layout = _layout(tensors)
         votes = self.crew.minimum([int(finite), step, -step, int(layout is not None and layout == self._planned)])
         if votes[1] != -votes[2]:
             raise ValueError(f"the ranks disagree on the step to save: {votes[1]} to {-votes[2]}")
         if not votes[0]:
-            why = "the loss or the gradient norm was not finite on some rank"
-            self._events.append(SaveResult("skipped", step, why))
+            self._told.append(SaveResult("skipped", step, NOT_FINITE))
             return False
         try:
             if not votes[3]:
                 self._make_plan(tensors, layout)
         except RankError as error:
-            self._events.append(SaveResult("failed", step, str(error)))
+            self._told.append(SaveResult("failed", step, str(error)))
             return False
         self._copied.clear()
+        self._verdict.begin(known)
         work = (step, begun, partial(self._copy, tensors, facts, step, copy_stream(tensors)))
-        if self.settings.asynchronous:
+        if self.settings.asynchronous or not known:
             self._thread = threading.Thread(target=self._write, args=work, daemon=True, name="checkpoint")
             self._thread.start()
         else:
             self._write(*work)
         return True
 
+    @property
+    def undecided(self) -> bool:
+        """Whether a save waits for ``confirm``."""
+        return self._verdict.open
+
+    def confirm(self, good: bool) -> None:
+        """Say whether the weights of a save that waits are ``good``; every rank calls this alike. Without a save that
+        waits nothing happens. Where saving is not asynchronous, it is done when this returns."""
+        if self._verdict.open:
+            self._verdict.decide(good)
+            if self._thread is not None and not self.settings.asynchronous:
+                self._thread.join()
+
+    def _finish(self) -> None:
+        """Wait for the save in flight and keep its outcome for poll. What no step has confirmed is not saved."""
+        self._verdict.decide(good=False)
+        if self._thread is not None:
+            self._thread.join()
+        self._collect()
+
+    def _collect(self) -> None:
+        self._thread = None
+        self._told += self._events
+        self._events.clear()
+
     def beats(self, loss: float) -> bool:
         """Whether ``keep_best`` wants a checkpoint with this validation loss: no other has a lower one. It is kept as
         the best if its facts say ``validation: loss``. Waits for the save in flight; every rank calls this alike."""
         if not self.settings.keep_best or not math.isfinite(loss):
             return False
-        if self._thread is not None:
-            self._thread.join()
+        self._finish()
         lowest = self.crew.first(lambda: best(self.directory))
         return lowest is None or loss < lowest[0]
 
@@ -148,15 +161,15 @@ class RunCheckpoints:
         optimizer.register_step_pre_hook(lambda *unused: self.copied())
 
     def poll(self) -> list[SaveResult]:
-        """The outcomes since the last call; never blocks."""
-        if self._thread is not None and self._thread.is_alive():
-            return []
-        self._thread = None
-        events, self._events = self._events, []
-        return events
+        """The outcomes, since the last call, of saves that are over; never blocks."""
+        if self._thread is None or not self._thread.is_alive():
+            self._collect()
+        told, self._told = self._told, []
+        return told
 
     def wait(self, at_most_s: float | None = None) -> list[SaveResult]:
-        """Wait for the save in flight, then poll."""
+        """Wait for the save in flight, then poll. What no step has confirmed is not saved."""
+        self._verdict.decide(good=False)
         if self._thread is not None:
             self._thread.join(at_most_s)
         return self.poll()
@@ -190,11 +203,10 @@ class RunCheckpoints:
         ``rejected`` holds the problem of each that was skipped; ``log`` gets them as text on the first rank. Raises
         DataError if none of them can be used (unless ``allow_fresh_start``), or if they do not fit the model.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._finish()
         self.rejected = []
         try:
-            found = self.crew.first(lambda: _find(self.directory, path))
+            found = self.crew.first(lambda: to_resume(self.directory, path))
             for step, directory in found:
                 try:
                     facts = self._load(directory, tensors, kind, any_run=path is not None)
@@ -204,7 +216,7 @@ class RunCheckpoints:
                     self.rejected.append(_problem(error.first, directory))
                     continue
                 if self.crew.rank == 0:
-                    _tell(log, directory, self.rejected, found[0][0] - step)
+                    tell(log, directory, self.rejected, found[0][0] - step)
                 return facts
         except RankError as error:
             raise error.first from error
@@ -265,6 +277,10 @@ class RunCheckpoints:
 
         try:
             crew.each(copy)
+            if not self._verdict.wait():
+                self._events.append(SaveResult("skipped", step, NOT_FINITE))
+                writer.abandon()
+                return
             target = _retried(commit_once, writer.begin_again)
             self._events.append(SaveResult("committed", step, str(target), time.monotonic() - begun))
         except BaseException as error:
@@ -323,19 +339,6 @@ class RunCheckpoints:
         return facts
 
 
-def _find(directory: Path, path: str | Path | None) -> list[tuple[int, Path]]:
-    """The checkpoints to resume from, newest first: those of ``path``, or else of the run's own ``directory``."""
-    if path is None:
-        return candidates(directory)
-    found = locate(Path(path))
-    last = newest(directory)
-    step, named = found[0]
-    if last is not None and named.parent.resolve() == directory.resolve() and step < manifest.read(last).step:
-        what = f"{named.name} is not the newest of this run: {last.name} is there, and never overwritten"
-        raise DataError(Problem("CKPT017", what, str(path), f"another run.name, or set {last} aside first"))
-    return found
-
-
 def read(path: str | Path, tensors: Tensors) -> Facts:
     """Load ``tensors``, in place, from a run's newest intact checkpoint (or the one named); returns its facts. For one
     process, and for a part of a checkpoint, such as the model without the optimizer. Raises as resume does; prints to
@@ -353,16 +356,6 @@ def read(path: str | Path, tensors: Tensors) -> Facts:
         except (Rejected, OSError) as error:
             problems.append(_problem(error, directory))
     raise DataError(*problems)
-
-
-def _tell(log: Log, directory: Path, rejected: Sequence[Problem], redone: int) -> None:
-    """Say which checkpoint is used, and what was wrong with newer ones."""
-    for name in manifest.unlisted(directory, manifest.read(directory)):
-        log(f"warning[CKPT019]: {directory.name}/{name} is not in the manifest; it was not read")
-    for problem in rejected:
-        log(str(problem))
-    if rejected:
-        log(f"using {directory.name}; {redone} steps will be redone")
 
 
 def _signature(tensors: Tensors) -> Signature:

@@ -316,11 +316,10 @@ def outcome(error: BaseException, status: RankStatus) -> Exit:
     return Exit("crash", ShardwiseError.exit_code, last, **place)
 
 
-def poisoned(skipped_in_row: int, allowed: int, step: int, ids: Sequence[int]) -> Problem:
-    """NUM001 for a run whose numbers stay non-finite; nothing of the poisoned steps was applied or saved. ``ids`` are
-    this rank's samples of the step."""
+def poisoned(what: str, step: int, ids: Sequence[int], last: Path | None) -> Problem:
+    """NUM001 for a run whose numbers are not finite; nothing of the poisoned steps was applied or saved. ``ids`` are
+    this rank's samples of the step, ``last`` is the newest checkpoint."""
     shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
-    what = f"loss or gradients not finite for {skipped_in_row} steps in a row (run.max_skipped_steps is {allowed})"
     fix = "lower optim.learning_rate, lengthen optim.warmup_steps, or use precision.compute=bf16 or fp32"
-    fix += "; the newest checkpoint holds the last good weights"
+    fix += f"; {last.name} holds the last good weights" if last else "; there is no checkpoint to go on from"
     return Problem("NUM001", what, f"step {step}, samples {shown}", fix)

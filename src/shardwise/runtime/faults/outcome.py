@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -45,10 +45,14 @@ def failed(kind: Kind, error: ShardwiseError, rank: int) -> Exit:
 
 
 def write_exit(run_directory: Path, outcome: Exit) -> None:
-    """Write ``exit.json``. The first cause wins; a consequence never replaces anything, and a cause replaces a
-    consequence. Atomic, even if a process dies meanwhile."""
+    """Write ``exit.json``. The first cause wins; a consequence never replaces anything, a cause replaces a
+    consequence, and what explains a crash replaces what the same process said of it before. Atomic, even if a process
+    dies meanwhile."""
     target = run_directory / NAME
     draft = run_directory / f".{NAME}-{outcome.rank}-{os.getpid()}"
+    standing = read_exit(run_directory)
+    if standing is not None and explained_by(standing, outcome):
+        outcome = replace(outcome, step=standing.step, phase=standing.phase)
     record = asdict(outcome) | {"time_s": outcome.time_s or time.time()}
     try:
         draft.write_text(json.dumps(record, indent=1) + "\n")
@@ -62,10 +66,21 @@ def write_exit(run_directory: Path, outcome: Exit) -> None:
                     os.replace(draft, target)
             except OSError:  # a file system without hard links
                 os.replace(draft, target)
-        if standing is not None and standing.kind == "peer_lost" and outcome.kind != "peer_lost":
+        if standing is not None and (explained_by(standing, outcome) or is_cause_of(standing, outcome)):
             os.replace(draft, target)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def is_cause_of(standing: Exit, outcome: Exit) -> bool:
+    """Whether ``standing`` is a consequence, and ``outcome`` may be what it follows from."""
+    return standing.kind == "peer_lost" and outcome.kind != "peer_lost"
+
+
+def explained_by(standing: Exit, outcome: Exit) -> bool:
+    """Whether both are of one process, which could only say at first that it had crashed."""
+    same = (standing.rank, standing.pid) == (outcome.rank, outcome.pid)
+    return same and standing.kind == "crash" and not standing.problems and bool(outcome.problems)
 
 
 def read_exit(run_directory: Path) -> Exit | None:
