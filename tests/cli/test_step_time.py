@@ -28,13 +28,13 @@ def test_a_step_is_its_parts() -> None:
     assert tokens_per_s(plan) == pytest.approx(2 * 4 * 16 * 1024 / 1.25)
     told = time_lines(plan)
     assert [line.split("  ")[1] for line in told][:3] == ["products", "attention", "pointwise"]
-    assert any("waits for dp_shard" in line and "of 2.0 s of sending" in line for line in told)
+    assert any("waits for dp_shard" in line and "of 2.00 s of sending" in line for line in told)
 
 
 def test_the_lines_of_a_step() -> None:
     spec = load_spec("meta-llama/Llama-3.2-1B")
     first, second = step_lines(spec, with_seconds(PLAN, "dp_shard", "network", 0.25), H100S)
-    assert first.startswith("a step  1.2 s (900.0 ms to 1.5 s: a guess)") and "tokens/s · MFU " in first
+    assert first.startswith("a step  1.25 s (900.0 ms to 1.50 s: a guess)") and "tokens/s · MFU " in first
     assert second.split(" · ")[1] == "waits for dp_shard 250.0 ms"
     unknown = replace(H100S, device=replace(H100S.device, bf16_flops=0.0))
     assert mfu(spec, with_seconds(PLAN, "dp_shard", "network", 0.25), unknown) is None

@@ -61,7 +61,7 @@ def test_of_what_takes_as_long_the_simplest_is_chosen() -> None:
     fastest = min(found.values(), key=lambda other: seconds(other).step_s)
     assert (plan.shard.strategy, fastest.shard.strategy) == ("ddp", "zero1")
     assert seconds(fastest).step_s < seconds(plan).step_s <= 1.02 * seconds(fastest).step_s
-    assert plan.why["shard.strategy"].endswith("within 2% of zero1 over 8, and simpler")
+    assert "more than zero1 over 8 (" in plan.why["shard.strategy"]
 
 
 def test_between_nodes_the_weights_of_adapters_stay_in_the_node() -> None:
