@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from itertools import permutations
 from typing import Any
 
 from shardwise.cli import render, step_time
@@ -11,7 +12,7 @@ from shardwise.cli.length import Asked, length_lines, run_length
 from shardwise.cli.timeline import text
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
-from shardwise.planner.compare import fits, kind, seconds
+from shardwise.planner.compare import fits, in_order, kind, same_program, tokens_per_s
 from shardwise.planner.length import Length
 from shardwise.planner.remedy import Remedy, alternatives, remedies
 from shardwise.planner.search import Search
@@ -45,7 +46,7 @@ def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, 
     search = Search(recipe, spec, cluster)
     chosen = told(search.chosen, recipe)
     free = replace(search, pinned=False) if recipe.parallel != Parallel() else search
-    plans = _with_chosen(free.families(), chosen)
+    plans = _with_chosen([*free.families(), *search.dials(chosen)], chosen)
     if here:
         plans = [with_history(plan, cluster, like=chosen) for plan in plans]
         chosen = with_history(chosen, cluster)
@@ -56,10 +57,18 @@ def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, 
 
 
 def _with_chosen(plans: list[Plan], chosen: Plan) -> list[Plan]:
-    """The best plans of each kind, of which the chosen one stands for its own."""
+    """The best plans of each kind, of which the chosen one stands for its own; of two that are one program, the
+    chosen one or the simpler."""
+
+    def own(plan: Plan) -> tuple[str, str]:
+        return kind(plan), plan.shard.strategy
+
     if not any(render.same_split(plan, chosen) for plan in plans):
-        plans = [plan for plan in plans if kind(plan) != kind(chosen)] + [chosen]
-    return sorted(plans, key=lambda plan: (not fits(plan), seconds(plan).step_s))
+        plans = [plan for plan in plans if own(plan) != own(chosen)] + [chosen]
+    chosen = next(plan for plan in plans if render.same_split(plan, chosen))
+    twins = [(one, other) for one, other in permutations(plans, 2) if same_program(one, other)]
+    dropped = [one for one, other in twins if other is chosen or (one is not chosen and one.shard.strategy == "zero2")]
+    return sorted((plan for plan in plans if plan not in dropped), key=in_order)
 
 
 def as_json(answer: Planned) -> dict[str, Any]:
@@ -69,7 +78,7 @@ def as_json(answer: Planned) -> dict[str, Any]:
         "model": {"name": spec.name, "parameters": parameter_count(spec)},
         "cluster": {**asdict(cluster), "name": str(cluster)},
         "plan": asdict(chosen),
-        "tokens_per_s": step_time.tokens_per_s(chosen),
+        "tokens_per_s": tokens_per_s(chosen),
         "mfu": step_time.mfu(spec, chosen, cluster),
         "length": asdict(answer.length),
         "settings": [asdict(plan) for plan in answer.plans],

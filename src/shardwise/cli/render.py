@@ -8,7 +8,7 @@ from math import ceil
 
 from shardwise.cli.show import coloured
 from shardwise.models.config import ModelSpec, active_parameter_count, parameter_count
-from shardwise.planner.compare import MARGIN
+from shardwise.planner.compare import MARGIN, seconds, tokens_per_s
 from shardwise.planner.remedy import Remedy
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.keys import PLANNED, dotted
@@ -150,7 +150,9 @@ def family_lines(plans: list[Plan], chosen: Plan) -> list[str]:
         shape = f"{batch.micro_batch_size} x {batch.accumulation}"
         rows.append((mark, label(plan), plan.remat.mode, shape, *figures, *sent, word))
     lines = columns(rows, "<<<" + ">" * (len(head) - 4) + "<")
-    return lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
+    told = lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
+    alike = any(plan.shard.strategy == "zero1" and plan.batch.accumulation == 1 for plan in plans)
+    return [*told, *["with one micro-batch a step ZeRO-2 is the same as ZeRO-1"] * alike]
 
 
 def same_split(one: Plan, other: Plan) -> bool:
@@ -182,7 +184,8 @@ def change_lines(found: list[Remedy]) -> list[str]:
     rows = [
         (
             remedy.change,
-            show_seconds(remedy.plan.estimate.seconds.step_s) + " a step" if remedy.plan.estimate.seconds else "",
+            show_seconds(seconds(remedy.plan).step_s) + " a step",
+            show_count(tokens_per_s(remedy.plan)) + " tokens/s",
             verdict(remedy.plan.estimate),
             label(remedy.plan),
             f"recompute {remedy.plan.remat.mode}",
@@ -190,7 +193,7 @@ def change_lines(found: list[Remedy]) -> list[str]:
         )
         for remedy in found
     ]
-    return ["  " + line for line in columns(rows, "<><<<<")]
+    return ["  " + line for line in columns(rows, "<>><<<<")]
 
 
 def remedy_words(found: list[Remedy]) -> str:

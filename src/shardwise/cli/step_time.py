@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.models.config import ModelSpec
-from shardwise.planner.compare import seconds
+from shardwise.planner.compare import seconds, tokens_per_s
 from shardwise.planner.price import price
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan, Remat, Seconds
@@ -21,11 +21,6 @@ ELSEWHERE = {
     "zero3": "PyTorch: FSDP2's fully_shard, FULL_SHARD · DeepSpeed: stage 3 · Megatron: --use-torch-fsdp2",
 }
 HYBRID = "PyTorch: FSDP2 on a mesh (replicate, shard), HYBRID_SHARD · DeepSpeed: MiCS · Megatron: several instances"
-
-
-def tokens_per_s(plan: Plan) -> float:
-    """Tokens of all ranks."""
-    return plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len / seconds(plan).step_s
 
 
 def mfu(spec: ModelSpec, plan: Plan, cluster: Cluster) -> float | None:

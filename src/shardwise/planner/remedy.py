@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
-from shardwise.planner.compare import MARGIN, TIGHT, fits, peak_share, seconds
+from shardwise.planner.compare import MARGIN, TIE, TIGHT, fits, peak_share, seconds, tokens_per_s
 from shardwise.planner.search import Search
-from shardwise.spec.cluster import Cluster, Device, devices
+from shardwise.spec.cluster import Cluster, Device, devices, rented
 from shardwise.spec.complaints import cross_check
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe
@@ -119,18 +119,19 @@ def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
     larger = [cluster.resized(n, count) for n, count in sizes]
     yield [({}, other, f"{other.world} devices instead of {cluster.world}") for other in larger]
     here = cluster.device
-    better = [device for device in _no_worse(here) if device.memory_bytes > here.memory_bytes]
-    better.sort(key=lambda device: device.memory_bytes)
+    better = [device for device in _no_worse(here, each) if device.memory_bytes > here.memory_bytes]
+    better.sort(key=lambda device: (device.name not in rented(), device.memory_bytes))
     if better:
         yield [({}, cluster.resized(nodes, each, device), f"{device.name} instead of {here.name}") for device in better]
 
 
-def _no_worse(here: Device) -> list[Device]:
-    """The known devices with the same software that are no smaller, nor slower, than this one."""
+def _no_worse(here: Device, each: int) -> list[Device]:
+    """The known devices with the same software, so many in a node, that are no smaller, nor slower, than this one."""
     return [
         device
         for device in devices().values()
-        if device.memory_bytes >= here.memory_bytes
+        if device.per_node >= each
+        and device.memory_bytes >= here.memory_bytes
         and device.bf16_flops >= here.bf16_flops
         and device.peer_bytes_per_s >= here.peer_bytes_per_s
         and device.name.startswith("MI") == here.name.startswith("MI")
@@ -142,7 +143,8 @@ def alternatives(
 ) -> list[Remedy]:
     """What single changes would make of a recipe's plan, of the machines and of the recipe: the split of a much faster
     one of ``others`` that is tight, other GPUs, more of them, faster links, half the sequence, adapters, and what is
-    stored in fewer bits. Those that are not allowed, or do not fit, are left out. Of stages as :func:`remedies`."""
+    stored in fewer bits. Those that are not allowed, do not fit, or are slower, are left out; what is hardly faster
+    takes less memory. Of stages as :func:`remedies`."""
     changes = (*_other_machines(cluster), *_other_recipes(recipe, cluster))
     found = [_replanned(change, recipe, spec, None, chosen) for change in changes]
 
@@ -154,7 +156,13 @@ def alternatives(
         best = min(others, key=lambda plan: seconds(plan).step_s)
         remedy = _replanned(_split_of(best, recipe, cluster), recipe, spec, None, best)
         found = [remedy if remedy and quick(remedy.plan) else None, *found]
-    return [remedy for remedy in found if remedy and peak_share(remedy.plan) <= 1]
+    return [remedy for remedy in found if remedy and peak_share(remedy.plan) <= 1 and _better(remedy.plan, chosen)]
+
+
+def _better(plan: Plan, chosen: Plan) -> bool:
+    """Whether it trains on more tokens a second, or on as many in less memory."""
+    faster = tokens_per_s(plan) / tokens_per_s(chosen)
+    return faster > 1 + TIE or (faster >= 1 and peak_share(plan) < (1 - TIE) * peak_share(chosen))
 
 
 def _split_of(plan: Plan, recipe: Recipe, cluster: Cluster) -> Change:
@@ -177,10 +185,9 @@ def _other_machines(cluster: Cluster) -> Iterator[Change]:
         replace(cluster, nodes=nodes + 1) if nodes > 1 or each >= NODE else replace(cluster, devices_per_node=2 * each)
     )
     yield {}, more, f"{more.world} devices instead of {cluster.world}"
-    if faster := [device for device in _no_worse(here) if device.bf16_flops > here.bf16_flops]:
-        device = min(faster, key=lambda other: (other.bf16_flops, other.memory_bytes))
-        links = max(cluster.link_bytes_per_s, device.peer_bytes_per_s)
-        yield {}, replace(cluster, device=device, link_bytes_per_s=links), f"{device.name} instead of {here.name}"
+    if faster := [device for device in _no_worse(here, each) if device.bf16_flops > here.bf16_flops]:
+        device = min(faster, key=lambda other: (other.name not in rented(), other.bf16_flops, other.memory_bytes))
+        yield {}, cluster.resized(nodes, each, device), f"{device.name} instead of {here.name}"
     if nodes > 1:
         quick = replace(cluster, network_bytes_per_s=4 * cluster.network_bytes_per_s)
         yield {}, quick, "links between nodes four times as fast"

@@ -26,6 +26,7 @@ from shardwise.planner.compare import (
     TIGHT,
     Comparison,
     fits,
+    in_order,
     kind,
     peak_share,
     seconds,
@@ -37,6 +38,7 @@ from shardwise.planner.why import Reasons
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
+from shardwise.techniques.shard.degrees import STRATEGIES
 
 
 def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
@@ -157,6 +159,24 @@ class Search:
                 return found
         return []
 
+    def dials(self, chosen: Plan) -> list[Plan]:
+        """Where ``chosen`` splits the model too, the best plans of its degrees with what fits of the other ways to
+        shard over the rest."""
+        if kind(chosen) in (*STRATEGIES, "hybrid"):
+            return []
+
+        def degrees(plan: Plan) -> tuple[object, ...]:
+            layout = plan.layout
+            return layout.pp, layout.tp, layout.cp, layout.ep, plan.pipeline, plan.cp_kind
+
+        with uncollected():
+            staged = [each for each in self.pipelines if degrees(each.staged) == degrees(chosen)]
+            plans = (*self.all, *(plan for each in staged for plan in self._pipelines.plans(each)))
+            alike = [plan for plan in plans if degrees(plan) == degrees(chosen)]
+            others = (each for each in STRATEGIES if each != chosen.shard.strategy)
+            found = [self.known.fastest([plan for plan in alike if plan.shard.strategy == each]) for each in others]
+            return [self.known.with_larger_chunks(simplest(own)) for own in found if own]
+
     def families(self) -> list[Plan]:
         """The best plan of each kind, by seconds; behind them those of kinds of which none fits, the smallest of
         each."""
@@ -166,11 +186,11 @@ class Search:
                 own = [plan for plan in self.all if kind(plan) == each]
                 more = self.piped(tp="tp" in each) if "pp" in each and not own else []
                 own = own or ([] if more or "pp" not in each else self._lean_pipelines(tp="tp" in each))
-                if fitting := more or self.known.fastest(own):
+                if fitting := more or self.known.fastest(own) or self.known.fastest(own, TIGHT):
                     found.append(self.known.with_larger_chunks(simplest(fitting)))
                 elif own:
                     found.append(self.known.timed(self.known.smallest(own)))
-        return sorted(found, key=lambda plan: (not fits(plan), seconds(plan).step_s))
+        return sorted(found, key=in_order)
 
     def could_fit(self, share: float) -> bool:
         """Whether ``share`` of the memory is enough for the smallest plan."""

@@ -6,7 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from shardwise.planner.compare import MARGIN, TIGHT, Comparison, fits, kind, name, peak_share, seconds, simplicity
+from shardwise.planner.compare import (
+    MARGIN,
+    TIGHT,
+    Comparison,
+    fits,
+    kind,
+    name,
+    peak_share,
+    same_program,
+    seconds,
+    simplicity,
+)
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_bytes, show_seconds
@@ -79,7 +90,7 @@ class Reasons:
             return "derived: there is one data-parallel rank, and nothing to shard over others"
         head = f"{'searched: ' if fits(best) else f'{below}below {TIGHT:.0%}, '}{self._step(best)} a step, "
         fastest = self.known.with_larger_chunks(min(self.fitting, key=lambda plan: seconds(plan).step_s))
-        other = self._fastest(lambda plan: kind(plan) == kind(best))
+        other = self._fastest(lambda plan: kind(plan) == kind(best) or same_program(plan, best))
         rival = min([fastest, *([other] if other else [])], key=lambda plan: seconds(plan).step_s)
         if seconds(rival).step_s < seconds(best).step_s:
             more = f"{seconds(best).step_s / seconds(rival).step_s - 1:.1%}"

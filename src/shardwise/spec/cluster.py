@@ -137,6 +137,12 @@ def devices() -> dict[str, Device]:
     return found
 
 
+@cache
+def rented() -> frozenset[str]:
+    """The names of those that can be had by the node: others are one company's own, or sold by the rack."""
+    return frozenset(row["name"] for row in _rows() if row["rented"] == "yes")
+
+
 def find_device(name: str) -> Device:
     """The device meant by ``name``, whatever its case, spaces and hyphens. Raises ConfigError (CLU002)."""
     names = _names()
