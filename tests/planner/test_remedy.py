@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.load import load_spec
-from shardwise.planner.compare import MARGIN, TIE, TIGHT, seconds
+from shardwise.planner.compare import MARGIN, TIE, TIGHT, seconds, tokens_per_s
 from shardwise.planner.remedy import (
     MUCH_FASTER,
     _cluster_changes,
     _other_machines,
     _recipe_changes,
+    _replanned,
     alternatives,
     remedies,
 )
@@ -199,3 +200,19 @@ def test_gpus_that_cannot_be_rented_come_last(cluster: str) -> None:
 def test_other_gpus_have_no_rates_that_were_measured_on_these() -> None:
     machines = replace(parse_cluster("8xH100"), measured=Measured(launch_s=1e-6))
     assert [c.measured for _, c, _ in _other_machines(machines) if c.device != machines.device] == [None]
+
+
+@pytest.mark.parametrize("cluster", ["1xH100", "2xRTX-4090"])
+def test_where_the_host_makes_a_step_shorter_the_remedy_says_why(cluster: str) -> None:
+    """Its larger micro-batches, beside the one of what does not fit; where it is slower, nothing is said of speed."""
+    asked = load_recipe(None, ["model=meta-llama/Llama-3.1-8B", "seq_len=4096", "global_batch=64"])
+    spec, machines = load_spec("meta-llama/Llama-3.1-8B"), parse_cluster(cluster)
+    chosen = choose(asked, spec, machines)
+    change = {"offload.optimizer": "auto"}
+    found = _replanned((change, machines, "moved"), asked, spec, None, chosen)
+    assert found is not None and share(chosen) > 1 >= share(found.plan)
+    sizes = found.plan.batch.micro_batch_size, chosen.batch.micro_batch_size
+    faster = tokens_per_s(found.plan) > tokens_per_s(chosen)
+    assert faster is (cluster == "1xH100")
+    assert (f"micro-batches of {sizes[0]} fit instead of {sizes[1]}" in found.price) is faster
+    assert found.price == "moved" or faster

@@ -152,7 +152,9 @@ def family_lines(plans: list[Plan], chosen: Plan) -> list[str]:
     lines = columns(rows, "<<<" + ">" * (len(head) - 4) + "<")
     told = lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
     alike = any(plan.shard.strategy == "zero1" and plan.batch.accumulation == 1 for plan in plans)
-    return [*told, *["with one micro-batch a step ZeRO-2 is the same as ZeRO-1"] * alike]
+    told += ["with one micro-batch a step ZeRO-2 is the same as ZeRO-1"] * alike
+    tall = [plan for plan in plans if _fit(plan.estimate)[0] == "does not fit"]
+    return [*told, *["what does not fit: of its kind the plan that takes least, and the step that it would take"] * bool(tall)]
 
 
 def same_split(one: Plan, other: Plan) -> bool:
@@ -189,11 +191,12 @@ def change_lines(found: list[Remedy]) -> list[str]:
             verdict(remedy.plan.estimate),
             label(remedy.plan),
             f"recompute {remedy.plan.remat.mode}",
+            f"batch {remedy.plan.batch.micro_batch_size} x {remedy.plan.batch.accumulation}",
             remedy.price,
         )
         for remedy in found
     ]
-    return ["  " + line for line in columns(rows, "<>><<<<")]
+    return ["  " + line for line in columns(rows, "<>><<<<<")]
 
 
 def remedy_words(found: list[Remedy]) -> str:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
-from shardwise.planner.compare import MARGIN, TIE, TIGHT, fits, peak_share, seconds, tokens_per_s
+from shardwise.planner.compare import MARGIN, TIE, TIGHT, fits, name, peak_share, seconds, tokens_per_s
 from shardwise.planner.search import Search
 from shardwise.spec.cluster import Cluster, Device, devices, rented
 from shardwise.spec.complaints import cross_check
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe
+from shardwise.techniques.remat import MODES
 
 CLOSEST = 3
 """How many changes are shown if none is enough."""
@@ -75,7 +76,7 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     part = (recipe.offload.optimizer_fraction or 1.0) < 1
     all_blocks: dict[str, object] = {"offload.optimizer_fraction": None} if part else {}
     if all_blocks:
-        yield [(all_blocks, cluster, "AdamW of all blocks on the host: slower")]
+        yield [(all_blocks, cluster, "AdamW of all blocks on the host")]
     if recipe.offload.weights == "host":
         filed: dict[str, object] = {"offload.optimizer": "nvme"} if recipe.offload.optimizer == "host" else {}
         filed["offload.weights"] = "nvme"
@@ -84,7 +85,7 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
         smaller: dict[str, object] = {"train.micro_batch_size": 1}
         if recipe.train.global_batch_size is None or recipe.train.gradient_accumulation_steps is not None:
             smaller["train.gradient_accumulation_steps"] = micro * (recipe.train.gradient_accumulation_steps or 1)
-        yield [(smaller, cluster, "the same batch in smaller pieces: slower")]
+        yield [(smaller, cluster, "the same batch in smaller pieces")]
     if optim.name != "adamw8bit":
         packed: dict[str, object] = {"optim.name": "adamw8bit"} | ({"optim.moments": None} if optim.moments else {})
         yield [(packed, cluster, "AdamW's moments in 8 bits: nearly the same updates")]
@@ -100,10 +101,10 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
         yield [alone] * here + [both] * (recipe.offload.weights == "none" and (here or not recipe.model.frozen))
     if not adapted and recipe.model.config is None and recipe.model.init != "random":
         yield [({"lora.rank": 16}, cluster, "only adapters are trained")]
-        small = "only adapters are trained, over weights in 4 bits: less exact, and slower"
+        small = "only adapters are trained, over weights in 4 bits: less exact"
         yield [({"lora.rank": 16, "lora.frozen": "nf4"}, cluster, small)]
     if adapted and recipe.lora.frozen != "nf4":
-        yield [({"lora.frozen": "nf4"}, cluster, "frozen weights in 4 bits: less exact, and slower")]
+        yield [({"lora.frozen": "nf4"}, cluster, "frozen weights in 4 bits: less exact")]
     if recipe.train.seq_len >= 256:
         yield [({"train.seq_len": recipe.train.seq_len // 2}, cluster, "half the context, half the tokens per step")]
 
@@ -220,7 +221,21 @@ def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | N
         return None
     words = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
     best = min(plans, key=lambda plan: (not fits(plan), seconds(plan).step_s))
-    return Remedy(" ".join(words) or f"--cluster {machines}", price, best)
+    return Remedy(" ".join(words) or f"--cluster {machines}", price + _faster_by(best, chosen), best)
+
+
+def _faster_by(plan: Plan, chosen: Plan) -> str:
+    """Where more is on the host and a step is shorter all the same, what makes it so."""
+    moved = plan.layout.world == chosen.layout.world and len(plan.offload.words) > len(chosen.offload.words)
+    if not moved or tokens_per_s(plan) <= tokens_per_s(chosen):
+        return ""
+    sizes, modes = (plan.batch.micro_batch_size, chosen.batch.micro_batch_size), (plan.remat.mode, chosen.remat.mode)
+    found = [f"micro-batches of {sizes[0]} fit instead of {sizes[1]}"] if sizes[0] > sizes[1] else []
+    found += (
+        [f"recompute {modes[0]} fits instead of {modes[1]}"] if MODES.index(modes[0]) < MODES.index(modes[1]) else []
+    )
+    found = found or [f"the ranks can be split as {name(plan)}"] * (name(plan) != name(chosen))
+    return f"; faster, since {' and '.join(found)}" if found else ""
 
 
 def _near(recipe: Recipe, chosen: Plan) -> Iterator[Recipe]:
