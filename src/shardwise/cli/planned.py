@@ -12,7 +12,7 @@ from shardwise.cli.length import Asked, length_lines, run_length
 from shardwise.cli.timeline import text
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
-from shardwise.planner.compare import fits, in_order, kind, same_program, tokens_per_s
+from shardwise.planner.compare import fits, in_order, kind, same_program, seconds, tokens_per_s
 from shardwise.planner.length import Length
 from shardwise.planner.remedy import Remedy, alternatives, remedies
 from shardwise.planner.search import Search
@@ -44,16 +44,22 @@ class Planned:
 def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, here: bool) -> Planned:
     """The answer for a recipe on a cluster; ``here``: on this machine, whose earlier runs correct its seconds."""
     search = Search(recipe, spec, cluster)
-    chosen = told(search.chosen, recipe)
+    best = search.best
+
+    def corrected(plan: Plan) -> Plan:
+        return with_history(plan, cluster, spec, like=best) if here else plan
+
+    def all_of(found: list[Remedy]) -> list[Remedy]:
+        return [replace(remedy, plan=corrected(remedy.plan)) for remedy in found]
+
+    chosen = told(search.explained(seconds(corrected(best)).scale), recipe)
     free = replace(search, pinned=False) if recipe.parallel != Parallel() else search
     plans = _with_chosen([*free.families(), *search.dials(chosen)], chosen)
-    if here:
-        plans = [with_history(plan, cluster, like=chosen) for plan in plans]
-        chosen = with_history(chosen, cluster)
-    length, able = run_length(recipe, chosen, cluster, asked), fits(chosen)
-    needed = [] if able else remedies(recipe, spec, cluster, chosen)
-    others = alternatives(recipe, spec, cluster, chosen, plans) if able else []
-    return Planned(spec, cluster, chosen, plans, length, needed, others)
+    needed = [] if fits(chosen) else remedies(recipe, spec, cluster, chosen)
+    others = alternatives(recipe, spec, cluster, chosen, plans) if fits(chosen) else []
+    chosen, plans = corrected(chosen), [corrected(plan) for plan in plans]
+    length = run_length(recipe, chosen, cluster, asked)
+    return Planned(spec, cluster, chosen, plans, length, all_of(needed), all_of(others))
 
 
 def _with_chosen(plans: list[Plan], chosen: Plan) -> list[Plan]:
@@ -118,8 +124,10 @@ def page_lines(answer: Planned, explain: str | None) -> list[str]:
 
 
 def schedule_of(answer: Planned) -> PipelineTimes:
-    """When each rank of the chosen plan's pipeline computes what."""
-    return pipeline_times(answer.spec, answer.chosen, answer.cluster, own_traits())
+    """When each rank of the chosen plan's pipeline computes what, by the clock of its seconds."""
+    scale = seconds(answer.chosen).scale
+    times = pipeline_times(answer.spec, answer.chosen, answer.cluster, own_traits())
+    return replace(times, step=times.step.scaled(scale), makespan_s=scale * times.makespan_s)
 
 
 def schedule_lines(answer: Planned) -> list[str]:

@@ -154,7 +154,10 @@ def family_lines(plans: list[Plan], chosen: Plan) -> list[str]:
     alike = any(plan.shard.strategy == "zero1" and plan.batch.accumulation == 1 for plan in plans)
     told += ["with one micro-batch a step ZeRO-2 is the same as ZeRO-1"] * alike
     tall = [plan for plan in plans if _fit(plan.estimate)[0] == "does not fit"]
-    return [*told, *["what does not fit: of its kind the plan that takes least, and the step that it would take"] * bool(tall)]
+    return [
+        *told,
+        *["what does not fit: of its kind the plan that takes least, and the step that it would take"] * bool(tall),
+    ]
 
 
 def same_split(one: Plan, other: Plan) -> bool:

@@ -129,8 +129,12 @@ class Search:
     @cached_property
     def chosen(self) -> Plan:
         """The plan to run, with why. Raises ConfigError where none fits and the recipe's pins rule out others."""
+        return self.explained()
+
+    def explained(self, scale: float = 1.0) -> Plan:
+        """The same, with reasons in seconds that are multiplied by ``scale``."""
         with uncollected():
-            return self.reasons().explained
+            return self.reasons(scale).explained
 
     def reasons(self, scale: float = 1.0) -> Reasons:
         """Why the best plan, in seconds that are multiplied by ``scale``."""
