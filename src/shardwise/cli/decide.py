@@ -74,9 +74,12 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         parts = ", ".join(f"{name} {show_bytes(count)}" for name, count in estimate.memory.items() if count)
         peak, capacity = show_bytes(estimate.peak_bytes), show_bytes(estimate.capacity_bytes)
         what = f"needs {peak} per rank, {capacity} available: {parts}"
-    elif estimate.share > 1 and estimate.host_capacity_bytes:
+    elif estimate.host_capacity_bytes and estimate.host_bytes > estimate.host_capacity_bytes:
         held, capacity = show_bytes(estimate.host_bytes), show_bytes(estimate.host_capacity_bytes)
         what = f"needs {held} of a node's memory beside its GPUs, {capacity} available"
+    elif estimate.disk_capacity_bytes and estimate.disk_bytes > estimate.disk_capacity_bytes:
+        held, capacity = show_bytes(estimate.disk_bytes), show_bytes(estimate.disk_capacity_bytes)
+        what = f"needs {held} of a node's disks, {capacity} available"
     else:
         what = ""
     if what:

@@ -115,7 +115,7 @@ def page_lines(answer: Planned, explain: str | None) -> list[str]:
         render.sentence(chosen),
         "",
         *step_time.step_lines(spec, chosen, cluster),
-        *([waits] if waits else []),
+        *filter(None, (waits, step_time.assumed_rates(chosen, cluster))),
         *length_lines(answer.length),
         "",
         *(schedule_lines(answer) if explain == "schedule" else []),
@@ -169,7 +169,15 @@ def plan_lines(plans: list[Plan], chosen: Plan, explain: str | None) -> list[str
 def change_lines(answer: Planned) -> list[str]:
     """What would make it fit, or would change it."""
     if answer.remedies:
-        return [*render.remedy_lines(answer.remedies, answer.chosen.estimate), ""]
+        return [*render.remedy_lines(answer.remedies, answer.chosen.estimate), *_rates_of_changes(answer), ""]
     if answer.alternatives:
-        return ["what would change it", *render.change_lines(answer.alternatives), ""]
+        return ["what would change it", *render.change_lines(answer.alternatives), *_rates_of_changes(answer), ""]
     return []
+
+
+def _rates_of_changes(answer: Planned) -> list[str]:
+    """Rates that changes rest on, and the plan does not; of machines like its own."""
+    own = step_time.assumed_rates(answer.chosen, answer.cluster)
+    alike = [each.plan for each in (*answer.remedies, *answer.alternatives) if not each.change.startswith("--")]
+    found = {step_time.assumed_rates(plan, answer.cluster) for plan in alike} - {own}
+    return sorted({f"  {words}" for words in found if words}, key=len)[-1:]

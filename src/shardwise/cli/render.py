@@ -105,11 +105,18 @@ def verdict(estimate: Estimate) -> str:
 def _on_host(estimate: Estimate) -> str:
     """What a node's ranks hold on their host and its disks, if anything."""
     if not estimate.host_bytes:  # of a CPU, whose device is the host
-        return f"; {show_bytes(estimate.disk_bytes)} on its disks" if estimate.disk_bytes else ""
+        return f"; {_on_disk(estimate)}" if estimate.disk_bytes else ""
     held, capacity = show_bytes(estimate.host_bytes), show_bytes(estimate.host_capacity_bytes)
     share = f"{estimate.host_bytes / max(1, estimate.host_capacity_bytes):.0%}"
-    disk = f", {show_bytes(estimate.disk_bytes)} on its disks" if estimate.disk_bytes else ""
+    disk = f", {_on_disk(estimate)}" if estimate.disk_bytes else ""
     return f"; {held} of {capacity} on the host ({share}){disk}"
+
+
+def _on_disk(estimate: Estimate) -> str:
+    if not estimate.disk_capacity_bytes:
+        return f"{show_bytes(estimate.disk_bytes)} on its disks"
+    share = f"{estimate.disk_bytes / estimate.disk_capacity_bytes:.0%}"
+    return f"{show_bytes(estimate.disk_bytes)} of {show_bytes(estimate.disk_capacity_bytes)} on its disks ({share})"
 
 
 def sentence(plan: Plan) -> str:

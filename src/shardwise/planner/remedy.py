@@ -98,7 +98,14 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
         moved: dict[str, object] = {"offload.optimizer": "host"} if here else all_blocks
         weights = moved | {"offload.weights": "host"}
         both: Change = weights, cluster, "weights of blocks on the host too, copied beside what blocks compute"
-        yield [alone] * here + [both] * (recipe.offload.weights == "none" and (here or not recipe.model.frozen))
+        more = recipe.offload.weights == "none" and (here or not recipe.model.frozen)
+        files: list[Change] = []
+        if optim.name == "adamw" and optim.moments is None and recipe.offload.optimizer != "nvme":
+            filed = all_blocks | {"offload.optimizer": "nvme"}
+            read = "AdamW in files on NVMe, read and written in every step: the same updates"
+            files = [(filed, cluster, read)]
+            files += [(filed | {"offload.weights": "nvme"}, cluster, read + "; weights of blocks too")] * more
+        yield [alone] * here + [both] * more + files
     if not adapted and recipe.model.config is None and recipe.model.init != "random":
         yield [({"lora.rank": 16}, cluster, "only adapters are trained")]
         small = "only adapters are trained, over weights in 4 bits: less exact"

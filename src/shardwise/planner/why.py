@@ -20,7 +20,7 @@ from shardwise.planner.compare import (
 )
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.units import show_bytes, show_seconds
+from shardwise.spec.units import show_seconds
 from shardwise.techniques.remat import MODES
 
 OTHERWISE = {
@@ -84,8 +84,7 @@ class Reasons:
         another kind."""
         best, below = self.best, f"derived: no plan stays below {MARGIN:.0%} of the memory; "
         if not self.fitting:
-            share = f"{show_bytes(best.estimate.peak_bytes)} of {show_bytes(best.estimate.capacity_bytes)}"
-            return f"{below}this is the smallest ({share})"
+            return f"{below}this is the smallest ({best.estimate.share:.0%})"
         if fits(best) and best.layout.size("loss") == 1 and best.layout.pp == 1:
             return "derived: there is one data-parallel rank, and nothing to shard over others"
         head = f"{'searched: ' if fits(best) else f'{below}below {TIGHT:.0%}, '}{self._step(best)} a step, "
