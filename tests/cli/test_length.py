@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +93,10 @@ def test_durations(seconds: float, words: str) -> None:
 
 
 def test_a_plan_says_what_the_recipes_steps_take(shardwise: Run) -> None:
-    code, out, _ = shardwise("plan", *QUICK, "--cluster", "8xH100", "train.max_steps=900", "--price", "h100=2.5")
+    flags = ["--cluster", "8xH100", "--price", "h100=2.5"]
+    code, out, _ = shardwise("plan", *QUICK, *flags, "train.max_steps=900")
+    [again] = [line for line in out.splitlines() if line.startswith("next: ")]
+    assert all(flag in shlex.split(again) for flag in flags), "what was asked is asked again"
     assert code == 0  # 900 steps of 2 s are half an hour, on 8 GPUs 4 GPU-hours
     said = "900 steps (train.max_steps): 1.8 M tokens, 30 min 0 s (22 min 30 s to 39 min 0 s), 4.0 GPU-hours, "
     assert f"{said}$10 at $2.5 a GPU-hour\n" in out

@@ -216,3 +216,24 @@ def test_where_the_host_makes_a_step_shorter_the_remedy_says_why(cluster: str) -
     assert faster is (cluster == "1xH100")
     assert (f"micro-batches of {sizes[0]} fit instead of {sizes[1]}" in found.price) is faster
     assert found.price == "moved" or faster
+
+
+@pytest.mark.parametrize(
+    ("cluster", "change"),
+    [
+        ("1xRTX-4090", "offload.optimizer=host offload.weights=host"),
+        ("1xRTX-4090,host=64GB", "offload.optimizer=nvme offload.weights=host"),
+        ("1xRTX-4090,host=48GB,disk=2TB@3GB/s", "offload.optimizer=nvme offload.weights=nvme"),
+        ("1xRTX-4090,host=48GB,disk=80GB@3GB/s", None),
+    ],
+)
+def test_where_the_host_is_too_small_files_are_proposed(cluster: str, change: str | None) -> None:
+    """And where the disk is, nothing of the kind."""
+    spec, machines = load_spec("meta-llama/Llama-3.1-8B"), parse_cluster(cluster)
+    asked = load_recipe(None, ["model=meta-llama/Llama-3.1-8B", "seq_len=2048", "global_batch=16"])
+    chosen = choose(asked, spec, machines)
+    choices = [each for each in _recipe_changes(asked, machines) if any("offload.optimizer" in c[0] for c in each)]
+    [tried] = choices
+    found = (_replanned(each, asked, spec, 1.0, chosen) for each in tried)
+    fitting = [remedy.change for remedy in found if remedy and remedy.plan.estimate.share <= 1]
+    assert fitting[:1] == [change] * (change is not None)

@@ -104,7 +104,10 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
             filed = all_blocks | {"offload.optimizer": "nvme"}
             read = "AdamW in files on NVMe, read and written in every step: the same updates"
             files = [(filed, cluster, read)]
-            files += [(filed | {"offload.weights": "nvme"}, cluster, read + "; weights of blocks too")] * more
+            words = {"host": "weights of blocks on the host", "nvme": "weights of blocks too"}
+            files += [
+                (filed | {"offload.weights": where}, cluster, f"{read}; {words[where]}") for where in words if more
+            ]
         yield [alone] * here + [both] * more + files
     if not adapted and recipe.model.config is None and recipe.model.init != "random":
         yield [({"lora.rank": 16}, cluster, "only adapters are trained")]

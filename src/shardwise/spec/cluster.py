@@ -111,14 +111,17 @@ class Cluster:
 
     def resized(self, nodes: int, each: int, device: Device | None = None) -> Cluster:
         """As many ``nodes`` of ``each`` of these devices, or of others. A network, or host memory, other than what is
-        assumed stays as it is."""
+        assumed stays as it is; but other kinds of machines have hosts and disks of their own."""
         usual = self.network_bytes_per_s == network_of(self.device, self.devices_per_node)
         other = device or self.device
         network = network_of(other, each) if usual else self.network_bytes_per_s
         link = self.link_bytes_per_s if device is None else _link_bytes_per_s(other)
         sizes = {"nodes": nodes, "devices_per_node": each, "network_bytes_per_s": network, "link_bytes_per_s": link}
-        if self.host_memory_bytes == host_of(self.device, self.devices_per_node)[0]:
+        elsewhere = _sold(other) != _sold(self.device)
+        if elsewhere or self.host_memory_bytes == host_of(self.device, self.devices_per_node)[0]:
             sizes["host_memory_bytes"] = host_of(other, each)[0]
+        if elsewhere:
+            sizes |= {"disk_bytes": 0, "disk_bytes_per_s": 0.0}
         return replace(self, device=other, measured=None, **sizes)  # type: ignore[arg-type]
 
 
@@ -288,8 +291,12 @@ def _gbit(bytes_per_s: float) -> str:
 
 def host_of(device: Device, count: int) -> tuple[int, str]:
     """Bytes of host memory that a node of so many of these is assumed to have, and whose that is."""
-    row = next((row for row in _rows() if row["name"] == device.name), None)
-    return host_bytes(row["host"] if row else "cloud", count)
+    return host_bytes(_sold(device), count)
+
+
+def _sold(device: Device) -> str:
+    """On which kind of machine a device is sold, as the table says it."""
+    return next((row["host"] for row in _rows() if row["name"] == device.name), "cloud")
 
 
 def _link_bytes_per_s(device: Device) -> float:
