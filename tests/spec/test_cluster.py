@@ -22,7 +22,7 @@ def test_the_cluster_of_the_sketch() -> None:
     assert found.assumptions == (
         "200 Gb/s between nodes, shared by the GPUs of a node",
         "GPUs in a node communicate over PCIe through the host, 40 GB/s measured",
-        "512.0 GiB of host memory per node, a workstation's (say ,host=<N>GB)",
+        "1,000.0 GiB of host memory per node, a cloud node's (say ,host=<N>GB)",
         "figures of the RTX Pro 6000 are partly verified",
     )
 
