@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.cli import render, step_time
-from shardwise.cli.decide import told, with_history
-from shardwise.cli.length import Asked, length_lines, run_length
+from shardwise.cli.decide import suited, told, with_history
+from shardwise.cli.length import Asked, known_count, length_lines, run_length
 from shardwise.cli.timeline import text
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
@@ -43,7 +43,11 @@ class Planned:
 def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, here: bool) -> Planned:
     """The answer for a recipe on a cluster; ``here``: on this machine, whose earlier runs correct its seconds."""
     search = Search(recipe, spec, cluster)
-    chosen = told(search.chosen, recipe)
+    first, chosen = recipe, told(search.chosen, recipe)
+    recipe, chosen = suited(
+        recipe, chosen, known_count(recipe), lambda other: told(Search(other, spec, cluster).chosen, other)
+    )
+    search = search if recipe is first else Search(recipe, spec, cluster)
     free = replace(search, pinned=False) if recipe.parallel != Parallel() else search
     plans = _with_chosen(free.families(), chosen)
     if here:
