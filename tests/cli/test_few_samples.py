@@ -5,17 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.cli import train
 from shardwise.cli.app import main
+from shardwise.cli.decide import cluster_of
+from shardwise.cli.length import Asked
+from shardwise.cli.options import recipe_or_quickstart
+from shardwise.cli.planned import planned as planned_of
 from shardwise.data import tokens
 from shardwise.launch.local import Ended
+from shardwise.models.resolve import resolve
+from shardwise.runtime.report.header import assumptions
 from shardwise.spec.load import load_plan, load_recipe
 
 Run = Callable[..., tuple[str, str]]
+OPEN = ("train.seq_len=256", "train.global_batch_size=null")
+"""A recipe that says nothing of the batch."""
 
 
 @pytest.fixture
@@ -36,7 +45,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         "data.path=talks.jsonl",
         "data.chat_template=zephyr",
         "data.validation_share=0",
-        "--nproc=1",
+        "run.nproc=1",
     ]
     words += ["data.tokenizer.path=.", "data.cache=cache", "train.seq_len=128", "train.global_batch_size=4"]
 
@@ -45,6 +54,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         captured = capfd.readouterr()
         return captured.out, captured.err
 
+    run.words = words  # type: ignore[attr-defined]
     return run
 
 
@@ -109,6 +119,53 @@ def test_fine_tuning_without_a_length_reads_few_records_three_times(run: Run) ->
     assert (recipe.train.num_epochs, recipe.train.max_steps) == (3.0, None)
     why = load_plan("runs/quickstart-1/plan.yaml").why
     assert why["train.num_epochs"].startswith("assumed: 3 of fewer than 10,000 records")
+
+
+def test_the_default_batch_of_a_fine_tune_is_at_most_an_eighth_of_an_epoch(run: Run) -> None:
+    """32 sequences would be more than all windows. The plan says why, the run is resumed with the same, and another
+    plan made of the data is the same."""
+    out, _ = run("--num-epochs", "3", *OPEN)
+    found = re.search(r"-> (\d+) windows of 256 tokens -> (\d+) steps an epoch", out)
+    assert found is not None
+    windows, steps = int(found[1]), int(found[2])
+    recipe, plan = load_recipe("runs/quickstart-1/recipe.yaml"), load_plan("runs/quickstart-1/plan.yaml")
+    batch = plan.batch.global_batch_size(1)
+    assert windows < 32 and 8 * batch <= windows < 16 * batch and steps >= 8
+    assert recipe.train.global_batch_size == batch
+    assert plan.why["batch.global_batch_size"].startswith("assumed: ")
+    assert f"`train.global_batch_size` {batch} (at most 32 sequences, and an eighth of the {windows} " in assumptions(
+        plan, recipe
+    )
+    again, _ = run("--num-epochs", "3", *OPEN)
+    assert "\nbatch " in out and "\nbatch " not in again, "the data were known from the start"
+    assert replace(load_plan("runs/quickstart-2/plan.yaml"), estimate=plan.estimate) == plan
+    run("--num-epochs", "3", *OPEN, "--plan", "runs/quickstart-2/plan.yaml")
+    assert load_recipe("runs/quickstart-3/recipe.yaml").train.global_batch_size == batch
+
+
+def test_a_batch_that_is_written_stays_and_is_refused_where_the_data_do_not_fill_it(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AssertionError):
+        run("train.seq_len=256", "train.global_batch_size=32")
+    assert "error[DATA003]" in capfd.readouterr().err
+
+
+def test_what_is_planned_of_prepared_data_is_what_is_trained(run: Run) -> None:
+    """Where they are not prepared yet, the plan says that the batch depends on them."""
+    words = [*run.words, *OPEN]  # type: ignore[attr-defined]
+
+    def planned() -> tuple[int, str]:
+        recipe = load_recipe(recipe_or_quickstart(None, words), words)
+        spec, cluster = resolve(recipe), cluster_of(recipe)
+        chosen = planned_of(recipe, spec, cluster, Asked(), here=False).chosen
+        return chosen.batch.global_batch_size(1), chosen.why["batch.global_batch_size"]
+
+    before = planned()
+    run("--num-epochs", "3", *OPEN)
+    plan = load_plan("runs/quickstart-1/plan.yaml")
+    assert before == (32, "assumed: at most 32 sequences, and an eighth of an epoch")
+    assert planned() == (plan.batch.global_batch_size(1), plan.why["batch.global_batch_size"])
 
 
 def test_more_than_ten_epochs_of_few_records_are_warned_of(run: Run) -> None:

@@ -44,7 +44,7 @@ def test_nothing_slower_is_sold_as_a_change() -> None:
 def test_what_fits_of_the_chosen_degrees_is_told() -> None:
     """Of stages whose weights are sharded one way, the other ways too."""
     recipe = load_recipe(None, [f"model={EIGHT_B}", "train.seq_len=4096", "train.global_batch_size=64"])
-    search = Search(recipe, load_spec(EIGHT_B), parse_cluster("4xA100"))
+    search = Search(recipe, load_spec(EIGHT_B), parse_cluster("8xA100"))
     chosen, found = search.best, search.dials(search.best)
     assert chosen.layout.pp > 1 and {chosen.shard.strategy} < {"zero1", "zero3"}
     assert [plan.shard.strategy for plan in found] == ["zero1" if chosen.shard.strategy == "zero3" else "zero3"]

@@ -439,6 +439,8 @@ def test_mixtures(sft: Callable[..., Prepared], settings: Make, tmp_path: Path) 
     assert len(set(in_held)) == len(in_held) and not in_train & set(in_held)
     with pytest.raises(DataError, match=r"DATA012.*a.jsonl: -1"):
         mixed([-1, 1, 1])
+    with pytest.raises(DataError, match=r"DATA012.*a.jsonl: 1e\+08"):
+        mixed([1e8, 1, 1])
     with pytest.raises(DataError, match=r"DATA012.*not all 0"):
         mixed([0, 0, 0])
     with pytest.raises(DataError, match=r"DATA012.*2 weights for 3 paths"):

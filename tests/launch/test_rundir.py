@@ -233,19 +233,25 @@ def test_checkpoints_that_do_not_fit_the_disk(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("begun", "steps", "epochs"),
+    ("begun", "steps", "epochs", "batch"),
     [
-        ({"train.max_steps": None, "train.num_epochs": None}, 1000, None),  # as an older version began it
-        ({"train.max_steps": None, "train.num_epochs": 2.0}, None, 2.0),
+        ({"train.max_steps": None, "train.num_epochs": None}, 1000, None, None),  # as an older version began it
+        ({"train.max_steps": None, "train.num_epochs": 2.0, "train.global_batch_size": 4}, None, 2.0, 4),
     ],
 )
 def test_a_run_goes_on_with_what_it_assumed_when_it_was_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: dict[str, object], steps: int | None, epochs: float | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: dict[str, object],
+    steps: int | None,
+    epochs: float | None,
+    batch: int | None,
 ) -> None:
     settings = {**begun, "optim.learning_rate": 3e-4, "optim.warmup_steps": 0}
     monkeypatch.setattr(rundir, "_facts", lambda directory: {"settings": settings})
     recipe = rundir.as_begun(tmp_path, load_recipe(None, ["model=m", "method=sft"]))
     assert (recipe.train.max_steps, recipe.train.num_epochs) == (steps, epochs)
+    assert recipe.train.global_batch_size == batch
     assert (recipe.optim.learning_rate, recipe.optim.warmup_steps) == (3e-4, 0)
     pinned = rundir.as_begun(tmp_path, load_recipe(None, ["model=m", "method=sft", "max_steps=7", "lr=1e-4"]))
     assert (pinned.train.max_steps, pinned.optim.learning_rate, pinned.optim.warmup_steps) == (7, 1e-4, 0)

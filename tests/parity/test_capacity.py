@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batch import collate
+from shardwise.data.pack import IGNORE, Sample
 from shardwise.methods.pretrain import mask
 from shardwise.models import moe
 from shardwise.models.balance import Routing, RowPlaces
@@ -23,7 +24,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoE
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
-from shardwise.prove.workload import job_of
+from shardwise.prove.workload import Setting, Workload, job_of, random_everywhere, texts
 from shardwise.runtime.balance import layers_of
 from shardwise.runtime.step import StepStats
 from shardwise.spec.layout import Layout
@@ -77,6 +78,28 @@ def proved(pool: RankPool, cases: dict[str, Case]) -> None:
     for spec in dict.fromkeys(spec for spec, _ in cases.values()):
         plans = [of for own, of in cases.values() if own == spec]
         holds(drawn.prove(pool, spec, plans, 2), plans)
+
+
+def padded(job: Workload, number: int) -> list[Sample]:
+    """Rows of which more and more is padding: one token, over and over, in a document of its own."""
+    found = []
+    for index, sample in enumerate(texts(job, number)):
+        padding = index * job.seq_len // (2 * job.rows)
+        end = job.seq_len - padding
+        sample.ids[end:], sample.labels[end:] = 0, IGNORE
+        sample.positions[:] = [*range(end), *range(padding)]
+        segments = (end, padding) if padding else (end,)
+        found.append(replace(sample, segments=segments, padding=padding))
+    return found
+
+
+@pytest.mark.prove
+def test_rows_with_padding_train_as_in_one_process_in_any_micro_batch(ranks: RankPool) -> None:
+    plans = [
+        plan(Layout(dp_replicate=2), accumulation=2, remat=SELECTIVE),
+        plan(Layout(dp_shard=2, ep=2), "zero3", 4, remat=FULL),
+    ]
+    holds(parity.prove(ranks, FOUR, plans, 2, Setting(rows=padded, draw=random_everywhere)), plans)
 
 
 # What is dropped ------------------------------------------------------------------------------------------------------

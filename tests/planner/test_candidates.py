@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_spec
-from shardwise.planner.candidates import candidates, splits
+from shardwise.planner.candidates import candidates, chunk_of, splits
 from shardwise.planner.compare import fits
 from shardwise.planner.search import choose
 from shardwise.spec.cluster import parse_cluster
@@ -84,3 +84,15 @@ def test_a_batch_that_no_degree_admits_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         found("8xH100", train={"seq_len": 4096, "global_batch_size": 3}, parallel={"tp": 1})
     assert [problem.code for problem in refused.value.problems] == ["CFG008"]
+
+
+def test_a_pipeline_has_a_bound_of_its_micro_batches_and_the_loss_one_of_its_chunks() -> None:
+    """Both are looked at one by one."""
+    train = {"seq_len": 4096, "global_batch_size": 2**20, "micro_batch_size": 1}
+    parallel = {"pp": 2, "schedule": "1f1b"}
+    with pytest.raises(ConfigError) as caught:
+        found("2xH100", train=train, parallel=parallel)
+    assert {problem.code for problem in caught.value.problems} == {"PLAN024"}
+    assert found("2xH100", train={**train, "global_batch_size": 1024}, parallel=parallel)
+    chunk, _ = chunk_of(ONE_B, 2**26, 2**24)
+    assert -(-(2**24) // chunk) <= 2048

@@ -73,7 +73,7 @@ def test_the_cluster_of_the_sketch() -> None:
         ("72xGB200", 1, 72, "GB200", 72 * 400),
         ("144xGB200", 2, 72, "GB200", 72 * 400),
         ("8xGH200", 8, 1, "GH200-96GB", 400),
-        ("2x1048576xH100", 2, 2**20, "H100-SXM-80GB", 400 * 2**20),
+        ("1024x1024xH100", 1024, 1024, "H100-SXM-80GB", 400 * 1024),
     ],
 )
 def test_strings(text: str, nodes: int, count: int, device: str, gbit_per_s: float) -> None:
@@ -84,8 +84,8 @@ def test_strings(text: str, nodes: int, count: int, device: str, gbit_per_s: flo
 
 
 @given(
-    st.integers(1, 2**20),
-    st.integers(1, 2**20),
+    st.integers(1, 2**10),
+    st.integers(1, 2**10),
     st.sampled_from(sorted(devices())),
     st.none() | st.decimals(min_value="0.01", max_value=100_000, places=3),
 )
@@ -104,6 +104,23 @@ def test_any_text_is_a_cluster_or_an_error_that_says_what_to_write(text: str) ->
         assert problem.code in ("CLU001", "CLU002") and problem.fix
     else:
         assert found.world >= 1 and (found.kind == "cpu" or parse_cluster(str(found)) == found)
+
+
+@pytest.mark.parametrize(
+    "text", ["100000000xH100", "1x1025xH100", "131073x8xH100", "999999999x999999999xH100", "1025xCPU", "2000000x1xCPU"]
+)
+def test_more_devices_than_any_machine_has_are_refused_at_once(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_cluster(text)
+    [problem] = caught.value.problems
+    assert problem.code == "CLU001" and "the limit is" in problem.what
+
+
+def test_more_nodes_like_this_one_than_there_could_be_are_refused() -> None:
+    with pytest.raises(UsageError) as caught:
+        local_cluster(2, "cpu", nodes=2**20)
+    [problem] = caught.value.problems
+    assert (problem.code, problem.where) == ("DEV001", "run.nodes")
 
 
 def test_what_is_assumed_is_said() -> None:

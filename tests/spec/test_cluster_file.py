@@ -138,6 +138,8 @@ def test_a_file_of_before_hosts_and_reads_were_measured_is_read(tmp_path: Path) 
         ("format: 1", "format: 1\nmore: 1", "unknown key `more`"),
         ("nodes: 2", "nodes: 2\nnodes: 2", "`nodes` is set twice"),
         ("nodes: 2", "nodes: [2", "is not valid YAML"),
+        ("nodes: 2", "nodes: 100000000", "the limit is"),
+        ("devices_per_node: 8", "devices_per_node: 100000000", "the limit is"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, before: str, after: str, said: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.spec.finetune import assumed, with_epochs
+from shardwise.spec.finetune import assumed, batch_is_open, suited_batch, with_epochs
 from shardwise.spec.load import dump_recipe, load_recipe
 
 
@@ -44,6 +44,31 @@ def test_what_is_assumed_has_a_reason_and_what_is_set_has_none() -> None:
     assert list(told) == ["train.num_epochs", "optim.learning_rate", "optim.warmup_steps"]
     words = ["model=m", "method=sft", "optim.learning_rate=2e-5", "optim.warmup_steps=0", "num_epochs=1"]
     assert assumed(load_recipe(None, words)) == {} == assumed(load_recipe(None, ["model=m"]))
+
+
+@pytest.mark.parametrize(
+    ("windows", "dp", "size"), [(25, 1, 2), (8, 1, 1), (5, 1, 1), (0, 1, 1), (256, 1, 32), (25, 3, 3), (100, 3, 12)]
+)
+def test_a_batch_is_at_most_an_eighth_of_an_epoch_and_at_least_a_sequence_a_rank(
+    windows: int, dp: int, size: int
+) -> None:
+    assert suited_batch(windows, dp) == size
+
+
+@pytest.mark.parametrize(
+    ("words", "is_open"),
+    [
+        (["method=sft"], True),
+        (["lora=8"], True),
+        ([], False),
+        (["method=sft", "train.micro_batch_size=1"], False),
+        (["method=sft", "train.gradient_accumulation_steps=1"], False),
+        (["method=dpo", "train.global_batch_size=1"], False),
+        (["method=sft", "data.streaming=true", "max_steps=9"], False),
+    ],
+)
+def test_only_a_batch_of_which_nothing_is_said_follows_the_data(words: list[str], is_open: bool) -> None:
+    assert batch_is_open(load_recipe(None, ["model=m", *words])) is is_open
 
 
 def test_a_recipe_that_is_written_whole_assumes_nothing_but_the_length(tmp_path: Path) -> None:

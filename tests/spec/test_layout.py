@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from shardwise.spec.layout import GROUPS, Layout, mesh_axes
+from shardwise.spec.layout import GROUPS, Layout, divisors, mesh_axes
 from shardwise.spec.plan import Plan, Shard
 
 WHOLE = Layout(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=4, ranks_per_node=8)
@@ -170,3 +170,9 @@ def test_a_plan_is_sharded_where_there_are_ranks_to_cut_over() -> None:
     assert Plan(Layout(cp=2), shard=Shard("zero1")).sharded
     assert not Plan(Layout(dp_replicate=2)).sharded
     assert not Plan(Layout(tp=2), shard=Shard("zero3")).sharded
+
+
+def test_divisors_are_those_that_a_search_through_all_numbers_finds() -> None:
+    for number in (*range(1, 50), 360, 1024, 997):
+        assert list(divisors(number)) == [n for n in range(1, number + 1) if number % n == 0]
+    assert len(divisors(2**20)) == 21 and divisors(1_000_003) == (1, 1_000_003)

@@ -93,17 +93,17 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "B-04 bool",
             "train: {seq_len: true}",
             "CFG004",
-            "`train.seq_len` must be a whole number ≥ 2, got true",
+            "`train.seq_len` must be a whole number ≥ 2 and ≤ 16,777,216, got true",
             "run.yaml:1",
-            "give a whole number ≥ 2",
+            "give a whole number ≥ 2 and ≤ 16,777,216",
         ),
         (
             "B-04 null",
             "train: {seq_len: null}",
             "CFG004",
-            "`train.seq_len` must be a whole number ≥ 2, got null",
+            "`train.seq_len` must be a whole number ≥ 2 and ≤ 16,777,216, got null",
             "run.yaml:1",
-            "give a whole number ≥ 2",
+            "give a whole number ≥ 2 and ≤ 16,777,216",
         ),
         (
             "B-04 section",
@@ -438,3 +438,17 @@ def test_keys_are_all_leaves_of_the_recipe() -> None:
 
 def test_dotted_keys_of_what_is_nested() -> None:
     assert dotted({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("train.seq_len", "train.micro_batch_size", "train.gradient_accumulation_steps", "train.global_batch_size"),
+        *("parallel.tp", "parallel.cp", "parallel.ep", "parallel.pp", "parallel.dp_shard", "parallel.dp_replicate"),
+        *("parallel.stages_per_rank", "run.nodes", "run.nproc", "data.num_proc", "train.num_epochs"),
+    ],
+)
+def test_numbers_that_are_looped_over_have_a_bound(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(None, ["model=m", f"{key}=100000000"])
+    assert any((problem.code, key in problem.what) == ("CFG005", True) for problem in caught.value.problems)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
@@ -13,6 +15,7 @@ from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.launch.compiler import compiler_lacks
 from shardwise.launch.worker import by_our_launcher, state_directory
 from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.planner.compare import fits
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
 from shardwise.planner.seconds.history import About, calibrated, calibration, imbalance, past_runs
@@ -67,7 +70,9 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         nproc = plan.layout.world // cluster.nodes
         fix = f"`run.nproc={nproc}`, or leave out --plan to plan again for {cluster.world}"
         raise ConfigError(Problem("RUN001", what, str(file or "WORLD_SIZE"), fix))
-    if file and (problems := [*_other_recipe(plan, recipe, spec, file), *techniques.check(spec, plan, cluster)]):
+    if file and (
+        problems := [*_other_recipe(plan, recipe, spec, file, resumed), *techniques.check(spec, plan, cluster)]
+    ):
         raise ConfigError(*problems)
     estimate = plan.estimate
     if estimate.capacity_bytes and estimate.peak_bytes > estimate.capacity_bytes:
@@ -117,6 +122,33 @@ def with_history(plan: Plan, cluster: Cluster, spec: ModelSpec, like: Plan | Non
     except OSError as error:
         seconds = replace(seconds, basis=f"{seconds.basis}; earlier runs cannot be read: {error.strerror}")
     return replace(plan, estimate=replace(plan.estimate, seconds=seconds))
+
+
+def suited(
+    recipe: Recipe, plan: Plan, windows: int | None, planned: Callable[[Recipe], Plan] | None
+) -> tuple[Recipe, Plan]:
+    """The recipe and the plan of a run that begins, with a batch that suits data of so many ``windows`` (None: they are
+    not known yet) where fine-tuning leaves it open. ``planned`` makes the plan of another recipe; without it ``plan``
+    is the user's, and stands. The recipe then names the batch, so that the run is resumed with the same."""
+    if not finetune.batch_is_open(recipe):
+        return recipe, plan
+    dp, whole = plan.layout.dp, plan.batch.global_batch_size(plan.layout.dp)
+    if planned is None:
+        usual = batch(recipe.train, dp, plan.layout.tp * plan.layout.cp)[2]
+        return (recipe if whole == usual else finetune.with_values(recipe, {finetune.BATCH: whole})), plan
+    size = whole if windows is None else finetune.suited_batch(windows, dp)
+    while size < whole:
+        with suppress(ConfigError):  # a pipeline needs more than one micro-batch
+            smaller = finetune.with_values(recipe, {finetune.BATCH: size})
+            made = planned(smaller)
+            if fits(made) or not fits(plan):
+                return smaller, _assuming(made, windows)
+        size *= 2
+    return recipe, _assuming(plan, windows)
+
+
+def _assuming(plan: Plan, windows: int | None) -> Plan:
+    return replace(plan, why={**plan.why, "batch.global_batch_size": finetune.why_batch(windows)})
 
 
 def told(plan: Plan, recipe: Recipe) -> Plan:
@@ -176,15 +208,17 @@ def slower(plan: Plan, cluster: Cluster) -> str | None:
     return None
 
 
-def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path) -> list[Problem]:
+def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path, resumed: Path | None) -> list[Problem]:
     """What is trained is the recipe's to say, and export and generate read it there; and a pin always wins: a plan that
     says otherwise is another recipe's."""
     dp, devices = plan.layout.dp, plan.layout.tp * plan.layout.cp
+    follows = resumed is None and finetune.batch_is_open(recipe)  # the data, when the plan was made
+    wanted_batch = "auto" if follows else batch(recipe.train, dp, devices)[2]
     asked: dict[str, tuple[object, object]] = {
         **techniques.pins(recipe, plan),
         "loss": (plan.loss, "dpo" if recipe.pairs else "cross_entropy"),
         "train.seq_len": (plan.batch.seq_len, recipe.train.seq_len),
-        "train.global_batch_size": (plan.batch.global_batch_size(dp), batch(recipe.train, dp, devices)[2]),
+        "train.global_batch_size": (plan.batch.global_batch_size(dp), wanted_batch),
         "run.deterministic": (plan.deterministic, recipe.run.deterministic),
         "attention": (plan.attention, recipe.attention),
         "model": (plan.model or spec.name, spec.name),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from shardwise.errors import ShardwiseError
 from shardwise.models.resolve import data_of
@@ -13,6 +14,9 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import counted, show_count, show_seconds
+
+if TYPE_CHECKING:
+    from shardwise.data.pack import Packs, Windows
 
 HEADS: dict[SetBy, str] = {
     "--tokens": "{tokens}",
@@ -74,15 +78,29 @@ def show_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{seconds / 86400:,.1f} days"
 
 
-def _steps_of_epochs(recipe: Recipe, plan: Plan) -> int | None:
-    """The steps of the recipe's epochs, and of no more than its max_steps; None unless its data are prepared."""
-    from shardwise.data.epochs import max_steps, settled
+def known_windows(recipe: Recipe) -> Windows | Packs | None:
+    """The windows of the recipe's data; None unless they are prepared."""
     from shardwise.data.pack import open_windows
     from shardwise.data.prepare import already_prepared
 
     with suppress(ShardwiseError, OSError, ValueError):  # `train` says what is wrong with the data
         prepared = already_prepared(data_of(recipe), recipe.sample_tokens)
         if prepared is not None:
-            windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
-            return max_steps(settled(recipe, windows), windows, plan.batch.global_batch_size(plan.layout.dp))
+            return open_windows(prepared.train, recipe.train.seq_len, recipe.data.mask_documents)
     return None
+
+
+def known_count(recipe: Recipe) -> int | None:
+    """How many windows there are, where that matters for the batch."""
+    windows = known_windows(recipe) if finetune.batch_is_open(recipe) else None
+    return None if windows is None else len(windows)
+
+
+def _steps_of_epochs(recipe: Recipe, plan: Plan) -> int | None:
+    """The steps of the recipe's epochs, and of no more than its max_steps; None unless its data are prepared."""
+    from shardwise.data.epochs import max_steps, settled
+
+    windows = known_windows(recipe)
+    if windows is None:
+        return None
+    return max_steps(settled(recipe, windows), windows, plan.batch.global_batch_size(plan.layout.dp))

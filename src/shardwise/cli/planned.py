@@ -7,8 +7,8 @@ from itertools import permutations
 from typing import Any
 
 from shardwise.cli import render, step_time
-from shardwise.cli.decide import told, with_history
-from shardwise.cli.length import Asked, length_lines, run_length
+from shardwise.cli.decide import suited, told, with_history
+from shardwise.cli.length import Asked, known_count, length_lines, run_length
 from shardwise.cli.timeline import text
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
@@ -18,6 +18,7 @@ from shardwise.planner.remedy import Remedy, alternatives, remedies
 from shardwise.planner.search import Search
 from shardwise.planner.seconds.pipeline import PipelineTimes, pipeline_times
 from shardwise.planner.seconds.rates import own_traits
+from shardwise.spec import finetune
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe
@@ -44,6 +45,9 @@ class Planned:
 def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, here: bool) -> Planned:
     """The answer for a recipe on a cluster; ``here``: on this machine, whose earlier runs correct its seconds."""
     search = Search(recipe, spec, cluster)
+    first = recipe
+    recipe, sized = suited(recipe, search.best, known_count(recipe), lambda other: Search(other, spec, cluster).best)
+    search = search if recipe is first else Search(recipe, spec, cluster)
     best = search.best
 
     def corrected(plan: Plan) -> Plan:
@@ -53,6 +57,9 @@ def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, 
         return [replace(remedy, plan=corrected(remedy.plan)) for remedy in found]
 
     chosen = told(search.explained(seconds(corrected(best)).scale), recipe)
+    if finetune.batch_is_open(first):
+        key = "batch.global_batch_size"
+        chosen = replace(chosen, why={**chosen.why, key: sized.why[key]})
     free = replace(search, pinned=False) if recipe.parallel != Parallel() else search
     plans = _with_chosen([*free.families(), *search.dials(chosen)], chosen)
     needed = [] if fits(chosen) else remedies(recipe, spec, cluster, chosen)

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from shardwise.cli.decide import cluster_of, plan_of
+from shardwise.cli.decide import cluster_of, plan_of, suited
+from shardwise.cli.length import known_count
 from shardwise.cli.options import Common, RecipeWords, misused, recipe_or_quickstart, sort_words
 from shardwise.cli.render import label, title
 from shardwise.cli.show import coloured, note, print_json, say
@@ -67,6 +69,8 @@ def run(options: Options) -> int:
     planned_for = load_plan(options.plan).cluster or None if options.plan else None
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster or planned_for)
     plan = plan_of(recipe, spec, cluster, options.plan)
+    planned = None if options.plan else partial(plan_of, spec=spec, cluster=cluster, file=None)
+    recipe, plan = suited(recipe, plan, known_count(recipe), planned)
 
     from shardwise.prove import certificate, certify
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -14,7 +15,8 @@ from typing import Annotated
 from typer import Argument, Option
 
 from shardwise.cli import render
-from shardwise.cli.decide import beyond, cluster_of, far, plan_of, slower, with_measured_experts
+from shardwise.cli.decide import beyond, cluster_of, far, plan_of, slower, suited, with_measured_experts
+from shardwise.cli.length import known_count
 from shardwise.cli.lengths import epoch, few_steps, many_epochs
 from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
 from shardwise.cli.preview import report
@@ -29,6 +31,7 @@ from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve, with_adapter
 from shardwise.runtime.metrics.trackers import check_installed
 from shardwise.runtime.owner import check_free
+from shardwise.spec import finetune
 from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
 from shardwise.spec.plan import Plan
@@ -128,15 +131,13 @@ def _launch(options: Options, recipe: Recipe) -> int:
         if told:
             note(told, as_json=options.json)
     plan = plan_of(recipe, spec, cluster, options.plan, None if standing is None else directory)
+    planned = None
+    if standing is None:
+        planned = None if options.plan else partial(plan_of, spec=spec, cluster=cluster, file=None)
+        recipe, plan = suited(recipe, plan, known_count(recipe), planned)
     for warning in filter(None, (crowding(cluster), slower(plan, cluster), far(plan), beyond(recipe, spec))):
         note(warning, as_json=options.json)
-    parameters = parameter_count(spec)
-    if plan.lora is not None:  # checkpoints hold the adapters alone
-        parameters = sum(prod(shape) for shape in lora.adapters(spec, plan.lora).values())
-    keep = recipe.checkpoint.save_total_limit + recipe.checkpoint.keep_best
-    space = rundir.check_space(directory, parameters, keep, export_bytes=4 * parameters)
-    if plan.offload.filed:
-        rundir.check_offload(Path(recipe.offload.directory or directory).expanduser(), plan)
+    space = _check_disks(directory, recipe, spec, plan)
     if not options.json:
         lines = render.summary(plan)
         for line in [f"model   {render.title(spec, cluster)}", *lines] if options.dry_run else lines[1:]:
@@ -156,7 +157,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         standing = rundir.check_standing(directory, recipe, resume=options.resume)  # that nobody else changes now
         resumes = None if standing is None else rundir.resuming(directory, standing, recipe)
         if cluster.nodes == 1:
-            recipe = _prepare(recipe, spec, plan, directory, hidden=options.json)
+            recipe, plan = _prepare(recipe, spec, plan, directory, planned, hidden=options.json)
         words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
         flags = {"--allow-fresh-start": options.allow_fresh_start, "--debug": options.debug}
         flags["--resume"] = options.resume and cluster.nodes > 1  # ranks of torchrun check it themselves
@@ -170,6 +171,18 @@ def _launch(options: Options, recipe: Recipe) -> int:
         if not claim.held():  # what stands in exit.json now is the other one's
             ended = local.Ended(OutputError.exit_code, claim.lost())
     return _wait(ended, directory, options)
+
+
+def _check_disks(directory: Path, recipe: Recipe, spec: ModelSpec, plan: Plan) -> int:
+    """Bytes that checkpoints will take; raises OUT003 where they, or what is kept on NVMe, have no room."""
+    parameters = parameter_count(spec)
+    if plan.lora is not None:  # checkpoints hold the adapters alone
+        parameters = sum(prod(shape) for shape in lora.adapters(spec, plan.lora).values())
+    keep = recipe.checkpoint.save_total_limit + recipe.checkpoint.keep_best
+    space = rundir.check_space(directory, parameters, keep, export_bytes=4 * parameters)
+    if plan.offload.filed:
+        rundir.check_offload(Path(recipe.offload.directory or directory).expanduser(), plan)
+    return space
 
 
 def _read_some(recipe: Recipe) -> Counter[str]:
@@ -219,29 +232,42 @@ def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -
         find_adapter(Path(recipe.lora.path), lora.adapters(spec, plan.lora), plan.lora, spec)
 
 
-def _prepare(recipe: Recipe, spec: ModelSpec, plan: Plan, directory: Path, *, hidden: bool) -> Recipe:
+def _prepare(
+    recipe: Recipe,
+    spec: ModelSpec,
+    plan: Plan,
+    directory: Path,
+    planned: Callable[[Recipe], Plan] | None,
+    *,
+    hidden: bool,
+) -> tuple[Recipe, Plan]:
     """Tokenise before the ranks are started: if rank 0 did it, the others would time out. Returns the recipe with the
-    length that suits the data, where it sets none."""
+    length, and both with the batch (``planned`` again, unless None), that suit the data, where the recipe sets none."""
     from shardwise.cli.data import stages
     from shardwise.data.epochs import check_size, max_steps, settled
     from shardwise.data.pack import open_windows
     from shardwise.data.portions import open_data
 
-    batch = plan.batch.global_batch_size(plan.layout.dp)
     with stages(hidden) as said:
         prepared, _ = open_data(recipe, data_of(recipe), directory / "stream", first=True, progress=said)
     check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
     windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
+    first = plan
+    if planned is not None:
+        recipe, plan = suited(recipe, plan, len(windows), planned)
+    batch = plan.batch.global_batch_size(plan.layout.dp)
     check_size(windows, batch, recipe.data)
     recipe = settled(recipe, windows)
     if hidden or recipe.data.streaming:  # the length of an epoch of streamed text is not known
-        return recipe
+        return recipe, plan
+    if batch != first.batch.global_batch_size(first.layout.dp):
+        say(f"batch   {batch:,}: {finetune.why_batch(len(windows))}", *render.summary(plan)[1:])
     total = max_steps(recipe, windows, batch)
     say(epoch(windows, batch, total), *report(prepared.manifest.counts))
     few = few_steps(windows, batch, plan.layout.dp, total, recipe.train)
     for warning in filter(None, (few, many_epochs(windows, batch, total))):
         note(warning)
-    return recipe
+    return recipe, plan
 
 
 def _wait(ended: local.Ended, directory: Path, options: Options) -> int:

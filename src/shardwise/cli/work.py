@@ -6,9 +6,10 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of
+from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of, suited
 from shardwise.cli.show import defect, note, out_of_memory, print_error, say
 from shardwise.errors import UNWRITABLE, PreemptedError, ShardwiseError
 from shardwise.launch import nodes, rundir
@@ -29,6 +30,7 @@ from shardwise.runtime.faults.outcome import Kind, clear_exit, failed, read_exit
 from shardwise.runtime.metrics.trackers import check_installed
 from shardwise.runtime.owner import Claim
 from shardwise.runtime.report.warn import only_reports
+from shardwise.spec import finetune
 from shardwise.spec.cluster import crowding
 from shardwise.spec.recipe import Recipe
 
@@ -81,6 +83,7 @@ def _claimed(directory: Path, recipe: Recipe, resume: bool) -> Iterator[Claim | 
 
 def _train(recipe: Recipe, plan_file: Path | None, fresh: bool, claim: Claim | None) -> None:
     from shardwise.runtime.begin import Start
+    from shardwise.runtime.job import count_windows
     from shardwise.runtime.loop import train
 
     world, local_world = started()
@@ -95,6 +98,12 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool, claim: Claim | N
     resumed = directory if rundir.newest_step(directory) else None
     spec = resolve(recipe)
     plan = plan_of(recipe, spec, cluster, plan_file, resumed)
+    if resumed is None and not by_our_launcher() and finetune.batch_is_open(recipe):
+        if plan_file is None:
+            again = partial(plan_of, spec=spec, cluster=cluster, file=None)
+            recipe, plan = suited(recipe, plan, count_windows(recipe), again)
+        else:
+            recipe, plan = suited(recipe, plan, None, None)
     recipe = recipe.model_copy(update={"run": run.model_copy(update={"device": cluster.kind})})
     report = train(recipe, plan, start=Start(allow_fresh_start=fresh, claim=claim, spec=spec))
     if rank() == 0 and (seconds := plan.estimate.seconds) is not None:

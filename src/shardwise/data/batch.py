@@ -32,6 +32,7 @@ class MicroBatch:
                ``documents`` and ``longest`` are of; None: rows are whole
     bounds     ``documents`` of such rows, on the host
     reached    [b, s] int64, of such rows how long the document is that each token is in; else None
+    filled     [b] int64: how many tokens of each row are more than padding at its end; None: all, or rows are not whole
     counts     whether this rank counts pairs and bytes of text, as one does of those with tokens of the same rows
     """
 
@@ -46,6 +47,7 @@ class MicroBatch:
     bounds: Tensor | None = None
     reached: Tensor | None = None
     counts: bool = True
+    filled: Tensor | None = None
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """A copy on ``device``, asynchronous if the memory is pinned."""
@@ -81,7 +83,7 @@ class MicroBatch:
         held = self.tensors()
         kept: dict[str, Any] = {name: held[name].gather(1, places) for name in _BY_TOKEN if name in held}
         whole: dict[str, Any] = {"row_length": length, "bounds": bounds}
-        return replace(self, **kept, **whole, reached=reached, counts=share.index == 0)
+        return replace(self, **kept, **whole, reached=reached, counts=share.index == 0, filled=None)
 
 
 _BY_TOKEN = ("ids", "labels", "positions", "answers")
@@ -93,7 +95,9 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
     rows = zip(*((sample.ids, sample.labels, sample.positions) for sample in samples), strict=True)
     ids, labels, positions = (torch.stack([torch.from_numpy(row) for row in part]) for part in rows)
     documents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) if samples[0].masked else None
-    return MicroBatch(ids, labels, positions, documents, max(lengths), *_pairs(samples))
+    padded = any(sample.padding for sample in samples)
+    filled = torch.tensor([len(sample.ids) - sample.padding for sample in samples]) if padded else None
+    return MicroBatch(ids, labels, positions, documents, max(lengths), *_pairs(samples), filled=filled)
 
 
 def _reached(rows: WholeRows, row: int, places: Sequence[int]) -> list[int]:

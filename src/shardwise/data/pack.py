@@ -30,7 +30,7 @@ class Sample:
     """One window. ``ids``, ``labels`` (-100: not trained on) and ``positions`` are [seq_len] int64; ``segments`` are
     the lengths of the pieces of documents in it (they sum to seq_len); ``masked``: the pieces do not see each other.
     ``references``: of a window of pairs, whose answers are its first documents, what the initial model says of each
-    (``Packs``)."""
+    (``Packs``). ``padding``: how many tokens at its end only fill it up."""
 
     ids: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -38,6 +38,7 @@ class Sample:
     segments: tuple[int, ...]
     masked: bool
     references: NDArray[np.float64] | None = None
+    padding: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Windows:
         sample = self.padding()
         sample.ids[: len(tokens)] = tokens[: self.seq_len]
         sample.labels[: len(tokens) - 1] = tokens[1:]
+        sample = replace(sample, padding=max(self.seq_len - len(tokens), 0))
         if not self.mask_documents:
             return sample
         ends = self.store.document_ends(start, start + self.seq_len) - start
@@ -112,7 +114,8 @@ class Packs:
         if self.store.split.pairs:
             pairs = self.pairs(k)
             references = np.zeros(len(pairs)) if self.reference is None else self.reference[pairs]
-        return replace(sample, positions=positions, segments=tuple(lengths), references=references)
+        padding = self.seq_len - at
+        return replace(sample, positions=positions, segments=tuple(lengths), references=references, padding=padding)
 
     def pairs(self, k: int) -> list[int]:
         """The numbers of the pairs in window k."""
@@ -131,7 +134,7 @@ class Packs:
 def _padding(store: TokenStore, seq_len: int, masked: bool) -> Sample:
     ids = np.full(seq_len, store.eot_id, dtype=np.int64)
     labels = np.full(seq_len, IGNORE, dtype=np.int64)
-    return Sample(ids, labels, np.arange(seq_len, dtype=np.int64), (seq_len,), masked)
+    return Sample(ids, labels, np.arange(seq_len, dtype=np.int64), (seq_len,), masked, padding=seq_len)
 
 
 def open_windows(store: TokenStore, seq_len: int, mask_documents: bool) -> Windows | Packs:

@@ -33,6 +33,8 @@ _STDLIB_LEAST_BYTES = 2 * 2**20
 _JSONL = {".jsonl", ".ndjson"}
 _COMPRESSED = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".gz": "gunzip -k", ".zst": "zstd -d"}
 _LARGEST_ID_BYTES = 8
+MOST_WEIGHT = 10_000
+"""So often a source is read an epoch at most: each time is a source of its own."""
 _AMBIGUOUS = {".json", ".csv", ".tsv"}
 """Records for fine-tuning; in pretraining they are text like any other."""
 _WHERE = "data.path"
@@ -133,8 +135,8 @@ def mix(paths: Sequence[str], weights: Sequence[float], sources: Sequence[Source
     if len(weights) != len(paths):
         what, fix = f"{len(weights)} weights for {len(paths)} paths", "one weight for each entry of data.path"
         raise DataError(Problem("DATA012", what, "data.mixture_weights", fix))
-    if min(weights) < 0 or max(weights) == 0:
-        what = f"weights must be >= 0 and not all 0, got {shown}"
+    if min(weights) < 0 or not 0 < max(weights) <= MOST_WEIGHT:
+        what = f"weights must be from 0 to {MOST_WEIGHT:,} and not all 0, got {shown}"
         fix = "a weight of 1 reads every document once per epoch"
         raise DataError(Problem("DATA012", what, "data.mixture_weights", fix))
     by_path: dict[Path, float] = {}

@@ -116,7 +116,7 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
 def as_begun(directory: Path, recipe: Recipe) -> Recipe:
     """``recipe`` with what the run in ``directory`` was begun with, wherever that is assumed: another version may
     assume something else."""
-    assumed = finetune.assumed(recipe)
+    assumed = [*finetune.assumed(recipe), *([finetune.BATCH] if finetune.batch_is_open(recipe) else [])]
     begun = (_facts(directory).get("settings") or {}) if assumed else {}
     kept = {key: begun[key] for key in assumed if isinstance(begun.get(key), int | float)}
     if begun and "train.num_epochs" in assumed and "train.num_epochs" not in kept:

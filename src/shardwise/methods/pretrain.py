@@ -12,7 +12,7 @@ from shardwise.models.attention import MaskSpec
 def mask(batch: MicroBatch) -> MaskSpec:
     """Causal, and within documents where the batch tells them."""
     cut = {"row_length": batch.row_length, "bounds": batch.bounds, "reached": batch.reached}
-    return MaskSpec(documents=batch.documents, longest=batch.longest, **cut)  # type: ignore[arg-type]
+    return MaskSpec(documents=batch.documents, longest=batch.longest, filled=batch.filled, **cut)  # type: ignore[arg-type]
 
 
 def finish(hidden: Tensor, head: Output, batch: MicroBatch, denominator: float, *, chunk_tokens: int) -> Loss:

@@ -33,6 +33,7 @@ class MaskSpec:
     row_length: of rows that are cut among ranks, how long the whole ones are, which ``documents`` are then of; None:
     rows are whole. bounds: the same as ``documents``, on the host: which ranks have what of a row follows from them.
     reached: int64 [b,s], of such rows how long the document is that each token is in; None where that is asked of none.
+    filled: int64 [b], how many tokens of each row are more than padding at its end; None where that is asked of none.
     """
 
     causal: bool = True
@@ -47,6 +48,7 @@ class MaskSpec:
     row_length: int | None = None
     bounds: Tensor | None = None
     reached: Tensor | None = None
+    filled: Tensor | None = None
 
 
 _MASK = (

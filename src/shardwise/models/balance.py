@@ -39,12 +39,14 @@ class Routing(NamedTuple):
 class RowPlaces(NamedTuple):
     """Where the tokens of a pass are among its ``rows``, of each of which this rank and those beside it have ``length``
     tokens, laid row after row. This rank's begin at ``first``; behind the last row may come padding. ``ranks``: over
-    how many ranks each row was cut before, of which these have one part."""
+    how many ranks each row was cut before, of which these have one part. ``filled`` [rows]: how many tokens of each row
+    are more than padding at its end; None: all."""
 
     rows: int
     length: int
     first: int = 0
     ranks: int = 1
+    filled: Tensor | None = None
 
     def of(self, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Of this rank's tokens the row of each, int64 [tokens], and 1 or, of padding, 0, in the dtype of ``like``."""

@@ -43,7 +43,8 @@ class Block(nn.Module):
             self.attention_after_norm(self.attention(self.attention_norm(hidden), rotary, mask)),
             alpha=self.share,
         )
-        return torch.add(hidden, self.mlp_after_norm(self.mlp(self.mlp_norm(hidden))), alpha=self.share)
+        filled = () if mask.filled is None else (mask.filled,)
+        return torch.add(hidden, self.mlp_after_norm(self.mlp(self.mlp_norm(hidden), *filled)), alpha=self.share)
 
 
 class Decoder(Part):
@@ -120,6 +121,7 @@ class Decoder(Part):
         longest = whole if mask.documents is None else mask.longest
         mask = mask if self.kernel == "auto" else replace(mask, kernel=self.kernel)
         spec, made = self.spec, []
+        mask = mask if mask.filled is None or spec.expert_capacity else replace(mask, filled=None)
         for kind in kinds:
             window = kind.window if kind.window is not None and kind.window < longest else None
             own = {"window": window, "soft_cap": spec.attention_soft_cap, "scale": spec.attention_scale}

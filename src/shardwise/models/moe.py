@@ -230,14 +230,14 @@ class MoE(nn.Module):
         self.shared = MLP(spec, spec.shared_expert_size) if spec.shared_expert_size else None
         self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if spec.shared_expert_gate else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..,d] -> [..,d]."""
+    def forward(self, x: Tensor, filled: Tensor | None = None) -> Tensor:
+        """x [..,d] -> [..,d]. ``filled`` [b]: of whole rows how many tokens are more than padding at the end."""
         flat = x.flatten(0, -2)
         routing = self.route(flat)
         if self.tally is not None:
             routing = balanced(routing, self.rows_of(x), self.tally, self.coefficients, self.over_rows)
             if self.room is not None:
-                routing = self.kept(routing, self.rows_of(x), self.room, self.tally)
+                routing = self.kept(routing, self.rows_of(x)._replace(filled=filled), self.room, self.tally)
         common = None if self.shared is None else Lazy(partial(self.common, self.shared, x))
         out = self.experts(flat, routing, common).view_as(x)
         return out if common is None else out + common()

@@ -22,6 +22,8 @@ from shardwise.techniques.shard.degrees import grouped
 CHUNK_NUMBERS = {"cuda": 2**26, "cpu": 2**22}
 """At most so many logits at a time: 256 MiB in fp32 on a GPU, which wants large products; on a CPU 16 MiB, which is as
 fast as more and takes less memory (docs/benchmarks.md)."""
+MOST_CHUNKS = 2**11
+"""Of the loss: each sends by itself where the output layer is divided."""
 LARGER_CHUNKS = (2**28, 2**27)
 """What a GPU takes instead where memory allows: every chunk reads and writes the fp32 gradient of the output weight
 once more. For Llama 3.1 8B on an H100 that is 2.5 % of a step with 2^26 logits and 0.6 % with 2^28."""
@@ -218,7 +220,7 @@ def splits(train: Train, whole: int, dp: int, devices: int, *, undivided: bool =
 
 def chunk_of(spec: ModelSpec, most: int, tokens: int) -> tuple[int, dict[str, str]]:
     """Tokens in a chunk of the loss, of at most ``most`` logits, and why."""
-    chunk = max(128, most // spec.vocab_size // 128 * 128)
+    chunk = max(128, most // spec.vocab_size // 128 * 128, -(-tokens // MOST_CHUNKS // 128) * 128)
     if chunk >= tokens:
         return tokens, {"batch.loss_chunk_tokens": "derived: all tokens of a micro-batch, since their logits are few"}
     size = show_bytes(4 * chunk * spec.vocab_size)

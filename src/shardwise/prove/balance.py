@@ -3,7 +3,7 @@ rows, by autograd alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from shardwise.models.balance import Routing
+from shardwise.models.capacity import rounded
 from shardwise.models.config import ModelSpec
 from shardwise.models.moe import MoE
 from shardwise.models.room import expert_room
@@ -30,6 +31,7 @@ def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
 
     def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
         shapes.append((args[0].shape[0], args[0].shape[1]))
+        rows.append(args[1].tolist() if len(args) > 1 else [args[0].shape[1]] * args[0].shape[0])
 
     def added() -> Tensor:
         each = (of_rows(logits.unflatten(0, shape), spec) for logits, shape in zip(found, shapes, strict=True))
@@ -37,9 +39,10 @@ def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
 
     def chosen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, routing, *more = args
-        return x, routing._replace(weights=routing.weights * has_room(routing, shapes[-1], spec)), *more
+        return x, routing._replace(weights=routing.weights * has_room(routing, shapes[-1], spec, rows[-1])), *more
 
     shapes: list[tuple[int, int]] = []
+    rows: list[list[int]] = []
     hooks = [layer.register_forward_pre_hook(entered) for layer in layers]
     hooks += [layer.router.register_forward_hook(routed) for layer in layers]
     hooks += [layer.experts.register_forward_pre_hook(chosen) for layer in layers if layer.room]
@@ -50,13 +53,14 @@ def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
             hook.remove()
 
 
-def has_room(routing: Routing, shape: tuple[int, int], spec: ModelSpec) -> Tensor:
-    """1 for each choice [n,k] of tokens [b,s] whose weight is among the largest of its expert in its row, else 0."""
+def has_room(routing: Routing, shape: tuple[int, int], spec: ModelSpec, filled: Sequence[int]) -> Tensor:
+    """1 for each choice [n,k] of tokens [b,s] whose weight is among the largest of its expert in its row, else 0; of
+    each row the first ``filled`` tokens are more than padding."""
     found = torch.zeros_like(routing.weights)
-    each = (part.view(*shape, -1) for part in (routing.ids, routing.weights.detach(), found))
-    for ids, weights, kept in zip(*each, strict=True):
+    each = (part.view(*shape, -1) for part in (routing.ids, rounded(routing.weights.detach()), found))
+    for ids, weights, kept, tokens in zip(*each, filled, strict=True):
         for expert in range(spec.experts):
-            token, place = (ids == expert).nonzero(as_tuple=True)
+            token, place = (ids[:tokens] == expert).nonzero(as_tuple=True)
             first = weights[token, place].argsort(descending=True, stable=True)[: expert_room(spec, shape[1])]
             kept[token[first], place[first]] = 1.0
     return found

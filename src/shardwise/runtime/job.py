@@ -138,6 +138,12 @@ def run_directory(recipe: Recipe) -> Path:
     return Path(recipe.run.out) / recipe.run.name
 
 
+def count_windows(recipe: Recipe) -> int:
+    """The windows of the training text, which is prepared if need be."""
+    prepared, _ = open_data(recipe, data_of(recipe), run_directory(recipe) / "stream", process().rank == 0, TRUST_S)
+    return len(open_windows(prepared.train, recipe.train.seq_len, recipe.data.mask_documents))
+
+
 def open_job(recipe: Recipe, plan: Plan, spec: ModelSpec | None = None) -> Job:
     """Find (or make) the prepared data, and read the model's dimensions unless ``spec`` has them. No process group is
     needed yet."""

@@ -18,6 +18,8 @@ from shardwise.spec.measured import Measured
 from shardwise.spec.units import counted, show_bytes
 
 Kind = Literal["cpu", "cuda"]
+MOST_DEVICES, MOST_A_NODE = 2**20, 2**10
+"""Of a cluster, and of a node: far beyond every machine. A plan asks how each number of them could be divided."""
 DEFAULT_NETWORK_BYTES_PER_S = 100e9 / 8
 CPU_LINK_BYTES_PER_S = 1.2e9
 """The rate of gloo's all-reduce between processes of one machine, measured on two cores."""
@@ -225,9 +227,10 @@ def _one_kind(text: str, whole: str, memory: int | None) -> Cluster:
         raise _unreadable(f"cannot read the cluster `{whole}`")
     found = match.groupdict()
     nodes, count = found.get("nodes"), int(found["count"] or 1)
-    if not (1 <= int(nodes or 1) <= 2**20 and 1 <= count <= 2**20):
-        raise _unreadable(f"`{whole}` has a count of zero, or one that is too large")
+    if not (int(nodes or 1) and count):
+        raise _unreadable(f"`{whole}` has a count of zero")
     if _plain(found["name"]) in ("cpu", "cpus"):
+        _check_counts(int(nodes or 1), count, whole)
         sent = _network(text, network, Device("CPU", 0), count)
         made = _cpu_cluster(int(nodes or 1), count, sent, memory or available_memory_bytes())
         return replace(made, assumptions=made.assumptions[1:]) if memory else made
@@ -235,8 +238,21 @@ def _one_kind(text: str, whole: str, memory: int | None) -> Cluster:
     if nodes is None and count > device.per_node:
         nodes, count = _whole_nodes(device, count, f"{plus}{network}"), device.per_node
         assumed = [f"{int(nodes) * count:,} GPUs are {int(nodes):,} nodes of {count}"]
+    _check_counts(int(nodes or 1), count, whole)
     cluster = _gpu_cluster(device, int(nodes or 1), count, _network(text, network, device, count), memory)
     return replace(cluster, assumptions=(*assumed, *cluster.assumptions))
+
+
+def _check_counts(nodes: int, each: int, text: str) -> None:
+    if too_many := beyond_all(nodes, each):
+        raise _unreadable(f"`{text}` has {too_many}")
+
+
+def beyond_all(nodes: int, each: int) -> str:
+    """What is wrong with so many nodes of so many devices ``each``, beside that there are none; empty if nothing is."""
+    if each > MOST_A_NODE:
+        return f"{each:,} devices a node; the limit is {MOST_A_NODE:,}"
+    return f"{nodes * each:,} devices; the limit is {MOST_DEVICES:,}" if nodes * each > MOST_DEVICES else ""
 
 
 def _unreadable(what: str, fix: str = f"write {_SYNTAX}") -> ConfigError:
@@ -367,6 +383,8 @@ def local_cluster(
     ``memory_bytes``, or what is free; the host of GPUs has ``memory_bytes``, or all that this process may use. Raises
     UsageError (DEV001)."""
     found, count = [] if device == "cpu" else _local_gpus(), nproc or 1
+    if too_many := beyond_all(nodes, nproc or len(found) or min(2, cores())):
+        raise _too_many(too_many, "a smaller run.nodes", "run.nodes")
     processes = f"{count} process{'es' * (count != 1)}"
     if found:
         if count > len(found):
@@ -402,8 +420,8 @@ def crowding(cluster: Cluster) -> str | None:
     return f"warning[DEV002]: {what}: good for trying a layout; {cost}"
 
 
-def _too_many(what: str, fix: str) -> UsageError:
-    return UsageError(Problem("DEV001", what, "run.nproc", fix))
+def _too_many(what: str, fix: str, where: str = "run.nproc") -> UsageError:
+    return UsageError(Problem("DEV001", what, where, fix))
 
 
 def _local_gpus() -> list[Device]:

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from shardwise.errors import ConfigError, Problem
-from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.cluster import Cluster, beyond_all, parse_cluster
 from shardwise.spec.document import Document, KeyPath, read
 from shardwise.spec.emit import emit
 from shardwise.spec.units import show_bytes
@@ -67,6 +67,9 @@ def load_cluster(path: Path) -> Cluster:
         told = error.errors(include_url=False, include_input=False)
         found = [(f"`{_dotted(e['loc'])}`: {e['msg']}", document.place(e["loc"])) for e in told]
         raise _damaged(path, *found) from None
+    if too_many := beyond_all(cluster.nodes, cluster.devices_per_node):
+        larger = max(("nodes", "devices_per_node"), key=vars(cluster).__getitem__)
+        raise _damaged(path, (f"it has {too_many}", document.place((larger,))))
     if found := list(_differences(document, written, json.loads(json.dumps(asdict(cluster))), ())):
         raise _damaged(path, *found)
     return cluster

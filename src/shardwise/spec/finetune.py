@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.spec.batch import DEFAULT_GLOBAL
 from shardwise.spec.recipe import Recipe
 
 DEFAULT_STEPS = 1000
@@ -19,6 +20,9 @@ EPOCHS = ((10_000, 3.0), (100_000, 2.0))
 """Fewer records than these are read so often; more are read once."""
 KEYS = ("train.num_epochs", "optim.learning_rate", "optim.warmup_steps")
 """The recipe's keys that get such defaults."""
+BATCH = "train.global_batch_size"
+EPOCH_STEPS = 8
+"""The default batch leaves an epoch at least so many steps: of a few windows, 32 a step would be no epoch at all."""
 
 
 def assumed(recipe: Recipe) -> dict[str, str]:
@@ -55,6 +59,27 @@ def with_epochs(recipe: Recipe, records: int) -> Recipe:
     if "train.num_epochs" not in assumed(recipe):
         return recipe
     return with_values(recipe, {"train.num_epochs": next((n for most, n in EPOCHS if records < most), 1.0)})
+
+
+def batch_is_open(recipe: Recipe) -> bool:
+    """Whether the batch is fine-tuning's to choose: of none of its sizes does the recipe say anything, and the length
+    of an epoch can be known."""
+    train, fine_tunes = recipe.train, recipe.method.name != "pretrain" or _adapters(recipe)
+    sizes = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
+    return fine_tunes and not recipe.data.streaming and sizes == (None, None, None)
+
+
+def suited_batch(windows: int, dp: int) -> int:
+    """The largest batch of ``dp`` times a power of two that leaves an epoch of so many ``windows`` ``EPOCH_STEPS``
+    steps; at least ``dp``."""
+    share = windows // (EPOCH_STEPS * dp)
+    return dp << max(share.bit_length() - 1, 0)
+
+
+def why_batch(windows: int | None) -> str:
+    """Why the batch is what it is, where it is open."""
+    epoch = "an epoch" if windows is None else f"the {windows:,} windows of an epoch"
+    return f"assumed: at most {DEFAULT_GLOBAL} sequences, and an eighth of {epoch}"
 
 
 def with_values(recipe: Recipe, values: dict[str, Any]) -> Recipe:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from math import gcd, prod
+from functools import cache, lru_cache
+from math import gcd, isqrt, prod
 from typing import Literal
 
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ring", "ulysses", "expert_fsdp", "ep"]
@@ -138,6 +138,13 @@ def mesh_axes(layout: Layout) -> tuple[tuple[str, int], ...]:
     """The axes larger than 1, in mesh order, where those over which weights are cut are one."""
     sizes = {name: layout.size(name) for name in ("pp", "dp_replicate", "fsdp", "tp")}
     return tuple((layout.called(name), size) for name, size in sizes.items() if size > 1)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors of a number from 1 on, the smallest first."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def least_dp_shard(layout: Layout) -> int:

@@ -8,11 +8,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.errors import Problem
+from shardwise.spec.cluster import MOST_DEVICES
 from shardwise.spec.plan import Dtype, ScheduleName
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
 """A number of steps, or a share of the run's."""
+Degree = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+Sequences = Annotated[int, Field(ge=1, le=2**20)]
+"""Of a step. A plan asks how each number of them could be divided, and looks at each micro-batch of some pipelines."""
+MOST_EPOCHS, MOST_PROCESSES = 1e6, 2**10
 
 
 class Section(BaseModel):
@@ -79,7 +84,7 @@ class Data(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     mask_documents: bool = True
     cache: str | None = None
-    num_proc: int | None = Field(default=None, ge=1)
+    num_proc: int | None = Field(default=None, ge=1, le=MOST_PROCESSES)
     repeat: bool = False
     streaming: bool = False
     streaming_bytes: int = Field(default=2**30, ge=1)
@@ -118,12 +123,12 @@ class Method(Section):
 class Train(Section):
     """The batch and the length. Two of the three batch sizes may be given; the third follows."""
 
-    seq_len: int = Field(default=2048, ge=2)
-    micro_batch_size: int | None = Field(default=None, ge=1)
-    gradient_accumulation_steps: int | None = Field(default=None, ge=1)
-    global_batch_size: int | None = Field(default=None, ge=1)
+    seq_len: int = Field(default=2048, ge=2, le=2**24)
+    micro_batch_size: Sequences | None = None
+    gradient_accumulation_steps: Sequences | None = None
+    global_batch_size: Sequences | None = None
     max_steps: int | None = Field(default=None, ge=1)
-    num_epochs: float | None = Field(default=None, gt=0)
+    num_epochs: float | None = Field(default=None, gt=0, le=MOST_EPOCHS)
 
 
 class ParameterGroup(Section):
@@ -212,18 +217,18 @@ class Parallel(Section):
     """Pins on the layout; what is left out is derived. Degrees multiply to the number of processes."""
 
     strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "auto"
-    dp_replicate: int | None = Field(default=None, ge=1)
-    dp_shard: int | None = Field(default=None, ge=1)
+    dp_replicate: Degree | None = None
+    dp_shard: Degree | None = None
     reshard_after_forward: bool | int | None = None
-    tp: int | None = Field(default=None, ge=1)
+    tp: Degree | None = None
     sequence_parallel: bool = True
-    cp: int | None = Field(default=None, ge=1)
+    cp: Degree | None = None
     cp_kind: Literal["auto", "ring", "ulysses", "nested", "gather"] = "auto"
-    ep: int | None = Field(default=None, ge=1)
+    ep: Degree | None = None
     expert_imbalance: float | None = Field(default=None, ge=1)
-    pp: int | None = Field(default=None, ge=1)
+    pp: Degree | None = None
     schedule: Literal["auto"] | ScheduleName = "auto"
-    stages_per_rank: int | None = Field(default=None, ge=1)
+    stages_per_rank: Degree | None = None
     split: list[int] | None = None
 
 
@@ -275,8 +280,8 @@ class Run(Section):
     out: str = "runs"
     seed: int = Field(default=0, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    nproc: int | None = Field(default=None, ge=1)
-    nodes: int = Field(default=1, ge=1)
+    nproc: int | None = Field(default=None, ge=1, le=MOST_PROCESSES)
+    nodes: Degree = 1
     timeout_s: float = Field(default=60.0, gt=0, le=604_800)
     log_steps: int | None = Field(default=None, ge=1)
     max_skipped_steps: int = Field(default=3, ge=0)

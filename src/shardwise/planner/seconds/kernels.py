@@ -115,10 +115,10 @@ def _timed(seconds: float, rates: Rates, kind: str, kernels: int = 1) -> Duratio
     return Duration(round(1e9 * (seconds + kernels * rates.gap_s)), host_ns, kind)
 
 
-def _pointwise(moved: list[int], rates: Rates, *, transcendental: bool = False) -> Duration:
-    """Kernels that move so many bytes each."""
-    seconds = sum(rates.pointwise_s(each, transcendental=transcendental) for each in moved)
-    return _timed(seconds, rates, "pointwise", kernels=len(moved))
+def _pointwise(moved: list[int], rates: Rates, times: int = 1, *, transcendental: bool = False) -> Duration:
+    """Kernels that move so many bytes each, so many ``times``."""
+    seconds = times * sum(rates.pointwise_s(each, transcendental=transcendental) for each in moved)
+    return _timed(seconds, rates, "pointwise", kernels=times * len(moved))
 
 
 def _runs(ops: tuple[Op, ...]) -> Iterator[list[int]]:
@@ -184,5 +184,5 @@ def loss_durations(sheet: Sheet, plan: Plan, rates: Rates, products: int) -> tup
     plain, exponentials = moved[:1] + moved[3:], moved[1:3]  # of the sum, and of the gradient
     if rates.fused_loss and plan.layout.tp == 1:
         plain, exponentials = moved[4:], [chunk * vocabulary * size for size in (narrow, 2 * narrow)]
-    made = _pointwise(plain * chunks, rates), _pointwise(exponentials * chunks, rates, transcendental=True)
+    made = _pointwise(plain, rates, chunks), _pointwise(exponentials, rates, chunks, transcendental=True)
     return multiplied, Duration(sum(one.device_ns for one in made), sum(one.host_ns for one in made))

@@ -12,7 +12,7 @@ from shardwise.models.config import ModelSpec, active_parameter_count, parameter
 from shardwise.models.hf_spec import NOTICE
 from shardwise.runtime.balance import LOSSES
 from shardwise.runtime.job import Job
-from shardwise.spec.finetune import KEYS
+from shardwise.spec.finetune import BATCH, KEYS
 from shardwise.spec.host import cpu_has_bf16
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -93,6 +93,8 @@ def assumptions(plan: Plan, recipe: Recipe) -> str:
     reasons = {key: plan.why[key].removeprefix("assumed: ") for key in KEYS if key in plan.why}
     if (epochs := "train.num_epochs") in reasons:
         reasons[epochs] = f"{recipe.train.num_epochs:g} ({reasons[epochs]})"
+    if (why := plan.why.get("batch.global_batch_size", "")).startswith("assumed: "):
+        reasons[BATCH] = f"{plan.batch.global_batch_size(plan.layout.dp)} ({why.removeprefix('assumed: ')})"
     return " · ".join(f"`{key}` {reason}" for key, reason in reasons.items())
 
 

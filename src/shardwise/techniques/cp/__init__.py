@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.layout import divisors
 from shardwise.spec.place import Place
 from shardwise.spec.plan import CpKind, Plan
 from shardwise.spec.recipe import Recipe
@@ -63,7 +64,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
     asked, length, others = recipe.parallel.cp, recipe.train.seq_len, cluster.world // plan.layout.tp // plan.layout.pp
     degrees = [1]
     if length >= 2 * LEAST_TOKENS and spec.hf_model is None:
-        degrees = [n for n in range(1, length // LEAST_TOKENS + 1) if others % n == 0 and length % (2 * n) == 0]
+        degrees = [n for n in divisors(max(1, others)) if n <= length // LEAST_TOKENS and length % (2 * n) == 0]
     for ranks in [asked] if asked and pinned else degrees:
         kind = recipe.parallel.cp_kind
         if ranks == 1:
@@ -77,7 +78,7 @@ def _of_degree(spec: ModelSpec, cluster: Cluster, plan: Plan, ranks: int, kinds:
     """The plan with each of these kinds, and of several those alone that the heads allow; nested, which takes as many
     neighbours in a node as can share heads, only where ulysses cannot do the same."""
     tp, per_node = plan.layout.tp, cluster.devices_per_node
-    sharing = [n for n in range(2, ranks + 1) if ranks % n == 0 and not _odd(spec, tp, n)]
+    sharing = [n for n in divisors(ranks)[1:] if not _odd(spec, tp, n)]
     neighbours = max((n for n in sharing if n < ranks and n * tp <= per_node), default=2)
     for kind in kinds:
         exchanging = {"ulysses": ranks, "nested": neighbours}.get(kind, 1)

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import least_dp_shard
+from shardwise.spec.layout import divisors, least_dp_shard
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -48,7 +49,7 @@ of what is sent and what comes the larger is counted."""
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
     """The pinned degree; else 1, and every number of ranks that divides the experts and the devices of a stage."""
     asked, ranks = recipe.parallel.ep, cluster.world // plan.layout.pp
-    degrees = [n for n in range(1, spec.experts + 1) if spec.experts % n == 0 and ranks % n == 0] or [1]
+    degrees = divisors(gcd(spec.experts, ranks)) if spec.experts else (1,)
     imbalance = recipe.parallel.expert_imbalance or plan.expert_imbalance
     for degree in [asked] if asked and pinned else degrees:
         why = {"layout.ep": "pinned" if asked else "searched"} if degree > 1 and pinned else {}
@@ -81,7 +82,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
     problems, could, axes = [], ranks, "dp_shard x cp x tp"
     if not plan.sharded:  # ddp can arrange its replicas as the experts need them
         could, axes = ranks * layout.dp_replicate, "dp x cp x tp"
-    legal = [str(n) for n in range(1, spec.experts + 1) if spec.experts % n == 0 and could % n == 0]
+    legal = [str(n) for n in divisors(gcd(spec.experts, could))]
     if str(layout.ep) not in legal:
         what = f"ep {layout.ep} does not divide the {spec.experts} experts of a layer"
         if spec.experts % layout.ep == 0:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from shardwise.techniques.pp.later import WeightGradients
 
 SETTINGS = {"layout.pp": 1}
+MOST_MICRO_BATCHES = 2**12
+"""Of a step: some schedules are looked at action by action, and every rank of a run has a list of them."""
 AUTOMATIC: tuple[tuple[ScheduleName, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
 """Schedules that are tried where none is pinned, and with how many stages a rank where that is not; simpler ones
 first."""
@@ -140,6 +142,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     elif wrong := found.get("micro_batches"):
         fix = f"`train.gradient_accumulation_steps={wrong.nearest}`, or a larger `train.global_batch_size`"
         problems.append(Problem("PLAN024", wrong.what, "train.gradient_accumulation_steps", fix))
+    elif plan.batch.accumulation > MOST_MICRO_BATCHES:
+        what = f"{plan.batch.accumulation:,} micro-batches a step; the limit of a pipeline is {MOST_MICRO_BATCHES:,}"
+        fix = "a larger `train.micro_batch_size`, or a smaller `train.global_batch_size`"
+        problems.append(Problem("PLAN024", what, "train.gradient_accumulation_steps", fix))
     if kind.splits_backward and plan.compile:
         what = f"{name} makes gradients of weights apart, which compiled blocks cannot do"
         problems.append(Problem("PLAN023", what, "compile", "`compile=false`, or schedule 1f1b or interleaved"))

@@ -29,7 +29,7 @@ from shardwise.models.blocks import blocks, ends
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_expert
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import least_dp_shard
+from shardwise.spec.layout import divisors, least_dp_shard
 from shardwise.spec.plan import BYTES, Plan, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
@@ -101,9 +101,9 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         problems.append(Problem("PLAN014", what, "parallel.dp_shard", f"dp_shard {layout.dp}, or strategy ddp"))
     k = plan.shard.reshard_after_forward
     if not isinstance(k, bool) and (plan.shard.strategy != "zero3" or k < 2 or layout.fsdp % k or k == layout.fsdp):
-        divisors = [str(d) for d in range(2, layout.fsdp) if layout.fsdp % d == 0]
+        legal = [str(d) for d in divisors(layout.fsdp)[1:-1]]
         what = f"reshard_after_forward {k} with {plan.shard.strategy} over {layout.fsdp} ranks"
-        fix = f"strategy zero3 with {', '.join(divisors) or 'true or false'}"
+        fix = f"strategy zero3 with {', '.join(legal) or 'true or false'}"
         problems.append(Problem("PLAN015", what, "parallel.reshard_after_forward", fix))
     return problems
 

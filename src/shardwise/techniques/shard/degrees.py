@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import Layout
+from shardwise.spec.layout import Layout, divisors
 from shardwise.spec.plan import Plan, Strategy
 from shardwise.spec.recipe import Recipe
 
@@ -20,7 +20,7 @@ def grouped(cluster: Cluster, plan: Plan) -> Cluster:
     layout, pp = plan.layout, plan.layout.pp
     tp = layout.tp * layout.cp
     if cluster.world % (tp * pp):
-        legal = ", ".join(str(n) for n in range(1, cluster.world + 1) if cluster.world % n == 0)
+        legal = ", ".join(map(str, divisors(cluster.world)))
         degrees = {axis: size for axis in ("pp", "cp", "tp") if (size := layout.degree(axis)) > 1}
         what = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
         what += f" does not divide the {cluster.world} devices that are used"
@@ -73,7 +73,7 @@ def _hybrid(recipe: Recipe, cluster: Cluster) -> Layout:
     if parallel.dp_replicate and not parallel.dp_shard:
         shard = world // parallel.dp_replicate
     if shard == 0:
-        shard = next((n for n in range(2, world) if world % n == 0), world)
+        shard = divisors(world)[1]
     replicate = parallel.dp_replicate or world // max(1, shard)
     if shard * replicate != world:
         raise ConfigError(_mesh(recipe, cluster))
@@ -83,7 +83,7 @@ def _hybrid(recipe: Recipe, cluster: Cluster) -> Layout:
 def _mesh(recipe: Recipe, cluster: Cluster) -> Problem:
     parallel, world = recipe.parallel, cluster.world
     replicate, shard = parallel.dp_replicate or 1, parallel.dp_shard or 1
-    legal = ", ".join(f"{world // n} x {n}" for n in range(1, world + 1) if world % n == 0)
+    legal = ", ".join(f"{world // n} x {n}" for n in divisors(world))
     fix = f"dp_replicate x dp_shard one of {legal}; or leave one of them out"
     if parallel.strategy == "ddp":
         fix = f"`parallel.dp_replicate={world}` and no dp_shard, or strategy zero1, zero2, zero3 or hsdp"

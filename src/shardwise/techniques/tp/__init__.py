@@ -26,7 +26,7 @@ from shardwise.models.blocks import named, spec_of
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_adaptable, is_expert
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import Layout, cut
+from shardwise.spec.layout import Layout, cut, divisors
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.recipe import Recipe
@@ -69,8 +69,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
     """The pinned degree; else 1, then every degree inside a node. With ``pinned`` false all of them, whatever the
     recipe says."""
     asked = recipe.parallel.tp
-    inside = (n for n in range(2, cluster.devices_per_node + 1) if cluster.devices_per_node % n == 0)
-    degrees = sorted({1, *inside, asked or 1})
+    degrees = sorted({*divisors(cluster.devices_per_node), asked or 1})
     for ranks in [asked] if asked and pinned else degrees:
         alone = "derived: no split of the batch and no recomputation alone stays below the margin"
         why = {"layout.tp": "pinned" if asked else alone} if ranks > 1 and pinned else {}
@@ -102,7 +101,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
     if not odd:
         return []
     devices = plan.layout.world if cluster is None else cluster.world
-    legal = [str(n) for n in range(2, devices + 1) if devices % n == 0 and not _odd(spec, plan, n)]
+    legal = [str(n) for n in divisors(devices)[1:] if not _odd(spec, plan, n)]
     fix = f"one of 1, {', '.join(legal)}"
     if not legal:
         fix = f"`parallel.tp=1`, the only number that serves this model, with these settings, on {devices} devices"
