@@ -145,7 +145,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
     _check_inputs(recipe, spec, plan, fetch=cluster.nodes == 1 and not options.dry_run)
     if options.dry_run:
         rundir.check_writable(rundir.nearest(directory))
-        counts = _read_some(recipe)
+        counts = _read_some(recipe, spec, plan)
         facts = {"run": str(directory), "plan": render.label(plan), "disk_bytes": space, "resume_step": standing}
         read = f"data    {counts['read']:,} samples read, from the beginning of each file"
         said = [*([read] if counts["read"] else []), *report(counts)]
@@ -172,11 +172,17 @@ def _launch(options: Options, recipe: Recipe) -> int:
     return _wait(ended, directory, options)
 
 
-def _read_some(recipe: Recipe) -> Counter[str]:
-    """Read the first records of each file as the run will, and count them; nothing if the tokenizer's Hub is
-    unreachable."""
-    from shardwise.data.prepare import check_records
+def _read_some(recipe: Recipe, spec: ModelSpec, plan: Plan) -> Counter[str]:
+    """Open the data if they are prepared, read the first records of each file as the run will, and count them; nothing
+    if the tokenizer's Hub is unreachable."""
+    from shardwise.data.epochs import check_size
+    from shardwise.data.pack import open_windows
+    from shardwise.data.prepare import already_prepared, check_records
 
+    if (prepared := already_prepared(data_of(recipe), recipe.sample_tokens)) is not None:
+        check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
+        windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
+        check_size(windows, plan.batch.global_batch_size(plan.layout.dp), recipe.data)
     with suppress(UnavailableError):
         return check_records(data_of(recipe), recipe.sample_tokens)
     return Counter()
