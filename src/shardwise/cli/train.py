@@ -93,7 +93,8 @@ def _load(options: Options, words: Words) -> Loaded:
     flags = {"run.name": options.run, "run.out": options.out}
     overrides = words.overrides + [f"{key}={value}" for key, value in flags.items() if value is not None]
     if words.path is not None and os.path.isdir(words.path):
-        overrides = [f"run.out={words.path.parent}", f"run.name={words.path.name}", *overrides]
+        run = words.path if words.path.name not in ("", "..") else words.path.resolve()  # `.` has another name
+        overrides = [f"run.out={run.parent}", f"run.name={run.name}", *overrides]
     return read_recipe(recipe_or_quickstart(words.path, overrides), overrides)
 
 
