@@ -580,3 +580,10 @@ def test_records_that_a_template_fails_on_are_skipped_if_asked(
     asked = Template(text, {})
     with pytest.raises(Fault, match="cannot be rendered"):
         Chat(asked, Encoder(tokenizer.directory), end_of_turn=True).ask([HI])
+
+
+def test_a_template_that_writes_an_answer_twice_has_no_place_for_it(tokenizer: tokens.Tokenizer) -> None:
+    text = "{% for m in messages %}{{ m.content }}\n{{ m.content }}\n{% endfor %}"
+    with pytest.raises(Fault, match="more than once") as caught:
+        Chat(Template(text, {}), Encoder(tokenizer.directory), end_of_turn=True).ask([HI])
+    assert caught.value.code == "CHAT003"

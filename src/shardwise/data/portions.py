@@ -29,7 +29,7 @@ from shardwise.data import remote, shards, source, store, whole
 from shardwise.data.order import Indices, Order, permute
 from shardwise.data.pack import Packs, Sample, Windows, open_windows
 from shardwise.data.prepare import prepare
-from shardwise.errors import DataError, Problem, ShardwiseError, first_line
+from shardwise.errors import DataError, PolicyError, Problem, ShardwiseError, first_line
 from shardwise.spec.files import MANIFEST_BYTES, read_regular
 from shardwise.spec.recipe import Data, Recipe, TokenizerSection
 from shardwise.spec.record import Count, from_json
@@ -75,6 +75,22 @@ def _read(path: Path) -> _Told:
     return told
 
 
+def _check_files(told: _Told, recipe: Recipe, path: Path) -> None:
+    """Raise PolicyError (SEC006) for a file that is there, and none of those that the recipe names: the list was
+    changed. One that is missing is told when its portion is read."""
+    names = [recipe.data.path] if isinstance(recipe.data.path, str) else recipe.data.path
+    local: set[str] = set()
+    for name in names:
+        with suppress(ShardwiseError):
+            local |= {str(found.path) for found in source.find(name, recipe.sample_tokens is not None)}
+    fetched = any(map(remote.is_remote, names))
+    for file in (file for portion in told.portions for file in portion):
+        known = fetched if remote.is_remote(file) else file in local or not os.path.lexists(file)
+        if not known:
+            what = f"{file[:200]} is in the list of this run's portions, and none of its data"
+            raise PolicyError(Problem("SEC006", what, str(path), "run.name=another-name, which streams anew"))
+
+
 class Portions:
     """The samples of a run in order, each read from its portion. One of the ranks, the ``leader``, prepares the next
     portion and deletes used ones. Raises DATA013 if the run was started with other settings, and the errors of
@@ -93,6 +109,8 @@ class Portions:
         if self._told.settings != settings:
             what, fix = "the run was started with other data or other streaming settings", "run.name=another-name"
             raise DataError(Problem("DATA013", what, str(self._file), fix))
+        if leader:
+            _check_files(self._told, recipe, self._file)
         self.count, self._visits = len(self._told.portions), self._told.visits
         self._starts = [0, *np.cumsum([samples for samples, _ in self._visits]).tolist()]
         self._opened: dict[int, Windows | Packs] = {}

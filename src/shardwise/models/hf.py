@@ -20,7 +20,7 @@ from shardwise.models.hf_spec import HFModel
 from shardwise.models.stored import StoredParameter, StoredRows
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.file_kind import PICKLES, pickle_refused
-from shardwise.spec.files import inside, read_regular
+from shardwise.spec.files import inside
 from shardwise.spec.hub import fetch
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -85,7 +85,7 @@ def _checked(directory: Path, name: str) -> Path:
 
 def _indexed(directory: Path) -> dict[str, Entry]:
     path = _checked(directory, INDEX)
-    places = tensorfile.parse_json(path, read_regular(path)).get("weight_map")
+    places = tensorfile.read_json(path).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise DataError(Problem("CKPT009", f"{INDEX} has no weight_map of file names", str(path), "fetch it again"))
     files = sorted(set(places.values()))
