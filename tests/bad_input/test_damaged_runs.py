@@ -17,7 +17,7 @@ from shardwise.cli.app import main
 from shardwise.errors import ShardwiseError
 from shardwise.launch import rundir
 from shardwise.runtime import owner
-from shardwise.runtime.checkpoint.locate import best
+from shardwise.runtime.checkpoint.locate import best, check_own
 from shardwise.runtime.checkpoint.manifest import MANIFEST, STATE, chunk_hashes
 from shardwise.runtime.checkpoint.save import RunCheckpoints, read
 from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
@@ -137,6 +137,11 @@ def test_a_run_with_a_damaged_file_is_listed_compared_and_resumed(
         assert main(["compare", str(good), str(run), *["--json"] * (round_ % 2)]) == 0
         again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": run.name})})
         owner.check_free(run)
+        try:
+            check_own(run / "checkpoints")
+        except ShardwiseError as error:  # run.json names another run
+            assert name == "run.json" and error.problems[0].code == "CKPT013"
+            continue
         assert rundir.check_standing(run, again, resume=True) == 2
         rundir.resuming(run, 2, again), rundir.nothing_to_do(run, again), read_exit(run)
         assert best(run / "checkpoints") is not None

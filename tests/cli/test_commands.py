@@ -401,6 +401,17 @@ def test_runs_are_numbered_and_resumed(shardwise: Run, ended: list[tuple[object,
         assert ended[-1][2] == Path("runs/quickstart-2")
 
 
+def test_a_run_is_resumed_from_its_own_directory(
+    shardwise: Run, ended: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shardwise("train", "--run", "a", *SMALL, texts())[0] == 0
+    Path("runs/a/checkpoints").mkdir(exist_ok=True)
+    for here, named in (("runs/a", "."), (".", "../a"), ("checkpoints", ".."), ("../..", "a/")):
+        monkeypatch.chdir(here)
+        code, _, err = shardwise("train", "--resume", named, "--dry-run")
+        assert code == 66 and "error[CKPT001]: no checkpoint in " in err and "a (" in err
+
+
 def test_a_finished_run_is_resumed_within_a_second(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
     """Torch alone takes longer to import."""
     Path("runs/a/checkpoints/step-00000005").mkdir(parents=True)

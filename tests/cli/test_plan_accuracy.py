@@ -29,6 +29,15 @@ def table(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("option", ["--rows", "--markdown"])
+@pytest.mark.parametrize("name", ["", "rows.csv/x"])
+def test_what_cannot_be_written(table: Path, option: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(table.parent.parent.iterdir())
+    assert main(["plan-accuracy", str(table), option, str(table.parent / name)]) == 73
+    assert "error[OUT002]: cannot write " in capsys.readouterr().err
+    assert list(table.parent.iterdir()) == [table] and sorted(table.parent.parent.iterdir()) == before
+
+
 def test_json_and_rows(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan-accuracy", str(table), "--json", "--rows", str(tmp_path / "out.csv")]) == 0
     report = json.loads(capsys.readouterr().out)

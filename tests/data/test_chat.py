@@ -19,9 +19,11 @@ from shardwise.data import tokens
 from shardwise.data.bounds import bounded
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered
 from shardwise.data.formats import Fault, parse
-from shardwise.data.template import SHIPPED, Template, find_template
+from shardwise.data.prepare import check_records, prepare
+from shardwise.data.template import SHIPPED, RenderError, Template, find_template
 from shardwise.data.tokens import special_tokens
 from shardwise.errors import DataError, PolicyError
+from shardwise.spec.recipe import Data
 from tests.data import chat_templates
 from tests.data.conftest import prose
 
@@ -389,6 +391,36 @@ def test_a_template_gets_no_more_than_its_share_of_memory(text: str, monkeypatch
     assert Template("{{ messages[0].content }}", {}).render([HI], None) == HI["content"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 1/0 }}",
+        "{{ [1] | slice(0) | list }}",
+        "{{ cycler() }}",
+        "{{ messages | map('no') | list }}",
+        "{{ messages | groupby('x') | first | max(attribute='y') }}",
+        "{{ namespace().a.b }}",
+        "{{ 'x' | int(base=1) }}{{ '%d' | format('x') }}",
+        "{{ lipsum(1, 2, 0, 0) }}",
+        "{{ no() }}",
+        "{{ '' | tojson(separators=1) }}",
+        "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    ],
+)
+def test_whatever_a_template_raises_is_a_fault_of_the_record(text: str) -> None:
+    with pytest.raises((RenderError, PolicyError)):
+        Template(text, {}).render([HI], None)
+
+
+def test_the_limit_holds_while_constant_parts_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jinja passes over every Exception that is raised then: this ran for a minute."""
+    monkeypatch.setattr("shardwise.data.bounds.LIMIT_S", 0.4)
+    begun = time.process_time()
+    with pytest.raises(PolicyError, match=r"SEC009.*more than 0.4 s"):
+        Template("{{ 'x' " + "| tojson " * 40 + "}}", {})
+    assert time.process_time() - begun < 3
+
+
 def test_whole_numbers_do_not_grow_without_end() -> None:
     """Products of long ones are computed in C, where no signal arrives."""
     text = "{% set n = namespace(t=9) %}{% for i in range(60) %}{% set n.t = n.t * n.t %}{% endfor %}"
@@ -530,3 +562,28 @@ def test_a_template_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("shardwise.data.template.read_regular", fail)
     with pytest.raises(DataError, match=r"CHAT001.*a\.jinja .*: Permission denied"):
         find_template(str(tmp_path / "a.jinja"), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{{ 1/0 }}", "{{ [1]|slice(0)|list }}", "{{ cycler() }}"])
+def test_records_that_a_template_fails_on_are_skipped_if_asked(
+    text: str, tmp_path: Path, tokenizer: tokens.Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"messages": [HI, NO]}) + "\n" for _ in range(4)))
+    given = {"path": str(rows), "cache": str(tmp_path / "cache"), "num_proc": 1}
+    given |= {"tokenizer": {"path": str(tokenizer.directory)}, "chat_template": "{# a {% #}" + text}
+    for skip, code in (("error", "CHAT002"), ("skip", "DATA002")):
+        data = Data.model_validate(given | {"on_bad_sample": skip})
+        with pytest.raises(DataError, match=code):
+            prepare(data, sample_tokens=64)
+    assert check_records(data, 64)["CHAT002"] == 4
+    asked = Template(text, {})
+    with pytest.raises(Fault, match="cannot be rendered"):
+        Chat(asked, Encoder(tokenizer.directory), end_of_turn=True).ask([HI])
+
+
+def test_a_template_that_writes_an_answer_twice_has_no_place_for_it(tokenizer: tokens.Tokenizer) -> None:
+    text = "{% for m in messages %}{{ m.content }}\n{{ m.content }}\n{% endfor %}"
+    with pytest.raises(Fault, match="more than once") as caught:
+        Chat(Template(text, {}), Encoder(tokenizer.directory), end_of_turn=True).ask([HI])
+    assert caught.value.code == "CHAT003"

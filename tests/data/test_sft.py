@@ -382,7 +382,7 @@ def test_every_kind_of_file_gives_the_same_samples(sft: Callable[..., Prepared],
     path = write(tmp_path, kind)
     prepared = sft(path)
     assert shown(prepared) == expected
-    assert [Path(facts["path"]) for facts in prepared.manifest.files] == [path]
+    assert [Path(facts.path) for facts in prepared.manifest.files] == [path]
 
 
 @pytest.mark.parametrize(

@@ -270,3 +270,13 @@ def test_a_file_beside_a_tokenizer_that_cannot_be_read(
     monkeypatch.setattr(tokens, "read_regular", fail)
     with pytest.raises(DataError, match=r"TOK004.*tokenizer_config.json .*: Permission denied"):
         tokens.read_facts(tmp_path / "tokenizer_config.json")
+
+
+def test_an_id_beyond_all_others_is_refused(tokenizer: tokens.Tokenizer, tmp_path: Path) -> None:
+    """A table of two billion numbers was made for it."""
+    directory = shutil.copytree(tokenizer.directory, tmp_path / "tokenizer")
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["model"]["vocab"]["alpha beta"] = 2**31
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="TOK004"):
+        tokens.open_directory(directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from shardwise.runtime.checkpoint.manifest import STATE, Manifest
 from shardwise.runtime.faults.outcome import Exit, clear_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
 from shardwise.spec.plan import Estimate, Offload, Plan
+from tests.bad_input.test_damaged_runs import make
 
 
 def refused(error: ShardwiseError) -> tuple[str, int, str, str]:
@@ -230,6 +232,41 @@ def test_checkpoints_that_do_not_fit_the_disk(tmp_path: Path, monkeypatch: pytes
         rundir.check_space(tmp_path, 1_500_000_000, keep=2)
     assert "save_total_limit" not in caught.value.problems[0].fix and "`--out`" in caught.value.problems[0].fix
     assert rundir.check_space(tmp_path, 100, keep=2) == 3600
+
+
+def test_what_a_run_holds_already_counts_when_it_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk of 40,000 bytes, on which 2 checkpoints of 12,000 and a model of 4,000 lie, and one more can be
+    written."""
+    run, free = tmp_path / "run", 12_000
+    for name in ("checkpoints/step-00000001", "checkpoints/step-00000002", "hf"):
+        (run / name).mkdir(parents=True)
+        (run / name / "file").write_bytes(b"0" * (4_000 if name == "hf" else 12_000))
+    monkeypatch.setattr(rundir.shutil, "disk_usage", lambda path: Usage(0, 0, free))
+    assert rundir.check_space(run, 1000, keep=2, export_bytes=4000) == 40_000
+    for keep in (1, 2):  # what is more than is kept makes no room before the next one is written
+        free = 11_999
+        with pytest.raises(OutputError, match="OUT003"):
+            rundir.check_space(run, 1000, keep=keep, export_bytes=4000)
+    (run / "checkpoints" / ".tmp-step-00000003-g1").mkdir()
+    (run / "checkpoints" / ".tmp-step-00000003-g1" / "file").write_bytes(b"0")  # is swept first
+    assert rundir.check_space(run, 1000, keep=2, export_bytes=4000) == 40_000
+    (tmp_path / "elsewhere").mkdir()
+    (run / "checkpoints" / "step-00000002").rename(tmp_path / "elsewhere" / "step")
+    (run / "checkpoints" / "step-00000002").symlink_to(tmp_path / "elsewhere" / "step")
+    with pytest.raises(OutputError, match="OUT003"):
+        rundir.check_space(run, 1000, keep=2, export_bytes=4000)
+
+
+def test_a_checkpoint_of_another_run_is_named(tmp_path: Path) -> None:
+    """And not the seed that it was trained with."""
+    make(tmp_path / "a")
+    other = make(tmp_path / "b")
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    shutil.copytree(other / "checkpoints", tmp_path / "a" / "checkpoints")
+    (tmp_path / "a" / "run.json").write_text('{"run_id": "mine", "data": "d"}')
+    for resume in (False, True):
+        with pytest.raises(DataError, match="CKPT013"):
+            rundir.check_standing(tmp_path / "a", load_recipe(None, ["run.seed=7"]), resume=resume)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,6 +160,16 @@ def test_an_owner_elsewhere_is_watched_for_a_minute(tmp_path: Path) -> None:
     assert clock.slept_s == 20
 
 
+def test_a_directory_that_was_removed_holds_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    made = claim(directory)
+    shutil.rmtree(directory)
+    with pytest.raises(OutputError) as caught:
+        made.check()
+    assert refused(caught.value) == f"{directory} was removed; this start stopped without saving"
+
+
 def test_an_owner_beats_until_it_has_lost_its_directory(tmp_path: Path) -> None:
     made = claim(tmp_path, pace=Pace(beat_s=0.01))
     path = tmp_path / f".owner-{made.number}"
@@ -173,6 +184,7 @@ def test_an_owner_beats_until_it_has_lost_its_directory(tmp_path: Path) -> None:
     with pytest.raises(OutputError) as caught:
         made.check()
     assert refused(caught.value).startswith(f"{tmp_path} is no longer owned: its .owner file was removed")
+    assert "intact" not in refused(caught.value)
     other = written(tmp_path, 5)
     with pytest.raises(OutputError, match=f"taken over by pid {other.pid} "):
         made.check()

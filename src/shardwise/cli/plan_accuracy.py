@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from shardwise.cli.options import Common
-from shardwise.cli.show import print_json, say, visible
-from shardwise.data.whole import write_whole
+from shardwise.cli.show import print_json, say, visible, write_out
 from shardwise.interop.accuracy.rows import said
 from shardwise.interop.accuracy.score import COLUMNS, MATTERS, Score, as_csv, line, rows_of, score
 from shardwise.spec.units import markdown_table
@@ -38,9 +37,9 @@ def run(options: Options) -> None:
     report, scores = score(rows_of(options.path))
     text = page(report, scores, options.path.name)
     if options.rows:
-        write_whole(options.rows, as_csv(COLUMNS, map(line, scores)))
+        write_out(options.rows, as_csv(COLUMNS, map(line, scores)), "--rows")
     if options.markdown:
-        write_whole(options.markdown, text)
+        write_out(options.markdown, text, "--markdown")
     if options.json:
         print_json(report)
     else:

@@ -18,8 +18,7 @@ from shardwise.cli.decide import cluster_of, plan_of, suited
 from shardwise.cli.length import known_count
 from shardwise.cli.options import Common, RecipeWords, misused, recipe_or_quickstart, sort_words
 from shardwise.cli.render import label, title
-from shardwise.cli.show import coloured, note, print_json, say
-from shardwise.data.whole import write_whole
+from shardwise.cli.show import coloured, note, print_json, say, write_out
 from shardwise.launch.rundir import check_writable
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.prove.pool import RankPool
@@ -89,8 +88,8 @@ def run(options: Options) -> int:
     facts = certificate.Facts(" ".join([*asked, *words.overrides]), machines, label(plan), effort, begun)
     found = certificate.Certificate(subject, facts, checks, smallest)
     document = found.as_json()
-    write_whole(directory / "certificate.md", found.markdown())
-    write_whole(directory / "certificate.json", json.dumps(document, indent=1))
+    write_out(directory / "certificate.md", found.markdown(), "--out")
+    write_out(directory / "certificate.json", json.dumps(document, indent=1), "--out")
     if options.json:
         print_json(document)
     else:

@@ -96,7 +96,8 @@ def _load(options: Options, words: Words) -> Loaded:
     flags = {"run.name": options.run, "run.out": options.out}
     overrides = words.overrides + [f"{key}={value}" for key, value in flags.items() if value is not None]
     if words.path is not None and os.path.isdir(words.path):
-        overrides = [f"run.out={words.path.parent}", f"run.name={words.path.name}", *overrides]
+        run = words.path if words.path.name not in ("", "..") else words.path.resolve()  # `.` has another name
+        overrides = [f"run.out={run.parent}", f"run.name={run.name}", *overrides]
     return read_recipe(recipe_or_quickstart(words.path, overrides), overrides)
 
 
@@ -146,7 +147,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
     _check_inputs(recipe, spec, plan, fetch=cluster.nodes == 1 and not options.dry_run)
     if options.dry_run:
         rundir.check_writable(rundir.nearest(directory))
-        counts = _read_some(recipe)
+        counts = _read_some(recipe, spec, plan)
         facts = {"run": str(directory), "plan": render.label(plan), "disk_bytes": space, "resume_step": standing}
         read = f"data    {counts['read']:,} samples read, from the beginning of each file"
         said = [*([read] if counts["read"] else []), *report(counts)]
@@ -185,11 +186,17 @@ def _check_disks(directory: Path, recipe: Recipe, spec: ModelSpec, plan: Plan) -
     return space
 
 
-def _read_some(recipe: Recipe) -> Counter[str]:
-    """Read the first records of each file as the run will, and count them; nothing if the tokenizer's Hub is
-    unreachable."""
-    from shardwise.data.prepare import check_records
+def _read_some(recipe: Recipe, spec: ModelSpec, plan: Plan) -> Counter[str]:
+    """Open the data if they are prepared, read the first records of each file as the run will, and count them; nothing
+    if the tokenizer's Hub is unreachable."""
+    from shardwise.data.epochs import check_size
+    from shardwise.data.pack import open_windows
+    from shardwise.data.prepare import already_prepared, check_records
 
+    if (prepared := already_prepared(data_of(recipe), recipe.sample_tokens)) is not None:
+        check_vocabulary(prepared.manifest.vocab_size, spec.vocab_size)
+        windows = open_windows(prepared.train, plan.batch.seq_len, recipe.data.mask_documents)
+        check_size(windows, plan.batch.global_batch_size(plan.layout.dp), recipe.data)
     with suppress(UnavailableError):
         return check_records(data_of(recipe), recipe.sample_tokens)
     return Counter()

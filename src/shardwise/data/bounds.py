@@ -38,6 +38,10 @@ class _Bounds:
     ticks: int | None = None
 
 
+class _OutOfTime(BaseException):
+    """No Exception: jinja passes over those while it computes the constant parts of a template."""
+
+
 def refused(why: str) -> PolicyError:
     """SEC009: a template does what no template needs."""
     fix = "use a template that you trust: data.chat_template=<a name, a file or the text>"
@@ -78,6 +82,8 @@ def timed() -> Iterator[None]:
         _Bounds.ticks = 0
         try:
             yield
+        except _OutOfTime as error:
+            raise TimeoutError(f"it ran for more than {LIMIT_S:g} s") from error
         finally:
             _Bounds.ticks = None
 
@@ -86,7 +92,7 @@ def _tick(number: int, frame: FrameType | None) -> None:
     if _Bounds.ticks is not None:
         _Bounds.ticks += 1
         if _Bounds.ticks > _TICKS:  # the first tick may come at once
-            raise TimeoutError(f"it ran for more than {LIMIT_S:g} s")
+            raise _OutOfTime
 
 
 def _room(soft: int, hard: int) -> int:

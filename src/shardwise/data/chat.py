@@ -204,6 +204,9 @@ class Chat:
         whole, start = self._turn(turns, None, len(messages))
         self.encoder.check(whole)
         closing = whole[start : self._end(whole, start)].partition(PROBE)[2].strip()
+        if PROBE in whole[:start] + closing:
+            what, fix = "the chat template writes an answer more than once", "choose another data.chat_template"
+            raise Fault("CHAT003", what, fix)
         given, ending = self.encoder.encode([Rendered(text, []) for text in (whole[:start], closing)])
         special = _RESERVED.match(closing) is not None
         return Prompt(given.ids.tolist(), int(ending.ids[0]) if special else None, "" if special else closing)

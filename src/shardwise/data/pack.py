@@ -103,6 +103,7 @@ class Packs:
         for index in self.store.window(k):
             begin, end, _ = self.store.sample(index)
             tokens, learnt = self.store.read(begin, end), self.store.read_mask(begin, end)
+            self.store.check(0 < len(tokens) <= self.seq_len - at, self.store.split.document_file)
             sample.ids[at : at + len(tokens)] = tokens
             sample.labels[at : at + len(tokens) - 1] = np.where(learnt[1:], tokens[1:], IGNORE)
             lengths.append(len(tokens))

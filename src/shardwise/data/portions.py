@@ -16,10 +16,12 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import current_process, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +29,10 @@ from shardwise.data import remote, shards, source, store, whole
 from shardwise.data.order import Indices, Order, permute
 from shardwise.data.pack import Packs, Sample, Windows, open_windows
 from shardwise.data.prepare import prepare
-from shardwise.errors import DataError, Problem, ShardwiseError
+from shardwise.errors import DataError, PolicyError, Problem, ShardwiseError, first_line
 from shardwise.spec.files import MANIFEST_BYTES, read_regular
 from shardwise.spec.recipe import Data, Recipe, TokenizerSection
+from shardwise.spec.record import Count, from_json
 from shardwise.spec.safe_path import safe_path
 
 
@@ -50,6 +53,44 @@ def lay(data: Data, seed: int, records: bool) -> list[list[str]]:
     return list(portions.values())
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What stream.json says: the settings that must stay; the files of each portion; of each visit so far how many
+    samples it had, and their fingerprint."""
+
+    settings: dict[str, Any]
+    portions: list[list[str]]
+    visits: list[tuple[Count, str]]
+
+
+def _read(path: Path) -> _Told:
+    """Raises DATA013 for what was not written so."""
+    try:
+        told = from_json(_Told, read_regular(path, MANIFEST_BYTES))
+        if not told.portions or not all(told.portions):
+            raise ValueError("a portion has no files")
+    except (ValueError, OSError) as error:
+        what = f"the list of this run's portions is damaged: {first_line(error)}"
+        raise DataError(Problem("DATA013", what, str(path), "run.name=another-name, which streams anew")) from error
+    return told
+
+
+def _check_files(told: _Told, recipe: Recipe, path: Path) -> None:
+    """Raise PolicyError (SEC006) for a file that is there, and none of those that the recipe names: the list was
+    changed. One that is missing is told when its portion is read."""
+    names = [recipe.data.path] if isinstance(recipe.data.path, str) else recipe.data.path
+    local: set[str] = set()
+    for name in names:
+        with suppress(ShardwiseError):
+            local |= {str(found.path) for found in source.find(name, recipe.sample_tokens is not None)}
+    fetched = any(map(remote.is_remote, names))
+    for file in (file for portion in told.portions for file in portion):
+        known = fetched if remote.is_remote(file) else file in local or not os.path.lexists(file)
+        if not known:
+            what = f"{file[:200]} is in the list of this run's portions, and none of its data"
+            raise PolicyError(Problem("SEC006", what, str(path), "run.name=another-name, which streams anew"))
+
+
 class Portions:
     """The samples of a run in order, each read from its portion. One of the ranks, the ``leader``, prepares the next
     portion and deletes used ones. Raises DATA013 if the run was started with other settings, and the errors of
@@ -63,12 +104,14 @@ class Portions:
         with whole.lock(self._file):
             if not (root / "portion-00000").is_dir():
                 laid = lay(recipe.data, recipe.run.seed, recipe.sample_tokens is not None)
-                whole.write_whole(self._file, json.dumps({"settings": settings, "portions": laid, "visits": []}))
-        self._told = json.loads(read_regular(self._file, MANIFEST_BYTES))
-        if self._told["settings"] != settings:
+                whole.write_whole(self._file, json.dumps(asdict(_Told(settings, laid, []))))
+        self._told = _read(self._file)
+        if self._told.settings != settings:
             what, fix = "the run was started with other data or other streaming settings", "run.name=another-name"
             raise DataError(Problem("DATA013", what, str(self._file), fix))
-        self.count, self._visits = len(self._told["portions"]), self._told["visits"]
+        if leader:
+            _check_files(self._told, recipe, self._file)
+        self.count, self._visits = len(self._told.portions), self._told.visits
         self._starts = [0, *np.cumsum([samples for samples, _ in self._visits]).tolist()]
         self._opened: dict[int, Windows | Packs] = {}
         self._ahead: BaseProcess | None = None
@@ -122,15 +165,15 @@ class Portions:
             prepared = store.load(whole.once(self._path(visit), self._maker(visit)) / "data")
             windows = open_windows(prepared.train, self.recipe.train.seq_len, self.recipe.data.mask_documents)
             if visit == len(self._visits):
-                self._visits.append([len(windows), prepared.manifest.fingerprint])
+                self._visits.append((len(windows), prepared.manifest.fingerprint))
                 self._starts.append(self._starts[-1] + len(windows))
                 if self.leader:
-                    whole.write_whole(self._file, json.dumps(self._told))
+                    whole.write_whole(self._file, json.dumps(asdict(self._told)))
             self._opened[visit] = windows
         return self._opened[visit]
 
     def _maker(self, visit: int) -> partial[None]:
-        own = {"path": self._told["portions"][self._number(visit)], "streaming": False}
+        own = {"path": self._told.portions[self._number(visit)], "streaming": False}
         if self._number(visit):
             tokenizer = TokenizerSection(path=str(self._path(0) / "data" / "tokenizer"))
             own |= {"tokenizer": tokenizer, "validation_path": None, "validation_share": 0.0}

@@ -12,6 +12,7 @@ holder dies: a kill leaves nothing half-made, and two processes that prepare the
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -32,6 +33,7 @@ from shardwise.data.source import Source, Sources
 from shardwise.data.template import find_template
 from shardwise.data.whole import becoming, lock, once, write_whole
 from shardwise.errors import ConfigError, DataError, OutputError, Problem
+from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.host import cores
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data
 from shardwise.spec.units import typed
@@ -74,7 +76,7 @@ def prepare(
         sources = _sources(data, cache, sample_tokens is not None)
     settings = _settings(data, sample_tokens)
     note = _note(cache, data, sources, settings)
-    if out is None and not force and note.is_file() and store.is_prepared(known := cache / "data" / note.read_text()):
+    if out is None and not force and (known := _noted(note, cache)):
         return store.load(known)
     of = _Ingredients(data, sources, store.source_files(sources), settings)
     with _writing(cache):
@@ -103,8 +105,8 @@ def already_prepared(data: Data, sample_tokens: int | None) -> store.Prepared | 
     if not all(one.kind != "other" or convert.converted(one, cache).is_dir() for one in found):
         return None
     note = _note(cache, data, _sources(data, cache, sample_tokens is not None), _settings(data, sample_tokens))
-    known = cache / "data" / note.read_text() if note.is_file() else None
-    return store.load(known, verify=False) if known and store.is_prepared(known) else None
+    known = _noted(note, cache)
+    return store.load(known, verify=False) if known else None
 
 
 def _inputs(data: Data) -> list[str]:
@@ -116,6 +118,15 @@ def _inputs(data: Data) -> list[str]:
 def _note(cache: Path, data: Data, sources: Sources, settings: dict[str, Any]) -> Path:
     """The file that names what was prepared from these inputs, by their sizes and times."""
     return cache / "seen" / source.digest([_stats(sources, data), settings, _VERSIONS, SAMPLES_VERSION])
+
+
+def _noted(note: Path, cache: Path) -> Path | None:
+    """The prepared data that a note names by their fingerprint; None where it, or they, cannot be found."""
+    with suppress(OSError, ValueError):
+        name = read_regular(note, NOTE_BYTES).decode()
+        if re.fullmatch("[0-9a-f]{32}", name) and store.is_prepared(known := cache / "data" / name):
+            return known
+    return None
 
 
 def _cache(data: Data) -> Path:
@@ -217,7 +228,7 @@ class _Ingredients:
 
     data: Data
     sources: Sources
-    files: dict[Path, dict[str, Any]]
+    files: dict[Path, store.SourceFacts]
     settings: dict[str, Any]
     rules: SampleRules | None = None
 
@@ -226,7 +237,7 @@ class _Ingredients:
         mixed = self.data.mixture_weights is not None
         told: list[list[Any]] = []
         for s in group:
-            facts = [s.name, s.kind, s.start, s.stop, self.files[s.original]["xxh3"]]
+            facts = [s.name, s.kind, s.start, s.stop, self.files[s.original].xxh3]
             facts += [s.copy, s.keep] if mixed else []
             facts += [convert.VERSION] if s.origin else []
             if s.kind == "ids" and (index := index_of(s.path)):

@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -26,6 +26,7 @@ from shardwise.data.whole import once, write_whole
 from shardwise.errors import ConfigError, DataError, MissingInputError, Problem, UnavailableError
 from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.recipe import Data
+from shardwise.spec.record import from_json
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, the bytes done and the bytes in total (0: unknown)."""
@@ -64,10 +65,13 @@ def bring(data: Data, cache: Path, trust_s: float = 0.0, said: Progress | None =
     def local(name: str) -> str:
         if not is_remote(name):
             return name
-        note = cache / "fetched" / f"{digest(name)}.json"
-        if note.is_file() and time.time() - note.stat().st_mtime < trust_s:
-            return str(json.loads(read_regular(note, NOTE_BYTES)))
         fetched = cache / "fetched"
+        note = fetched / f"{digest(name)}.json"
+        with suppress(OSError, ValueError):  # else it is fetched, or found, again
+            if time.time() - note.stat().st_mtime < trust_s:
+                known = from_json(str, read_regular(note, NOTE_BYTES))
+                if Path(known).resolve().is_relative_to(fetched.resolve()) and Path(known).exists():
+                    return known
         found = str(_fetch_dataset(name, fetched) if _is_dataset(name) else _fetch_files(name, fetched, said))
         write_whole(note, json.dumps(found))
         return found
@@ -211,9 +215,16 @@ def of_their_urls() -> Iterator[None]:
         yield
     except DataError as error:
         fetched = {p: Path(p.where).resolve().parent / _ORIGIN for p in error.problems if "fetched" in p.where}
-        urls = {problem: note.read_text(encoding="utf-8") for problem, note in fetched.items() if note.is_file()}
+        urls = {problem: _origin(note) for problem, note in fetched.items()}
         told = (replace(p, where=u, fix=p.fix.replace(p.where, u)) if (u := urls.get(p)) else p for p in error.problems)
         raise DataError(*told) from error
+
+
+def _origin(note: Path) -> str | None:
+    """The URL that a note beside a downloaded file names, if there is one."""
+    with suppress(OSError, ValueError):
+        return read_regular(note, NOTE_BYTES).decode()
+    return None
 
 
 def _datasets(name: str) -> Any:

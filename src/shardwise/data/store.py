@@ -21,16 +21,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
+from pydantic import Field
 
 from shardwise.data.source import Sources, digest, reading
-from shardwise.errors import DataError, MissingInputError, Problem
-from shardwise.spec.files import MANIFEST_BYTES, open_regular, read_regular
+from shardwise.errors import DataError, MissingInputError, Problem, first_line
+from shardwise.spec.complaints import show_value
+from shardwise.spec.files import MANIFEST_BYTES, inside, open_regular, read_regular
+from shardwise.spec.record import Count, from_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -45,7 +47,17 @@ class FileSum:
     """One file of a prepared directory: its relative name, its size, and the xxh3-128 hash of its bytes."""
 
     name: str
-    size_bytes: int
+    size_bytes: Count
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """A file that data were prepared from: where it lay, its size, when it was changed, and its xxh3-128."""
+
+    path: str
+    size_bytes: Count
+    mtime_ns: int
     xxh3: str
 
 
@@ -55,18 +67,39 @@ class Split:
     of the supervised text of samples for fine-tuning. Only such samples have ``masks``, ``packs``, ``windows`` and
     ``supervised_tokens``; with ``pairs``, every two samples are a pair of answers."""
 
-    tokens: int
-    documents: int
-    text_bytes: int
-    dtype: str
-    shard_tokens: int
+    tokens: Count
+    documents: Count
+    text_bytes: Count
+    dtype: Annotated[str, Field(pattern="^<u[24]$")]
+    shard_tokens: Annotated[int, Field(gt=0, lt=2**63)]
     shards: tuple[FileSum, ...]
     document_file: FileSum
     masks: tuple[FileSum, ...] = ()
     packs: FileSum | None = None
-    windows: int = 0
-    supervised_tokens: int = 0
+    windows: Count = 0
+    supervised_tokens: Count = 0
     pairs: bool = False
+
+    def contradiction(self, seq_len: int | None) -> str | None:
+        """What in it cannot be so, or not with samples of windows of ``seq_len`` tokens; None if all fits."""
+        packed, width = self.packs is not None, np.dtype(self.dtype).itemsize
+        if packed != (seq_len is not None) or (not packed and (self.masks or self.windows or self.pairs)):
+            return "it is of samples in windows, and of text"
+        for files, each in ((self.shards, width), (self.masks, 1)) if packed else ((self.shards, width),):
+            if sum(file.size_bytes for file in files) != self.tokens * each:
+                return f"its files have another size than {self.tokens:,} tokens of {each} bytes"
+            if any(file.size_bytes != self.shard_tokens * each for file in files[:-1]):
+                return f"a file that is not the last holds another number of tokens than {self.shard_tokens:,}"
+            if files and files[-1].size_bytes > self.shard_tokens * each:
+                return f"a file holds more than {self.shard_tokens:,} tokens"
+        for table in filter(None, (self.document_file, self.packs)):
+            if table.size_bytes != 16 * self.documents:
+                return f"{table.name} has another size than {self.documents:,} documents of 16 bytes"
+        if self.supervised_tokens > self.tokens or self.windows > self.documents or (self.pairs and self.documents % 2):
+            return "its supervised tokens, windows or pairs are more than there can be"
+        if seq_len is not None and self.tokens > self.windows * seq_len:
+            return f"{self.tokens:,} tokens do not fit into {self.windows:,} windows of {seq_len:,}"
+        return None
 
     @property
     def records(self) -> int:
@@ -83,17 +116,27 @@ class DataManifest:
 
     fingerprint: str
     tokenizer_hash: str
-    vocab_size: int
-    eot_id: int
-    splits: dict[str, Split]
+    vocab_size: Annotated[int, Field(gt=0, lt=2**32)]
+    eot_id: Count
+    splits: dict[Annotated[str, Field(pattern="^(train|validation)$")], Split]
     tokenizer_files: tuple[FileSum, ...]
-    files: tuple[dict[str, Any], ...]
+    files: tuple[SourceFacts, ...]
     settings: dict[str, Any]
-    empty_documents: int = 0
-    format: int = FORMAT
-    counts: dict[str, int] = field(default_factory=dict)
-    seq_len: int | None = None
-    prefix_tokens: int = 0
+    empty_documents: Count = 0
+    format: Count = FORMAT
+    counts: dict[str, Count] = field(default_factory=dict)
+    seq_len: Annotated[int, Field(gt=0, lt=2**32)] | None = None
+    prefix_tokens: Count = 0
+
+    def contradiction(self) -> str | None:
+        """What in it cannot be so; None if all fits."""
+        if "train" not in self.splits:
+            return "it has no train split"
+        if self.eot_id >= self.vocab_size:
+            return f"its end-of-text has the id {self.eot_id} of {self.vocab_size}"
+        if "tokenizer/tokenizer.json" not in {file.name for file in self.tokenizer_files}:
+            return "it lists no tokenizer"
+        return next(filter(None, (split.contradiction(self.seq_len) for split in self.splits.values())), None)
 
 
 def checksum(path: Path) -> str:
@@ -106,27 +149,26 @@ def checksum(path: Path) -> str:
 
 
 @reading()
-def source_files(sources: Sources) -> dict[Path, dict[str, Any]]:
+def source_files(sources: Sources) -> dict[Path, SourceFacts]:
     """Path, size, time and checksum of each source file."""
-    facts: dict[Path, dict[str, Any]] = {}
+    facts: dict[Path, SourceFacts] = {}
     for path in (s.original for s in (*sources.train, *sources.validation)):
         if path not in facts:
             stat = path.stat()
-            told = {"path": str(path), "size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-            facts[path] = {**told, "xxh3": checksum(path)}
+            facts[path] = SourceFacts(str(path), stat.st_size, stat.st_mtime_ns, checksum(path))
     return facts
 
 
 @reading()
-def first_change(files: Iterable[dict[str, Any]]) -> str | None:
+def first_change(files: Iterable[SourceFacts]) -> str | None:
     """The first file whose content has changed. Missing files do not count: prepared data may travel alone."""
     for facts in files:
-        path = Path(facts["path"])
+        path = Path(facts.path)
         if not path.is_file():
             continue
         stat = path.stat()
-        same = (stat.st_size, stat.st_mtime_ns) == (facts["size_bytes"], facts["mtime_ns"])
-        if not same and (stat.st_size != facts["size_bytes"] or checksum(path) != facts["xxh3"]):
+        same = (stat.st_size, stat.st_mtime_ns) == (facts.size_bytes, facts.mtime_ns)
+        if not same and (stat.st_size != facts.size_bytes or checksum(path) != facts.xxh3):
             return str(path)
     return None
 
@@ -143,15 +185,25 @@ def _read_manifest(path: Path) -> DataManifest:
         return DataError(Problem("DATA013", f"the manifest of the prepared data is damaged: {why}", str(path), _REDO))
 
     try:
-        body = json.loads(read_regular(path, MANIFEST_BYTES))
+        text = read_regular(path, MANIFEST_BYTES)
+        body = json.loads(text)
         stored = body.pop("checksum")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        summed = digest(body)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise damaged("it is not the JSON that was written") from error
-    if stored != digest(body):
+    if stored != summed:
         raise damaged("its checksum does not match")
-    if body["format"] != FORMAT:
-        raise damaged(f"it has format {body['format']}, this version reads {FORMAT}")
-    return TypeAdapter(DataManifest).validate_python(body)
+    if body.get("format") != FORMAT:
+        raise damaged(f"it has format {show_value(body.get('format'))}, this version reads {FORMAT}")
+    try:
+        manifest = from_json(DataManifest, text)
+        for file in Prepared(path.parent, manifest).files():
+            inside(path.parent, file.name, path)
+    except (ValueError, OSError, RuntimeError) as error:  # of a name: too long, with a zero byte, links in a circle
+        raise damaged(first_line(error)) from error
+    if why := manifest.contradiction():
+        raise damaged(why)
+    return manifest
 
 
 _REDO = "prepare it again: shardwise data prepare --force"
@@ -201,18 +253,31 @@ class TokenStore:
         rows = self._documents[max(index - 1, 0) : index + 1].astype(np.int64)
         begin, bytes_before = rows[0].tolist() if index else (0, 0)
         end, text_bytes = rows[-1].tolist()
+        self.check(0 <= begin <= end <= self.tokens, self.split.document_file)
         return begin, end, text_bytes - bytes_before
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each document or sample."""
         ends = self._documents[:, 0].astype(np.int64)
-        return ends - np.concatenate(([0], ends[:-1]))
+        lengths = ends - np.concatenate(([0], ends[:-1]))
+        self.check(bool((lengths >= 0).all()) and int(lengths.sum()) == self.tokens, self.split.document_file)
+        return lengths
 
     def window(self, number: int) -> list[int]:
-        """The numbers of the samples in one window."""
+        """The numbers of the samples in one window. Raises DATA013 for samples that there are not."""
+        assert self.split.packs is not None
         first, last = np.searchsorted(self._packs[:, 0], np.array([number, number + 1], dtype=np.uint64))
         found: list[int] = self._packs[first:last, 1].tolist()
+        sound = len(found) > 0 and max(found) < self.split.documents
+        self.check(sound and not (self.split.pairs and len(found) % 2), self.split.packs)
         return found
+
+    def check(self, sound: bool, file: FileSum) -> None:
+        """Raise DATA013 unless what was read of ``file`` is sound: data too large to be read whole when they are opened
+        are not compared with their checksums."""
+        if not sound:
+            what = f"{file.name} changed since it was prepared: it contradicts the tokens"
+            raise DataError(Problem("DATA013", what, str(self.directory / file.name), _REDO))
 
     @cached_property
     def _packs(self) -> NDArray[np.uint64]:
@@ -239,7 +304,10 @@ class TokenStore:
         """The ends e (exclusive; the token before is the end-of-text) with after < e <= upto, ascending."""
         ends = self._documents[:, 0]
         first, last = np.searchsorted(ends, np.array([after, upto], dtype=np.uint64), side="right")
-        return ends[first:last].astype(np.int64)
+        found = ends[first:last].astype(np.int64)
+        edges = np.concatenate(([after], found, [upto]))
+        self.check(first <= last and bool((np.diff(edges) >= 0).all()), self.split.document_file)
+        return found
 
     def text_bytes(self, start: int, stop: int, skip_first: bool) -> float:
         """Bytes of text that the tokens [start, stop) stand for: a document's bytes are divided evenly among its

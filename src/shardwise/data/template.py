@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shardwise.data.bounds import WHERE, refused, timed
 from shardwise.data.formats import REASONING
 from shardwise.data.tokens import FILES, read_facts
-from shardwise.errors import DataError, Problem, first_line
+from shardwise.errors import DataError, Problem, ShardwiseError, first_line
 from shardwise.spec.files import NOTE_BYTES, read_regular
 
 _TABLES = json.loads(Path(__file__).with_name("templates.json").read_text("utf-8"))
@@ -90,7 +90,9 @@ class Template:
                 self._compiled = environment.from_string(text)
         except TimeoutError as error:
             raise refused(str(error)) from error
-        except (SyntaxError, TemplateSyntaxError, RecursionError) as error:  # SyntaxError: more than Python can nest
+        except (ShardwiseError, MemoryError):
+            raise
+        except Exception as error:  # SyntaxError: more than Python can nest; others: of what jinja expects of nodes
             line = f" line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             said = "it is nested too deeply" if isinstance(error, RecursionError) else first_line(error)
             fix = "repair it, or data.chat_template=<another: a name, a file or the text>"
@@ -108,8 +110,10 @@ class Template:
                 text = self._compiled.render(given)
         except (SecurityError, OverflowError, TimeoutError) as error:  # OverflowError: the sandbox's range()
             raise refused(str(error)) from error
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            raise RenderError(str(error) or type(error).__name__) from error
+        except (ShardwiseError, MemoryError):
+            raise
+        except Exception as error:  # a program raises what it likes
+            raise RenderError(first_line(error)) from error
         if len(text) > LIMIT_CHARACTERS:
             raise refused(f"it wrote more than {LIMIT_CHARACTERS:,} characters")
         return text

@@ -36,6 +36,8 @@ _SPLIT = (
 )
 _WORD_CHARACTERS = 1000
 """Longer words (a run of letters, of spaces, of anything else) are cut where a tokenizer is trained."""
+MOST_IDS = 2**24
+"""Tables with a place for each id are made: real tokenizers have up to a million."""
 _NO_MEANING = ("truncation", "padding", "version")
 
 
@@ -95,6 +97,9 @@ def open_directory(directory: Path) -> Tokenizer:
         check_growth(content)
     except Exception as error:  # tokenizers raises plain Exception
         raise _unusable(directory / FILES[0], first_line(error, 200)) from error
+    vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    if vocab_size > MOST_IDS:
+        raise _unusable(directory / FILES[0], f"a token has the id {vocab_size - 1:,}, below {MOST_IDS:,} are allowed")
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = True
@@ -110,7 +115,6 @@ def open_directory(directory: Path) -> Tokenizer:
     if at > 64:
         raise _unusable(directory / FILES[0], f"it adds {at:,} tokens before a text, at most 64 are allowed")
     meaning = {key: value for key, value in content.items() if key not in _NO_MEANING}
-    vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     return Tokenizer(directory, digest([meaning, eot]), vocab_size, eot_id, tuple(full[:at]), backend)
 
 

@@ -136,7 +136,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], asked: _Requests) -> dict[i
             _send(running.values(), asked.first or signal.SIGTERM)
         if asked.again or time.monotonic() > deadline_s:
             if asked.again:
-                _say("stopped by a second Ctrl-C without saving; what was saved before is intact")
+                _say("stopped by a second Ctrl-C without saving once more")
             _send(running.values(), signal.SIGKILL)
             break
         time.sleep(POLL_S if running else 0.0)

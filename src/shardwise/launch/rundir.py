@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.data.remote import all_shown
 from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
 from shardwise.runtime import owner
-from shardwise.runtime.checkpoint.locate import check_length, with_facts
+from shardwise.runtime.checkpoint.locate import check_length, check_own, with_facts
 from shardwise.runtime.checkpoint.manifest import candidates, train_again
 from shardwise.runtime.faults.outcome import read_exit
 from shardwise.runtime.owner import Claim
@@ -92,6 +92,7 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
         if step is None:
             what = f"no checkpoint in {directory} (looked for checkpoints/step-*)"
             raise MissingInputError(Problem("CKPT001", what, str(directory), "leave out --resume to start afresh"))
+        check_own(directory / "checkpoints")  # or its settings would be taken for this run's
         changed = changes(directory, recipe)
         if moved := [f"{key} {changed[key]}" for key in _ORDER if key in changed]:
             what = f"{directory} cannot be resumed with {', '.join(moved)}: its samples would change"
@@ -100,6 +101,7 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
         return step
     if step is None:
         return None
+    check_own(directory / "checkpoints")
     what = f'{directory} holds run "{directory.name}" at step {step}'
     fix = "`--resume`, or another `--run` or `--out`; nothing is overwritten"
     differs = {k: how for k, how in changes(directory, recipe).items() if k.partition(".")[0] not in _ELSEWHERE}
@@ -252,18 +254,32 @@ def nearest(directory: Path) -> Path:
 
 
 def check_space(directory: Path, parameters: int, keep: int, export_bytes: int = 0) -> int:
-    """Bytes that checkpoints will take at once: ``keep`` of them and one in flight. Raises OutputError (OUT003)."""
+    """Bytes that checkpoints will take at once: ``keep`` of them and one in flight, of which some may lie in
+    ``directory`` already. Raises OutputError (OUT003)."""
     checkpoint = parameters * BYTES_A_PARAMETER
     needed = checkpoint * (keep + 1) + export_bytes
     place = nearest(directory)
-    free = shutil.disk_usage(place).free
-    if needed > free:
+    there = [_size(path) for _, path in candidates(directory / "checkpoints")]
+    left = [_size(path) for name in (".tmp-*", ".trash-*") for path in (directory / "checkpoints").glob(name)]
+    exported = max(_size(directory / name) for name in ("hf", "adapter"))
+    free = shutil.disk_usage(place).free + sum(left) + min(exported, export_bytes)
+    room = free + min(sum(there), keep * checkpoint)
+    if needed > room:
         what = f"a checkpoint is ~{show_payload(checkpoint)}, {keep} and one being written need {show_payload(needed)}"
-        what += f", {show_payload(free)} free on {place}"
-        smaller = keep > 1 and 2 * checkpoint + export_bytes <= free
+        what += f", {show_payload(room)} free on {place}" + (", with what of them is there" if room > free else "")
+        smaller = keep > 1 and 2 * checkpoint + export_bytes <= free + min(sum(there), checkpoint)
         fix = "a larger disk with `--out`" + (", or `checkpoint.save_total_limit=1`" if smaller else "")
         raise OutputError(Problem("OUT003", what, "checkpoint.save_total_limit", fix))
     return needed
+
+
+def _size(directory: Path) -> int:
+    """Bytes of the files in ``directory``; 0 behind a link, whose disk may be another."""
+    total = 0
+    for folder, _, names in os.walk(directory) if not directory.is_symlink() else ():
+        with suppress(OSError):  # another process may be deleting it
+            total += sum(os.lstat(Path(folder, name)).st_size for name in names)
+    return total
 
 
 def check_offload(directory: Path, plan: Plan) -> None:

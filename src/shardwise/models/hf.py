@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -21,7 +20,7 @@ from shardwise.models.hf_spec import HFModel
 from shardwise.models.stored import StoredParameter, StoredRows
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.file_kind import PICKLES, pickle_refused
-from shardwise.spec.files import read_regular
+from shardwise.spec.files import inside
 from shardwise.spec.hub import fetch
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -67,39 +66,26 @@ def find_weights(source: Path) -> dict[str, Entry]:
 
 def _checked(directory: Path, name: str) -> Path:
     """The path of file ``name``; refused if it is outside ``directory`` or not a regular safetensors file."""
-    path, fix = directory / name, "fetch the model again from where it was made"
+    fix, root = "fetch the model again from where it was made", directory.resolve()
+    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []  # a cache of the Hub's
     try:
-        real, root, there = path.resolve(), directory.resolve(), _exists(path)
+        path = inside(directory, name, directory, *blobs)
     except (OSError, ValueError, RuntimeError) as error:  # thousands of characters, a zero byte, links in a circle
         reason = error.strerror if isinstance(error, OSError) else error
         what = f"no file can be opened as {_shortened(name)!r}: {reason}"
         raise DataError(Problem("CKPT009", what, str(directory), fix)) from error
-    blobs = root.parent.parent / "blobs"
-    cached = root.parent.name == "snapshots" and real.is_relative_to(blobs)
-    if Path(name).is_absolute() or ".." in Path(name).parts or not (real.is_relative_to(root) or cached):
-        what = f"file name {_shortened(name)!r} leaves the model's directory"
-        raise PolicyError(Problem("SEC006", what, str(directory), fix))
     if path.suffix in PICKLES:
         raise pickle_refused(path)
-    if not there:
+    if not path.exists():
         raise MissingInputError(Problem("CKPT001", f"no file {path}", str(directory), "check the path"))
-    if not real.is_file():
+    if not path.is_file():
         raise PolicyError(Problem("SEC006", f"{name!r} is not a regular file", str(directory), "fetch the model again"))
     return path
 
 
-def _exists(path: Path) -> bool:
-    """As ``Path.exists``, but raises for circular links, which that takes for missing files."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
 def _indexed(directory: Path) -> dict[str, Entry]:
     path = _checked(directory, INDEX)
-    places = tensorfile.parse_json(path, read_regular(path)).get("weight_map")
+    places = tensorfile.read_json(path).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise DataError(Problem("CKPT009", f"{INDEX} has no weight_map of file names", str(path), "fetch it again"))
     files = sorted(set(places.values()))

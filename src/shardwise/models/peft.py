@@ -22,7 +22,7 @@ from shardwise.models.peft_experts import Fused, Member, parameter_of, place_of,
 from shardwise.models.roles import is_adaptable, is_adapter, is_expert, role
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.complaints import show_value
-from shardwise.spec.files import NOTE_BYTES, read_regular
+from shardwise.spec.files import NOTE_BYTES
 from shardwise.spec.plan import Lora
 from shardwise.spec.recipe import LoraSection
 
@@ -174,7 +174,7 @@ def _config(directory: Path) -> dict[str, Any]:
         if not (directory / file).is_file():
             fix = "a directory as PEFT's save_pretrained writes it"
             raise MissingInputError(Problem("CKPT001", f"no {file} in {directory}", "lora.path", fix))
-    config = tensorfile.parse_json(directory / CONFIG, read_regular(directory / CONFIG, NOTE_BYTES))
+    config = tensorfile.read_json(directory / CONFIG, NOTE_BYTES)
     given = {ours: config[theirs] for ours, theirs in _SETTINGS.items() if config.get(theirs) is not None}
     wrong = [key for key in ("rank_pattern", "alpha_pattern") if not isinstance(config.get(key) or {}, dict)]
     try:

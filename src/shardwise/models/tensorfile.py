@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise.errors import DataError, Problem, first_line
 from shardwise.spec.file_kind import recognise
-from shardwise.spec.files import open_regular
+from shardwise.spec.files import TABLE_BYTES, open_regular, read_regular
 
 DTYPES = {
     "F64": torch.float64,
@@ -156,6 +156,14 @@ def parse_json(path: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _contradiction(path, "not a JSON object")
     return value
+
+
+def read_json(path: Path, most_bytes: int = TABLE_BYTES) -> dict[str, Any]:
+    """The JSON object in a file that came with a model. Raises DataError (CKPT009)."""
+    try:
+        return parse_json(path, read_regular(path, most_bytes))
+    except OSError as error:
+        raise _contradiction(path, f"cannot be read: {error.strerror}") from error
 
 
 def _entry(path: Path, facts: dict[str, Any], data_start: int) -> Entry:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, lru_cache
 from importlib import metadata
 from importlib.resources import files
@@ -30,6 +30,7 @@ from shardwise.planner.variants import chosen
 from shardwise.spec.files import read_regular
 from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import Plan
+from shardwise.spec.record import from_json
 from shardwise.spec.sheet import KEPT_UNITS, Dim, Op, Sheet, Sizes, Tensor, Unit, grown
 from shardwise.techniques.pp.split import trained_stages
 from shardwise.techniques.states import frozen
@@ -169,11 +170,12 @@ def units_of(variants: Iterable[Variant], cache_directory: Path = CACHE) -> dict
         if variant not in known:
             key = key_of(variant)
             path = cache_directory / f"{key}.json"
-            packed = shipped().unit(key) or _cached(path)
-            if packed is None:
+            packed = shipped().unit(key)
+            unit = _kept(path) if packed is None else unpack_unit(packed)
+            if unit is None:
                 missing[variant] = path
             else:
-                known[variant] = unpack_unit(packed)
+                known[variant] = unit
     if missing:
         made = traced_anew([*missing], cache_directory)
         for (variant, path), packed in zip(missing.items(), made, strict=True):
@@ -231,16 +233,31 @@ def shipped() -> Shipped:
     return Shipped(files("shardwise.planner").joinpath(SHIPPED).read_bytes())
 
 
-def _cached(path: Path) -> Any:
+@dataclass(frozen=True)
+class _Kept:
+    """A file of the cache: the JSON of a packed unit, and the xxh3-128 of it."""
+
+    xxh3: str
+    unit: str
+
+
+def _kept(path: Path) -> Unit | None:
+    """The unit that :func:`_keep` wrote; None where it cannot be read, or is not what was written: it is made again."""
     try:
-        return json.loads(read_regular(path))
-    except (OSError, ValueError):
-        return None  # a cache that cannot be read is made again
+        kept = from_json(_Kept, read_regular(path))
+        return unpack_unit(json.loads(kept.unit)) if kept.xxh3 == _sum(kept.unit) else None
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return None
 
 
 def _keep(path: Path, packed: Any) -> None:
+    unit = json.dumps(packed, separators=(",", ":"))
     with suppress(OSError):  # without a cache the next run traces again
-        write_whole(path, json.dumps(packed, separators=(",", ":")))
+        write_whole(path, json.dumps(asdict(_Kept(_sum(unit), unit))))
+
+
+def _sum(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))
 
 
 def pack_unit(unit: Unit) -> list[Any]:

@@ -79,7 +79,7 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
 
 def _record(path: Path, text: str) -> None:
     """Write what the run is, unless the launcher has written the same."""
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+    if not path.is_file() or path.read_bytes() != text.encode():
         path.write_text(text, encoding="utf-8")
 
 

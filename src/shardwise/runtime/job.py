@@ -29,7 +29,7 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.errors import DataError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of, resolve
-from shardwise.runtime.checkpoint.locate import with_facts
+from shardwise.runtime.checkpoint.locate import RunRecord, with_facts
 from shardwise.runtime.world import DeviceKind, device_of, from_first, process
 from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.plan import Plan
@@ -187,14 +187,6 @@ def agree_on_identity(job: Job, meshes: Meshes) -> Job:
     return job
 
 
-@dataclass(frozen=True)
-class _RunRecord:
-    """What a later start needs of ``run.json``."""
-
-    run_id: str
-    data: str
-
-
 def read_run(directory: Path) -> dict[str, Any] | None:
     """``run.json`` of an earlier start in ``directory``, which is created if needed. If the file is damaged or lost, it
     is restored from a checkpoint. None: no run was started here."""
@@ -202,7 +194,7 @@ def read_run(directory: Path) -> dict[str, Any] | None:
     path, state = directory / "run.json", "is missing"
     if there := path.exists():
         try:
-            return {**vars(from_json(_RunRecord, read_regular(path, NOTE_BYTES)))}
+            return {**vars(from_json(RunRecord, read_regular(path, NOTE_BYTES)))}
         except (OSError, ValueError) as error:
             state = f"cannot be read ({error}), and was renamed to run.json.damaged"
         path.rename(path.with_name("run.json.damaged"))

@@ -30,6 +30,7 @@ from typing import Annotated
 from pydantic import Field
 
 from shardwise.errors import OutputError, Problem
+from shardwise.runtime.checkpoint.locate import newest
 from shardwise.runtime.checkpoint.manifest import train_again
 from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.record import Count, from_json
@@ -100,8 +101,14 @@ class Claim:
         with suppress(OSError):
             owner = _owner(self.directory)[1]
         who = f"was taken over by {owner}" if owner else "is no longer owned: its .owner file was removed"
-        what = f"{self.directory} {who}; this start stopped without saving, and what was saved before is intact"
-        fix = f"when the other one has ended: `{train_again(self.directory)}`"
+        fix, last = f"when the other one has ended: `{train_again(self.directory)}`", None
+        if not self.directory.is_dir():
+            who, fix = "was removed", "start the run again with its recipe"
+        else:
+            with suppress(OSError):
+                last = newest(self.directory / "checkpoints")
+        left = f"{last.name} is its newest checkpoint" if last else "it holds no checkpoint"
+        what = f"{self.directory} {who}; this start stopped without saving" + (f", and {left}" if owner or last else "")
         return Problem("OUT005", what, str(self.directory), fix)
 
     def release(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,13 +91,13 @@ def _splits(job: Job) -> list[tuple[str, Packs, Sequence[int]]]:
 def _read(job: Job) -> dict[str, torch.Tensor] | Problem:
     """The scores on disk; all NaN if the run has not begun; a Problem if it has begun and its file is gone."""
     path = _path(job)
+    sizes = {name: windows.store.split.documents // 2 for name, windows, _ in _splits(job)}
     if path.is_file():
         try:
-            return {name: entry.read() for name, entry in tensorfile.entries(path).items()}
+            return read_scores(path, sizes)
         except DataError as error:
             return error.problems[0]
     if not candidates(job.directory / "checkpoints"):
-        sizes = {name: windows.store.split.documents // 2 for name, windows, _ in _splits(job)}
         return {name: torch.full((size,), torch.nan, dtype=torch.float64) for name, size in sizes.items()}
     others = sorted(other.name for other in job.directory.glob("reference-*.safetensors"))
     what = f"the run has checkpoints, but {path.name}, the reference's scores, is missing"
@@ -105,6 +105,18 @@ def _read(job: Job) -> dict[str, torch.Tensor] | Problem:
         what = f"the run began with other weights or data: these need {path.name}, the run has {', '.join(others)}"
     fix = "restore what the run began with, or start another run: run.name=another-name"
     return Problem("DPO001", what, str(path), fix)
+
+
+def read_scores(path: Path, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """The scores in a file, of so many pairs of each split. Raises DataError: DPO001 for other ones, or as
+    :func:`tensorfile.entries`."""
+    found, wanted = tensorfile.entries(path), {name: (torch.float64, (size,)) for name, size in sizes.items()}
+    scores = {name: entry.read() for name, entry in found.items()}
+    held = {name: (entry.dtype, entry.shape) for name, entry in found.items()}
+    if held != wanted or any(bool(values.isinf().any()) for values in scores.values()):
+        what, fix = f"{path.name} holds scores of other pairs, or none", "start another run: run.name=another-name"
+        raise DataError(Problem("DPO001", what, str(path), fix))
+    return scores
 
 
 def _path(job: Job) -> Path:

@@ -7,8 +7,11 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from shardwise.errors import PolicyError, Problem
 
 NOTE_BYTES = 2**24
 """Of what a process notes down about itself (run.json, exit.json, an owner's file), and of configurations."""
@@ -41,6 +44,21 @@ def kind_of(mode: int) -> str:
 def open_regular(path: str | Path) -> BinaryIO:
     """``open(path, "rb")`` of a regular file."""
     return open(path, "rb", opener=regular)
+
+
+def inside(directory: Path, name: str, where: Path, *also: Path) -> Path:
+    """The file of ``directory`` that something read from the disk (``where``) calls ``name``, perhaps in a folder of
+    it. Raises PolicyError (SEC006) for a name, or a link, that leads out of it (and of ``also``); OSError, ValueError
+    or RuntimeError for one that no file can have: thousands of characters, a zero byte, links in a circle."""
+    path, parts = directory / name, Path(name).parts
+    real, root = path.resolve(), directory.resolve()
+    if Path(name).is_absolute() or ".." in parts or not any(map(real.is_relative_to, (root, *also))):
+        shown = name if len(name) <= 200 else f"{name[:200]}... ({len(name):,} characters)"
+        what = f"file name {shown!r} leaves the directory {directory}"
+        raise PolicyError(Problem("SEC006", what, str(where), "fetch the directory again, or make it anew"))
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(path)
+    return path
 
 
 def read_regular(path: str | Path, most_bytes: int = TABLE_BYTES) -> bytes:

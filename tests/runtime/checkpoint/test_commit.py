@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -263,6 +264,32 @@ def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path: Path) -> None:
     (tmp_path / "step-00000003" / MANIFEST).unlink()
     assert expire(tmp_path, Keep(2), 4) == [1]
     assert steps(tmp_path) == [4, 3, 2]
+
+
+def test_another_runs_checkpoint_neither_counts_nor_goes(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, commit.DISK)
+    manifest = tmp_path / "step-00000001" / MANIFEST
+    manifest.write_bytes(dump(replace(check(manifest.parent), run_id="other")))
+    assert expire(tmp_path, Keep(2), 4) == [2]
+    assert steps(tmp_path) == [4, 3, 1]
+
+
+def test_a_checkpoint_behind_a_link_stays_where_it_is(tmp_path: Path) -> None:
+    """On another disk, to which somebody moved it: the link goes, and nothing behind it."""
+    here, other = tmp_path / "here", tmp_path / "other"
+    for step in (1, 2, 3):
+        save(here, step, commit.DISK)
+    other.mkdir()
+    shutil.move(here / "step-00000001", other)
+    shutil.copytree(other / "step-00000001", other / "left")
+    (here / "step-00000001").symlink_to(other / "step-00000001")
+    (here / ".trash-step-00000000").symlink_to(other / "left")
+    before = {path: sorted(os.listdir(path)) for path in other.iterdir()}
+    assert expire(here, Keep(1), 3) == [1, 2]
+    save(here, 4, commit.DISK)
+    assert {path: sorted(os.listdir(path)) for path in other.iterdir()} == before and len(before) == 2
+    assert not [name for name in os.listdir(here) if name.startswith(".trash") or name == "step-00000001"]
 
 
 def test_what_decides_about_a_checkpoint_does_not_import_torch() -> None:

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from shardwise.errors import DataError, MissingInputError, OutputError, PolicyEr
 from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint import save as checkpoint
-from shardwise.runtime.checkpoint.locate import newest, verify
-from shardwise.runtime.checkpoint.manifest import MANIFEST
+from shardwise.runtime.checkpoint.locate import check_own, newest, verify, with_facts
+from shardwise.runtime.checkpoint.manifest import MANIFEST, check, dump
 from shardwise.runtime.checkpoint.save import RunCheckpoints, read
 from shardwise.runtime.checkpoint.storage import ShardWriter
 from shardwise.runtime.checkpoint.verdict import SaveResult
@@ -830,6 +831,28 @@ def test_a_checkpoint_of_another_run(two_steps: Path) -> None:
     with pytest.raises(DataError, match=r'CKPT013.*step-00000002 .*"run".*"other"'):
         other.resume(state)
     assert other.resume(state, two_steps / "step-00000002") == {"step": 2, "cursor": 20} and same(state, values(2))
+
+
+def test_another_runs_checkpoint_in_a_runs_directory_is_not_this_runs(
+    two_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not exported, is not the newest or the best, and its settings are not taken for the run's."""
+    run = tmp_path / "runs" / "a"
+    (run / "checkpoints").mkdir(parents=True)
+    foreign = shutil.copytree(two_steps / "step-00000002", run / "checkpoints" / "step-00000002")
+    (run / "run.json").write_text('{"run_id": "mine", "data": "d"}')
+    for path in (run, foreign):
+        with pytest.raises(DataError, match=r'CKPT013.*step-00000002 .*"run".*"mine"'):
+            read(path, values(99))
+    assert newest(run / "checkpoints") is None and not [*with_facts(run / "checkpoints")]
+    with pytest.raises(DataError, match="CKPT013"):
+        check_own(run / "checkpoints")
+    own = shutil.copytree(two_steps / "step-00000001", run / "checkpoints" / "step-00000001")
+    (own / MANIFEST).write_bytes(dump(replace(check(own), run_id="mine")))
+    assert read(run, values(99)) == {"step": 1, "cursor": 10} and newest(run / "checkpoints") == own
+    assert "error[CKPT013]" in capsys.readouterr().err
+    foreign.rename(foreign.with_name("aside"))
+    check_own(run / "checkpoints")
 
 
 def test_going_back_within_a_run_is_refused(two_steps: Path) -> None:

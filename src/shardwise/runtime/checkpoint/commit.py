@@ -196,7 +196,9 @@ def discard(path: Path, disk: Disk = DISK) -> None:
 
 
 def remove_tree(path: Path, disk: Disk = DISK) -> None:
-    """Delete a directory and all in it; a link in it, not what it points to."""
+    """Delete a directory and all in it; a link, not what it points to."""
+    if path.is_symlink():
+        return disk.unlink(path)
     for folder, folders, files in os.walk(path, topdown=False):
         for name in files:
             disk.unlink(Path(folder, name))

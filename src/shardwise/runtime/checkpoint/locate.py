@@ -28,9 +28,10 @@ from shardwise.runtime.checkpoint.manifest import (
     read,
     read_facts,
     unlisted,
-    whole,
 )
 from shardwise.spec.file_kind import PICKLES, pickle_refused, recognise
+from shardwise.spec.files import NOTE_BYTES, read_regular
+from shardwise.spec.record import from_json
 
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
 """Tensor name to global shape and safetensors dtype."""
@@ -61,10 +62,48 @@ def locate(path: Path) -> list[tuple[int, Path]]:
     raise MissingInputError(Problem("CKPT001", what, str(path), fix))
 
 
+@dataclass(frozen=True)
+class RunRecord:
+    """What a later start needs of ``run.json``: the run's id, and the fingerprint of its data."""
+
+    run_id: str
+    data: str
+
+
+def run_of(directory: Path) -> str | None:
+    """The id of the run whose checkpoints ``directory`` holds, as run.json beside it says; None where it says none."""
+    with suppress(OSError, ValueError):
+        return from_json(RunRecord, read_regular(directory.parent / "run.json", NOTE_BYTES)).run_id
+    return None
+
+
+def check_run(path: Path, found: str, run_id: str | None) -> None:
+    """Raise Rejected (CKPT013) if the checkpoint ``path`` is of the run ``found``, and its directory of another."""
+    if run_id not in (None, found):
+        what = f'{path.name} belongs to run "{found}", this is run "{run_id}"'
+        raise Rejected(Problem("CKPT013", what, str(path), "move it to the checkpoints of its own run"))
+
+
+def check_own(directory: Path) -> None:
+    """Raise Rejected (CKPT013) if the newest checkpoint in ``directory`` that can be read is another run's."""
+    run_id = run_of(directory)
+    for _, path in candidates(directory) if run_id else ():
+        try:
+            record = read(path)
+        except Rejected:
+            continue
+        return check_run(path, record.run_id, run_id)
+
+
 def newest(directory: Path) -> Path | None:
-    """The newest checkpoint whose manifest verifies and whose files have the right sizes. Their contents are not
-    read."""
-    return next((path for _, path in candidates(directory) if whole(path)), None)
+    """The newest checkpoint of the directory's own run whose manifest verifies and whose files have the right sizes.
+    Their contents are not read."""
+    run_id = run_of(directory)
+    for _, path in candidates(directory):
+        with suppress(Rejected):
+            check_run(path, check(path, hashes=False).run_id, run_id)
+            return path
+    return None
 
 
 def to_resume(directory: Path, path: str | Path | None) -> list[tuple[int, Path]]:
@@ -93,9 +132,11 @@ def tell(log: Callable[[str], None], directory: Path, rejected: Sequence[Problem
 def with_facts(directory: Path) -> Iterator[tuple[Path, Manifest, dict[str, Any]]]:
     """The checkpoints of a run of ``shardwise train`` whose facts can be read, newest first, each with its manifest and
     its facts. What else is in them is not looked at."""
+    run_id = run_of(directory)
     for _, path in candidates(directory):
         with suppress(Rejected, OSError):
             record = read(path)
+            check_run(path, record.run_id, run_id)
             check_files(path, record, [STATE])
             yield path, record, read_facts(path, Identity)
 
@@ -116,10 +157,10 @@ class _Validated:
 def best(directory: Path) -> tuple[float, int, Path] | None:
     """Validation loss, step and directory of the checkpoint with the lowest loss, the earliest of equals. The loss is
     among a checkpoint's own facts, so that both are committed together. None: no checkpoint has one."""
-    found = []
+    found, run_id = [], run_of(directory)
     for step, path in candidates(directory):
         with suppress(Rejected, OSError):
-            check(path, hashes=False)
+            check_run(path, check(path, hashes=False).run_id, run_id)
             if (loss := read_facts(path, _Validated).get("validation")) is not None:
                 found.append((float(loss), step, path))
     return min(found, default=None)

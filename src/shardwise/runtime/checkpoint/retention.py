@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.runtime.checkpoint.commit import DISK, Disk, discard, fsync_directory
-from shardwise.runtime.checkpoint.manifest import candidates, whole
+from shardwise.runtime.checkpoint.manifest import Rejected, candidates, check, read, step_name
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,14 @@ def expendable(steps: list[int], keep: Keep, verified_step: int) -> list[int]:
 
 def expire(directory: Path, keep: Keep, verified_step: int, disk: Disk = DISK) -> list[int]:
     """Delete the checkpoints that are no longer kept, now that ``verified_step`` was read back; returns their steps. A
-    damaged checkpoint does not count among the last ones and is not deleted: somebody may want to look at it.
+    damaged checkpoint, or one of another run, does not count among the last ones and is not deleted: somebody may want
+    to look at it. Of a checkpoint behind a link the link goes.
     """
-    usable = {step: path for step, path in candidates(directory) if whole(path)}
+    run_id, usable = read(directory / step_name(verified_step)).run_id, {}
+    for step, path in candidates(directory):
+        with suppress(Rejected):
+            if check(path, hashes=False).run_id == run_id:
+                usable[step] = path
     deleted = expendable(list(usable), keep, verified_step)
     for step in deleted:
         discard(usable[step], disk)

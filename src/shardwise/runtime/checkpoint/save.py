@@ -36,7 +36,7 @@ from shardwise.errors import DataError, OutputError, Problem, ShardwiseError
 from shardwise.models.tensorfile import NAMES
 from shardwise.runtime.checkpoint import commit, manifest
 from shardwise.runtime.checkpoint.crew import Crew, RankError
-from shardwise.runtime.checkpoint.locate import Signature, best, compare, locate, tell, to_resume
+from shardwise.runtime.checkpoint.locate import Signature, best, check_run, compare, locate, run_of, tell, to_resume
 from shardwise.runtime.checkpoint.manifest import Manifest, Rejected, step_name
 from shardwise.runtime.checkpoint.retention import Keep, expire
 from shardwise.runtime.checkpoint.storage import ShardPlanner, ShardWriter, Target, copy_stream, fill
@@ -317,10 +317,7 @@ class RunCheckpoints:
 
         def look() -> list[str]:
             record = manifest.read(directory)
-            if record.run_id != self.run_id and not any_run:
-                what = f'{directory.name} belongs to run "{record.run_id}", this is run "{self.run_id}"'
-                fix = f"--resume {directory} if that is what you want"
-                raise Rejected(Problem("CKPT013", what, str(directory), fix))
+            check_run(directory, record.run_id, None if any_run else self.run_id)
             tensors = wanted(record.tensors) if callable(wanted) else wanted
             seen.append((record, tensors))
             return [name for name in record.tensors if name not in tensors]
@@ -341,12 +338,13 @@ class RunCheckpoints:
 
 def read(path: str | Path, tensors: Tensors) -> Facts:
     """Load ``tensors``, in place, from a run's newest intact checkpoint (or the one named); returns its facts. For one
-    process, and for a part of a checkpoint, such as the model without the optimizer. Raises as resume does; prints to
-    stderr what was wrong with newer ones."""
+    process, and for a part of a checkpoint, such as the model without the optimizer. Raises as resume does, and for one
+    of another run in a run's directory (CKPT013); prints to stderr what was wrong with newer ones."""
     problems: list[Problem] = []
     for _, directory in locate(Path(path)):
         try:
             record = manifest.check(directory)
+            check_run(directory, record.run_id, run_of(directory.parent))
             compare(record.tensors, _signature(tensors), str(directory), partial=True)
             facts = manifest.read_facts(directory)
             fill(directory, record, tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from shardwise import techniques
@@ -62,8 +63,10 @@ def keep_first_sample(job: Job, state: TrainState, crew: Crew) -> None:
 
 def earlier_sample(job: Job) -> str:
     """What :func:`keep_first_sample` stored; empty on ranks other than 0."""
-    path = job.directory / "sample-before.txt"
-    return read_regular(path, NOTE_BYTES).decode(errors="replace") if job.rank == 0 and path.exists() else ""
+    with suppress(OSError):
+        if job.rank == 0:
+            return read_regular(job.directory / "sample-before.txt", NOTE_BYTES).decode(errors="replace")
+    return ""
 
 
 def shown(text: str) -> str:
