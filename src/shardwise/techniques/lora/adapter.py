@@ -41,7 +41,10 @@ def attach(module: nn.Linear | Stacked, lora: Lora, factor: float, norms_of: Nor
             return out
         x, *counts = args
         if lora.dropout and torch.is_grad_enabled():
-            x = dropped(x, lora.dropout, module.share.place)
+            place = module.share.place
+            if counts and place is None:  # how many rows come to experts must not change what later layers draw
+                place = 0
+            x = dropped(x, lora.dropout, place)
         total: torch.Tensor = out + up(down(x, *counts) * factor, *counts)
         if not lora.dora:
             return total
