@@ -1,6 +1,6 @@
-"""Dropout in adapters under expert parallelism: what other layers than experts drop is the same as without, however many
-rows come to a rank. What experts drop follows from the rank that computes them, and is another's; so it is, on a CPU,
-for the expert that all tokens share, which is computed at another time."""
+"""Dropout in adapters under expert parallelism: what other layers than experts drop is the same as without, however
+many rows come to a rank. What experts drop follows from the rank that computes them, and is another's; so it is, on a
+CPU, for the expert that all tokens share, which is computed at another time."""
 
 from __future__ import annotations
 
