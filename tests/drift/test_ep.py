@@ -173,9 +173,9 @@ def test_weights_of_experts_come_when_it_is_told(spec: ModelSpec) -> None:
     found: list[tuple[str, str, int]] = []
     count = WorldCounter._sent
 
-    def watched(self: WorldCounter, kind: str, args: Any) -> None:
+    def watched(self: WorldCounter, kind: str, args: Any, out: Any) -> None:
         before = self.sent.copy()
-        count(self, kind, args)
+        count(self, kind, args, out)
         found.extend(self.sent - before)
 
     with patch.object(WorldCounter, "_sent", watched):

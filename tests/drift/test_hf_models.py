@@ -38,3 +38,14 @@ def test_plans(kind: str, plan: str) -> None:
 def test_every_kind(kind: str) -> None:
     plan = PLANS["zero3, bf16, selective recompute, accumulation"]
     assert not drift(spec_of(kind), plan, 0).differences()
+
+
+def test_tables_of_which_every_block_makes_its_own_live_as_long_as_forward() -> None:
+    """glm4 saves what it makes of its tables, and not the tables."""
+    assert not drift(spec_of("glm4"), PLANS["ddp, bf16"], 7).differences()
+
+
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in ("gpt2", "gpt_neox", "cohere2")])
+def test_every_kind_without_recomputation(kind: str) -> None:
+    assert not drift(spec_of(kind), PLANS["zero1, fp32"], 0).differences()

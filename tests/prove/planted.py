@@ -17,6 +17,7 @@ import torch
 import torch.distributed.fsdp as fsdp
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 
 from shardwise.methods import pretrain
@@ -94,6 +95,13 @@ def agree_twice(*given: Any, **counted: Any) -> Any:
     return agree(*given, **counted)
 
 
+def agree_by_redistributing(meshes: Any, *given: Any, **counted: Any) -> Any:
+    """With functional collectives, as DTensors do."""
+    own = DTensor.from_local(torch.ones(256), meshes.mesh("dp_shard"), [Partial()], run_check=False)
+    own.redistribute(placements=[Replicate()]).to_local().sum()
+    return agree(meshes, *given, **counted)
+
+
 def full_logits(hidden: Tensor, head: Any, batch: Any, denominator: float, *, chunk_tokens: int) -> Loss:
     logits = functional.linear(hidden, head.weight.to(hidden.dtype))
     return Loss(functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / denominator)
@@ -147,6 +155,9 @@ DRIFT: dict[str, Fault] = {
     "a bucket too many": Fault(lambda: patch.object(replicas, "buckets", more_buckets), plan_of("ddp"), "all_reduce"),
     "a vote too many": Fault(
         lambda: patch.object(reduce, "combine", agree_twice), plan_of("zero3"), "all_reduce of 16 bytes on world"
+    ),
+    "a DTensor is redistributed": Fault(
+        lambda: patch.object(reduce, "combine", agree_by_redistributing), plan_of("zero3"), "all_reduce of 1,024 bytes"
     ),
     "gradients travel in fp32 instead of bf16": Fault(
         lambda: patch.object(fsdp, "MixedPrecisionPolicy", reduced_in_fp32),

@@ -91,12 +91,13 @@ class _Pass:
 @dataclass(frozen=True)
 class _Runnable:
     """What is to be run: the unit's ``parameters`` by their names in it, ``call``, the ``leaf`` that enters, and what
-    is there before."""
+    is there before. ``unsaved``: of what the stem makes for the blocks, what none of them saves for backward."""
 
     parameters: Mapping[str, nn.Parameter]
     call: Call
     leaf: torch.Tensor
     shared: list[torch.Tensor]
+    unsaved: Callable[[], list[torch.Tensor]] = list
 
 
 def trace(variant: Variant) -> Unit:
@@ -153,8 +154,11 @@ def _subject(variant: Variant, model: Model) -> _Runnable:
         prefix, own = "", [*parameters(spec, variant.what)]
     named = {name.removeprefix(prefix): model.get_parameter(name) for name in own}
     ids = torch.zeros((b, s), dtype=torch.int64)
-    call, shared = _decoders(variant, model, ids) if isinstance(model, Decoder) else _hf_models(variant, model, ids)
-    return _Runnable(named, call, leaf, shared)
+    if isinstance(model, Decoder):
+        call, shared = _decoders(variant, model, ids)
+        return _Runnable(named, call, leaf, shared)
+    call, shared, unsaved = _hf_models(variant, model, ids)
+    return _Runnable(named, call, leaf, shared, unsaved)
 
 
 def _decoders(variant: Variant, model: Decoder, ids: torch.Tensor) -> tuple[Call, list[torch.Tensor]]:
@@ -183,7 +187,9 @@ def _decoders(variant: Variant, model: Decoder, ids: torch.Tensor) -> tuple[Call
     return lambda start: block(start(), rotary, mask), [*(rotary or ()), *counting(block)]
 
 
-def _hf_models(variant: Variant, model: HFDecoder, ids: torch.Tensor) -> tuple[Call, list[torch.Tensor]]:
+def _hf_models(
+    variant: Variant, model: HFDecoder, ids: torch.Tensor
+) -> tuple[Call, list[torch.Tensor], Callable[[], list[torch.Tensor]]]:
     """A unit of a model of transformers: the stem is what runs where blocks only pass on what they are given, the tail
     what follows the last one."""
     layers = blocks(model)
@@ -212,16 +218,30 @@ def _hf_models(variant: Variant, model: HFDecoder, ids: torch.Tensor) -> tuple[C
         except _Reached as reached:
             return reached.hidden
 
+    hidden = torch.empty((*ids.shape, variant.model.hidden_size), dtype=torch_dtype(variant.plan.precision.compute))
+
+    def unsaved() -> list[torch.Tensor]:
+        """Some blocks make other tables of those that they are given, and save these."""
+        saved, made = set[int](), given[: len(layers)]
+        leaf = hidden.detach().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.add(_storage(tensor)), lambda _: None):
+            for layer, (args, kwargs) in zip(layers, made, strict=True):
+                layer(leaf, *args, **kwargs)
+        return [tensor for tensor in plain_tensors(made) if _storage(tensor) not in saved]
+
     if variant.what == "stem":
-        return stem, [ids]
+        return stem, [ids], unsaved
     if variant.what == "tail":
         last = len(layers) - 1
-        return lambda start: run(lambda index, hidden, *_, **__: start() if index == last else hidden), []
-    hidden = torch.empty((*ids.shape, variant.model.hidden_size), dtype=torch_dtype(variant.plan.precision.compute))
+        return lambda start: run(lambda index, hidden, *_, **__: start() if index == last else hidden), [], list
     stem(lambda: hidden)
     args, kwargs = given[variant.block]
     layer = layers[variant.block]
-    return lambda start: layer(start(), *args, **kwargs), plain_tensors((args, kwargs))
+    return lambda start: layer(start(), *args, **kwargs), plain_tensors((args, kwargs)), list
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 class _Reached(Exception):
@@ -260,6 +280,8 @@ class _Recording:
         freed = {index for op in forward for index in op.frees}
         made = {index for op in forward for index in op.allocates} - {marks["output"]}
         saved = frozenset(made - freed) | ({marks["input"]} if marks["input"] not in freed else set())
+        left = (run.recorder.storages.find(tensor) for tensor in self.subject.unsaved())
+        saved -= {local[one.index] for one in left if one and one.index in local}
         if self.name == "tail":  # what only the caller holds is not saved for backward
             saved = frozenset(t for t in saved if any(t in op.reads for op in backward))
         copies = {t for op in forward if op.name == "aten._to_copy" and op.weight for t in op.allocates}

@@ -105,10 +105,10 @@ class WorldCounter(TorchDispatchMode):
             return tensor.fake_mode is self.fake
         return self.fake is None and tensor.device.type == "cpu"
 
-    def _sent(self, kind: str, args: Any) -> None:
+    def _sent(self, kind: str, args: Any, out: Any) -> None:
         """Books a collective, unless its group is this rank alone. Along one axis the group of the whole world is the
         axis's own: a control message is told by its size. FSDP2 makes groups to gather from part of an axis."""
-        group, size = group_name(args), payload_bytes(args)
+        group, size = group_name(args), payload_bytes(args, out)
         ranks = group_named(group).size()
         if ranks > 1:
             part = "world" if ranks == dist.get_world_size() else f"fsdp/{ranks}"
@@ -126,9 +126,9 @@ class WorldCounter(TorchDispatchMode):
         if steps := techniques.steps_of(func._schema.name):
             with self:
                 return steps(*args)
-        if kind := collective(func):
-            self._sent(kind, args)
         out = func(*args, **(kwargs or {}))
+        if kind := collective(func):
+            self._sent(kind, args, out)
         for tensor in plain_tensors(out):
             if self._counts(tensor):
                 stored, new = self.storages.add(tensor)

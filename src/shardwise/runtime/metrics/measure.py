@@ -58,9 +58,11 @@ class _CollectiveRecorder(TorchDispatchMode):
         if steps := techniques.steps_of(func._schema.name):
             with self:
                 return steps(*args)
-        if kind := collective(func):
-            self.calls.append(Call(group_name(args), kind, payload_bytes(args)))
-        return func(*args, **(kwargs or {}))
+        kind = collective(func)
+        out = func(*args, **(kwargs or {}))
+        if kind:
+            self.calls.append(Call(group_name(args), kind, payload_bytes(args, out)))
+        return out
 
 
 @contextmanager

@@ -44,7 +44,10 @@ def attach(module: nn.Linear | Stacked, lora: Lora, factor: float, norms_of: Nor
         if torch.compiler.is_compiling() and joins(module) and not lora.dora and not lora.dropout:
             return joint(x, module.weight, down.weight, up.weight, factor)  # ``out`` is then not computed
         if lora.dropout and torch.is_grad_enabled():
-            x = dropped(x, lora.dropout, module.share.place)
+            place = module.share.place
+            if counts and place is None:  # how many rows come to experts must not change what later layers draw
+                place = 0
+            x = dropped(x, lora.dropout, place)
         total: torch.Tensor = out + up(down(x, *counts) * factor, *counts)
         if not lora.dora:
             return total

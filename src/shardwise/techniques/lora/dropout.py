@@ -3,7 +3,9 @@
 All ranks of a tensor-parallel group have the same state of torch's generators. For a tensor that is the same on all
 ranks they therefore draw the same mask, as they must. For different columns or tokens the masks must differ: there all
 ranks draw the same number, and the mask follows from it and the rank's place. Recomputation, which restores torch's
-generators, makes the same masks again in both cases.
+generators, makes the same masks again in both cases. So it is for rows that come to experts, of which a rank may get
+any number: one number is drawn whatever comes, and what other layers drop is the same with expert parallelism or
+without.
 """
 
 from __future__ import annotations
