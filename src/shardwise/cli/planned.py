@@ -58,7 +58,7 @@ def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, 
     needed = [] if fits(chosen) else remedies(recipe, spec, cluster, chosen)
     others = alternatives(recipe, spec, cluster, chosen, plans) if fits(chosen) else []
     chosen, plans = corrected(chosen), [corrected(plan) for plan in plans]
-    length = run_length(recipe, chosen, cluster, asked)
+    length = run_length(recipe, spec, chosen, cluster, asked)
     return Planned(spec, cluster, chosen, plans, length, all_of(needed), all_of(others))
 
 
