@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.cli import render, step_time
 from shardwise.cli.decide import told, with_history
 from shardwise.cli.length import Asked, length_lines, run_length
+from shardwise.cli.other_names import named_elsewhere
 from shardwise.cli.timeline import text
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
@@ -147,7 +148,7 @@ def plan_lines(plans: list[Plan], chosen: Plan, explain: str | None) -> list[str
     lines = [
         f"chosen: {render.label(chosen)} · {render.execution(chosen)}",
         f"        {render.verdict(chosen.estimate)}",
-        step_time.named_elsewhere(chosen),
+        named_elsewhere(chosen),
         "",
         "the best plan of each kind, by the time of a step",
         *render.family_lines(plans, chosen),
