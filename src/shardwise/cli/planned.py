@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.cli import render, step_time
 from shardwise.cli.decide import suited, told, with_history
 from shardwise.cli.length import Asked, known_count, length_lines, run_length
+from shardwise.cli.other_names import named_elsewhere
 from shardwise.cli.timeline import text
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
@@ -65,7 +66,7 @@ def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, 
     needed = [] if fits(chosen) else remedies(recipe, spec, cluster, chosen)
     others = alternatives(recipe, spec, cluster, chosen, plans) if fits(chosen) else []
     chosen, plans = corrected(chosen), [corrected(plan) for plan in plans]
-    length = run_length(recipe, chosen, cluster, asked)
+    length = run_length(recipe, spec, chosen, cluster, asked)
     return Planned(spec, cluster, chosen, plans, length, all_of(needed), all_of(others))
 
 
@@ -154,7 +155,7 @@ def plan_lines(plans: list[Plan], chosen: Plan, explain: str | None) -> list[str
     lines = [
         f"chosen: {render.label(chosen)} · {render.execution(chosen)}",
         f"        {render.verdict(chosen.estimate)}",
-        step_time.named_elsewhere(chosen),
+        named_elsewhere(chosen),
         "",
         "the best plan of each kind, by the time of a step",
         *render.family_lines(plans, chosen),
