@@ -8,7 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardwise.methods.head import loss_bytes
-from shardwise.planner.figures import PlanFigures, Own, Sizes, alike, costed_of, on_device
+from shardwise.planner.figures import Own, PlanFigures, Sizes, alike, costed_of, on_device
 from shardwise.planner.overhead import fixed_bytes
 from shardwise.planner.passes import recomputed
 from shardwise.planner.price import unstaged
