@@ -25,7 +25,7 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.models.load import load_spec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
-from shardwise.planner.seconds.history import remember
+from shardwise.planner.seconds.history import About, remember
 from shardwise.spec import cluster as machines
 from shardwise.spec.cluster import Cluster, Device, parse_cluster
 from shardwise.spec.cluster_file import dump_cluster
@@ -232,7 +232,7 @@ def test_the_imbalance_of_experts_that_a_run_measured_is_reserved(
     machine, mixture = parse_cluster("8xH100"), load_spec("Qwen3-30B-A3B")
     open_ = load_recipe(None, ["model.path=Qwen3-30B-A3B", "parallel.ep=8", "lora.rank=16"])
     assert with_measured_experts(open_, mixture, machine) == (open_, None)
-    remember(Plan(model=mixture.name), machine, 1.0, 1.0, tmp_path, 2.25)
+    remember(Plan(model=mixture.name), machine, 1.0, 1.0, tmp_path, About(expert_imbalance=2.25))
     found, said = with_measured_experts(open_, mixture, machine)
     assert found.parallel.expert_imbalance == 2.25 and said is not None and "2.25 times its share" in said
     plan = choose(found, mixture, machine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from shardwise.cli.decide import cluster_of_ranks, with_history
 from shardwise.cli.length import Asked, length_lines, run_length, show_duration
 from shardwise.data.prepare import already_prepared, prepare
 from shardwise.launch.worker import state_directory
-from shardwise.models.config import ModelSpec
-from shardwise.models.resolve import data_of
+from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.models.load import load_spec
+from shardwise.models.resolve import data_of, resolve
 from shardwise.planner import compare
 from shardwise.planner.length import Length
 from shardwise.planner.seconds.history import FILE, past_runs, remember
@@ -91,7 +93,10 @@ def test_durations(seconds: float, words: str) -> None:
 
 
 def test_a_plan_says_what_the_recipes_steps_take(shardwise: Run) -> None:
-    code, out, _ = shardwise("plan", *QUICK, "--cluster", "8xH100", "train.max_steps=900", "--price", "h100=2.5")
+    flags = ["--cluster", "8xH100", "--price", "h100=2.5"]
+    code, out, _ = shardwise("plan", *QUICK, *flags, "train.max_steps=900")
+    [again] = [line for line in out.splitlines() if line.startswith("next: ")]
+    assert all(flag in shlex.split(again) for flag in flags), "what was asked is asked again"
     assert code == 0  # 900 steps of 2 s are half an hour, on 8 GPUs 4 GPU-hours
     said = "900 steps (train.max_steps): 1.8 M tokens, 30 min 0 s (22 min 30 s to 39 min 0 s), 4.0 GPU-hours, "
     assert f"{said}$10 at $2.5 a GPU-hour\n" in out
@@ -205,29 +210,30 @@ TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 REPORT = Report(Path("runs/a"), 8, 1024, 24.0, 3.0, Estimate())
 HERE = local_cluster(2, "cpu", memory_bytes=2**33)
+LLAMA = load_spec("meta-llama/Llama-3.2-1B")
 PLAN = Plan(layout=Layout(dp_shard=2), model="llama", estimate=Estimate(seconds=SECONDS))
 
 
 def test_earlier_runs_correct_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert with_history(PLAN, HERE) == PLAN
+    assert with_history(PLAN, HERE, LLAMA) == PLAN
     assert not state_directory().exists(), "looking leaves nothing"
     for measured_s in (2.9, 3.0, 3.3):
         remember(PLAN, HERE, 2.0, measured_s, state_directory())
     remember(replace(PLAN, shard=Shard("zero3")), HERE, 2.0, 8.0, state_directory())
-    found = with_history(PLAN, HERE).estimate.seconds
+    found = with_history(PLAN, HERE, LLAMA).estimate.seconds
     assert found is not None and found.step_s == pytest.approx(3.0) and found.compute_s == pytest.approx(3.0)
     assert found.basis == "3 earlier runs like it on this machine: 1.5 x what the model says"
     other = replace(PLAN, shard=Shard("zero3"))
-    alone, beside = (with_history(other, HERE, like).estimate.seconds for like in (None, PLAN))
+    alone, beside = (with_history(other, HERE, LLAMA, like).estimate.seconds for like in (None, PLAN))
     assert alone is not None and alone.step_s == pytest.approx(8.0)
     assert beside is not None and beside.step_s == pytest.approx(3.0), "in a table, as the chosen one"
-    assert with_history(PLAN, replace(HERE, devices_per_node=4)) == PLAN
-    assert with_history(replace(PLAN, estimate=Estimate()), HERE).estimate == Estimate()
+    assert with_history(PLAN, replace(HERE, devices_per_node=4), LLAMA) == PLAN
+    assert with_history(replace(PLAN, estimate=Estimate()), HERE, LLAMA).estimate == Estimate()
 
 
 def test_a_history_that_cannot_be_read_stops_no_plan() -> None:
     (state_directory() / FILE).mkdir(parents=True)
-    found = with_history(PLAN, HERE).estimate.seconds
+    found = with_history(PLAN, HERE, LLAMA).estimate.seconds
     assert found is not None and found.step_s == 2.0
     assert found.basis.startswith("the table; earlier runs cannot be read: ")
 
@@ -238,11 +244,11 @@ def test_a_torn_history_corrects_by_what_is_whole_and_says_so() -> None:
     file = state_directory() / FILE
     whole = file.read_text()
     file.write_text(whole + whole.splitlines()[0][:40])
-    found = with_history(PLAN, HERE).estimate.seconds
+    found = with_history(PLAN, HERE, LLAMA).estimate.seconds
     assert found is not None and found.step_s == pytest.approx(3.0)
     assert found.basis.startswith("3 earlier runs like it") and f"(1 line of {FILE} could not be read)" in found.basis
     file.write_text(whole[:40])
-    assert with_history(PLAN, HERE) == PLAN
+    assert with_history(PLAN, HERE, LLAMA) == PLAN
 
 
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -282,7 +288,7 @@ def test_a_run_leaves_what_it_took_beside_what_was_predicted(
     assert row is not None
     assert f"{kept.measured_s:.3f}" == row[1] and f"{100 * (kept.measured_s / 2 - 1):+.1f} %" == row[2]
     assert (kept.predicted_s, kept.strategy, kept.tp, kept.model) == (0.5, plan.shard.strategy, 1, plan.model)
-    found = with_history(timed, cluster).estimate.seconds
+    found = with_history(timed, cluster, LLAMA).estimate.seconds
     assert found is not None and found.step_s == pytest.approx(kept.measured_s)
     assert found.basis.startswith("1 earlier run like it on this machine: ")
 
@@ -309,3 +315,4 @@ def test_a_run_is_remembered_with_what_it_measured_of_experts(monkeypatch: pytes
     work._train(recipe, None, False, None)
     [run] = past_runs(cluster_of_ranks(recipe), state_directory()).runs
     assert (run.measured_s, run.expert_imbalance) == (REPORT.step_s, 1.75)
+    assert (run.family, run.parameters) == ("llama", parameter_count(resolve(recipe)))

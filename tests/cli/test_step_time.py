@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.cli.step_time import bottleneck, mfu, named_elsewhere, parts, step_lines, time_lines, tokens_per_s
+from shardwise.cli.step_time import assumed_rates, bottleneck, mfu, named_elsewhere, parts, step_lines, time_lines
 from shardwise.models.load import load_spec
+from shardwise.planner.compare import tokens_per_s
+from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Estimate, Plan, Precision, Seconds, Shard, Traffic
+from shardwise.spec.measured import Measured
+from shardwise.spec.plan import Batch, Estimate, Offload, Plan, Precision, Seconds, Shard, Traffic
+from shardwise.spec.units import show_payload
 
 H100S, L40S = parse_cluster("2x8xH100+400Gb/node"), parse_cluster("8xL40S")
 PLAN = Plan(Layout(dp_shard=16, ranks_per_node=8), Batch(2, 4, 1024), Shard("zero3"), Precision("bf16"))
@@ -28,13 +32,13 @@ def test_a_step_is_its_parts() -> None:
     assert tokens_per_s(plan) == pytest.approx(2 * 4 * 16 * 1024 / 1.25)
     told = time_lines(plan)
     assert [line.split("  ")[1] for line in told][:3] == ["products", "attention", "pointwise"]
-    assert any("waits for dp_shard" in line and "of 2.0 s of sending" in line for line in told)
+    assert any("waits for dp_shard" in line and "of 2.00 s of sending" in line for line in told)
 
 
 def test_the_lines_of_a_step() -> None:
     spec = load_spec("meta-llama/Llama-3.2-1B")
     first, second = step_lines(spec, with_seconds(PLAN, "dp_shard", "network", 0.25), H100S)
-    assert first.startswith("a step  1.2 s (900.0 ms to 1.5 s: a guess)") and "tokens/s · MFU " in first
+    assert first.startswith("a step  1.25 s (900.0 ms to 1.50 s: a guess)") and "tokens/s · MFU " in first
     assert second.split(" · ")[1] == "waits for dp_shard 250.0 ms"
     unknown = replace(H100S, device=replace(H100S.device, bf16_flops=0.0))
     assert mfu(spec, with_seconds(PLAN, "dp_shard", "network", 0.25), unknown) is None
@@ -97,3 +101,22 @@ def test_more_sequences_help_where_gradients_are_sent_once() -> None:
 def test_what_it_is_called_elsewhere(layout: Layout, strategy: str, words: tuple[str, ...]) -> None:
     told = named_elsewhere(replace(PLAN, layout=layout, shard=Shard(strategy)))  # type: ignore[arg-type]
     assert told.startswith("elsewhere  ") and all(word in told for word in words)
+
+
+def test_rates_that_were_assumed_are_told_where_they_matter() -> None:
+    """Of the host and the way there where the plan uses them; of the disks where files are there, unless they are
+    said or measured."""
+    card, said = parse_cluster("2xRTX-4090"), parse_cluster("2xRTX-4090,disk=2TB@3GB/s")
+    measured = Measured(host_bytes_per_s=1e10, to_device_bytes_per_s=2e10, from_device_bytes_per_s=2e10)
+    plan = Plan(layout=Layout(dp_shard=2))
+    host, files = (replace(plan, offload=Offload(where)) for where in ("host", "nvme"))  # type: ignore[arg-type]
+    assert assumed_rates(plan, card) is None
+    told = assumed_rates(host, card) or ""
+    rates = rates_of(host, card, own_traits())
+    assert f"{show_payload(2 * rates.host_bytes_per_s)}/s" in told and "disk" not in told
+    assert f"{show_payload(rates.host_link_bytes_per_s[0])}/s" in told
+    told = assumed_rates(files, card) or ""
+    assert "write 2.5 GB/s" in told and "read 5.0 GB/s" in told
+    assert "disk" not in (assumed_rates(files, said) or "disk")
+    assert rates_of(files, said, own_traits()).disk_bytes_per_s == (1.5e9, 1.5e9)
+    assert assumed_rates(host, replace(card, measured=measured)) is None

@@ -55,7 +55,7 @@ def test_the_picture() -> None:
     space = "{http://www.w3.org/2000/svg}"
     told = [title.text or "" for title in root.iter(f"{space}title")]
     assert len(told) == sum(map(len, replayed.computed))
-    assert "forward of micro-batch 0, stage 3: 1.5 s to 2.0 s" in told
+    assert "forward of micro-batch 0, stage 3: 1.50 s to 2.00 s" in told
     words = [label.text for label in root.iter(f"{space}text")]
     for expected in ("rank 0", "rank 3", "idle 6%", "forward", "input gradient", "weight gradient", "idle"):
         assert expected in words

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from shardwise.planner.seconds import history
 from shardwise.planner.seconds.history import (
     FILE,
     KEPT_LINES,
+    About,
     Calibration,
     PastRun,
     PastRuns,
@@ -136,11 +137,30 @@ def test_runs_that_resemble_the_plan_count_first() -> None:
     assert calibration(PastRuns(), DDP) is None
     one = calibration(past, DDP)  # same model and split
     assert one is not None and (one.ratio, one.runs, one.alike) == (pytest.approx(1.2), 1, True)
-    other = calibration(past, replace(DDP, model="qwen"))  # same split: geometric mean of the two in the middle
-    assert other is not None and (other.ratio, other.runs) == (pytest.approx(math.sqrt(1.1 * 1.2)), 2)
-    machine = calibration(past, replace(DDP, shard=Shard("zero1")))
+    split = calibration(past, replace(DDP, shard=Shard("zero1")))  # same model: the middle of 1.2, 1.5 and 3.0
+    assert split is not None and (split.ratio, split.runs, split.alike) == (pytest.approx(1.5), 3, True)
+    machine = calibration(past, replace(DDP, model="qwen"))
     assert machine is not None and (machine.runs, machine.alike) == (4, False)
     assert machine.ratio == pytest.approx(math.sqrt(1.2 * 1.5))
+
+
+def test_like_it_is_the_same_family_and_no_other_size() -> None:
+    """Up to four times as many parameters, or as few; of runs whose model nothing is known of, the same name."""
+    known = replace(run(1.2, model="8B"), family="llama", parameters=8 * 10**9)
+    past = PastRuns((known, run(3.0, model="old")))
+    plan = replace(DDP, model="new")
+    for family, parameters, alike in (
+        ("llama", 2 * 10**9, True),
+        ("llama", 32 * 10**9, True),
+        ("llama", 33 * 10**9, False),
+        ("llama", 10**9, False),
+        ("qwen3", 8 * 10**9, False),
+        ("", 0, False),
+    ):
+        found = calibration(past, plan, About(family, parameters))
+        assert found is not None and (found.alike, found.runs) == (alike, 1 if alike else 2)
+    named = calibration(past, replace(DDP, model="old"), About("llama", 10**9))
+    assert named is not None and (named.ratio, named.alike) == (pytest.approx(3.0), True)
 
 
 def test_the_median_and_the_band_by_hand() -> None:
@@ -192,7 +212,7 @@ def test_seconds_are_scaled_whole_and_in_parts_and_only_once() -> None:
 
 def test_a_line_is_what_it_was_written_as(tmp_path: Path) -> None:
     card = Cluster(Device("RTX 4090", 24 * 2**30), link_bytes_per_s=1.0)
-    remember(DDP, card, 0.5, 0.6, tmp_path)
+    remember(DDP, card, 0.5, 0.6, tmp_path, About("llama", 10))
     assert json.loads((tmp_path / FILE).read_text()) == {
         "predictor": history.PREDICTOR,
         "machine": "1x1xRTX 4090 (cuda, 24 GiB)",
@@ -202,15 +222,18 @@ def test_a_line_is_what_it_was_written_as(tmp_path: Path) -> None:
         "predicted_s": 0.5,
         "measured_s": 0.6,
         "expert_imbalance": 0.0,
+        "family": "llama",
+        "parameters": 10,
     }
 
 
 def test_the_imbalance_of_experts_is_that_of_runs_of_the_model(tmp_path: Path) -> None:
     """The highest; runs without ep know none, and lines of earlier versions have no such field."""
     for model, found in (("llama", 1.25), ("llama", 0.0), ("llama", 1.75), ("other", 3.0)):
-        remember(replace(DDP, model=model), H100, 2.0, 3.0, tmp_path, found)
+        remember(replace(DDP, model=model), H100, 2.0, 3.0, tmp_path, About(expert_imbalance=found))
     line = json.loads((tmp_path / FILE).read_text().splitlines()[0])
-    del line["expert_imbalance"]
+    for later in asdict(About()):
+        del line[later]
     with (tmp_path / FILE).open("a") as file:
         file.write(json.dumps(line) + "\n")
     past = past_runs(H100, tmp_path)

@@ -81,6 +81,9 @@ def test_prices_by_any_name_of_a_gpu() -> None:
     several = {"H100-SXM-80GB": 2.5, "A100-SXM-80GB": 1.5, "RTX 4090": 0.4}
     assert read_prices(["A100=1.5, H100=2.5", "4090=0.4"], H100) == several
     assert read_prices(["H100=2.5", "H100-SXM=2.5"], H100) == {"H100-SXM-80GB": 2.5}
+    pcie = parse_cluster("4xA100-PCIe-40GB")
+    assert read_prices(["A100=2"], pcie)["A100-PCIe-40GB"] == 2.0
+    assert read_prices(["A100=2", "A100-PCIe-40GB=1"], pcie)["A100-PCIe-40GB"] == 1.0
     unlisted = Cluster(Device("Quadro X", 2**30))
     assert read_prices(["Quadro X=1"], unlisted) == {"Quadro X": 1.0}
 

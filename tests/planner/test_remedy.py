@@ -7,11 +7,20 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.load import load_spec
-from shardwise.planner.compare import MARGIN, TIE, TIGHT, seconds
-from shardwise.planner.remedy import MUCH_FASTER, _recipe_changes, alternatives, remedies
+from shardwise.planner.compare import MARGIN, TIE, TIGHT, seconds, tokens_per_s
+from shardwise.planner.remedy import (
+    MUCH_FASTER,
+    _cluster_changes,
+    _other_machines,
+    _recipe_changes,
+    _replanned,
+    alternatives,
+    remedies,
+)
 from shardwise.planner.search import Search, choose
-from shardwise.spec.cluster import Device, parse_cluster
+from shardwise.spec.cluster import Device, parse_cluster, rented
 from shardwise.spec.load import load_recipe
+from shardwise.spec.measured import Measured
 from shardwise.spec.plan import Plan
 
 SEVENTY_B = load_spec("meta-llama/Llama-3.1-70B")
@@ -45,13 +54,13 @@ def share(plan: Plan) -> float:
                 "parallel.strategy=auto parallel.tp=null",
                 "recompute.mode=full",
                 "lora.rank=16 lora.frozen=nf4",
-                "--cluster 2x8xGB200+3200Gb/node",
+                "--cluster 2x8xB200-SXM+3200Gb/node",
             ],
         ),
         (
             ["lora=16", "seq_len=4096"],
             "1xH100",
-            ["offload.weights=host", "lora.frozen=nf4", "--cluster 1x2xH100-SXM-80GB", "--cluster 1x1xGB200"],
+            ["offload.weights=host", "lora.frozen=nf4", "--cluster 1x2xH100-SXM-80GB", "--cluster 1x1xB200-SXM"],
         ),
     ],
 )
@@ -163,7 +172,7 @@ def test_a_much_faster_plan_that_is_tight_is_told_of() -> None:
     the recipe pins of the split gives way."""
     machines = parse_cluster("2x8xH100-96GB-HBM2e+400Gb/node")
     without = "parallel.dp_shard=null parallel.tp=1 parallel.pp=1 parallel.strategy=zero3 parallel.dp_replicate=1"
-    told = {(): "parallel.tp=8 parallel.pp=2", ("parallel.tp=8", "parallel.dp_shard=2"): without}
+    told = {(): "parallel.tp=4 parallel.pp=4", ("parallel.tp=8", "parallel.dp_shard=2"): without}
     for pins, change in told.items():
         asked = load_recipe(None, [MODEL, *pins])
         search = Search(asked, SEVENTY_B, machines)
@@ -174,3 +183,57 @@ def test_a_much_faster_plan_that_is_tight_is_told_of() -> None:
         assert MUCH_FASTER * seconds(first.plan).step_s < seconds(search.chosen).step_s
         typed = choose(load_recipe(None, [MODEL, *pins, *first.change.split()]), SEVENTY_B, machines)
         assert typed.estimate == first.plan.estimate
+
+
+@pytest.mark.parametrize("cluster", ["8xH100", "2x8xA100", "1xL40S", "4xH200", "8xRTX-4090"])
+def test_gpus_that_cannot_be_rented_come_last(cluster: str) -> None:
+    """Nor are there more of one kind in a node than its nodes have."""
+    machines = parse_cluster(cluster)
+    larger = [change[1].device for change in list(_cluster_changes(machines))[-1]]
+    common = [device.name in rented() for device in larger]
+    assert common[0] and common == sorted(common, reverse=True)
+    assert all(device.per_node >= machines.devices_per_node for device in larger)
+    faster = [change[1].device for change in _other_machines(machines) if change[1].device != machines.device]
+    assert all(device.name in rented() for device in faster)
+
+
+def test_other_gpus_have_no_rates_that_were_measured_on_these() -> None:
+    machines = replace(parse_cluster("8xH100"), measured=Measured(launch_s=1e-6))
+    assert [c.measured for _, c, _ in _other_machines(machines) if c.device != machines.device] == [None]
+
+
+@pytest.mark.parametrize("cluster", ["1xH100", "2xRTX-4090"])
+def test_where_the_host_makes_a_step_shorter_the_remedy_says_why(cluster: str) -> None:
+    """Its larger micro-batches, beside the one of what does not fit; where it is slower, nothing is said of speed."""
+    asked = load_recipe(None, ["model=meta-llama/Llama-3.1-8B", "seq_len=4096", "global_batch=64"])
+    spec, machines = load_spec("meta-llama/Llama-3.1-8B"), parse_cluster(cluster)
+    chosen = choose(asked, spec, machines)
+    change = {"offload.optimizer": "auto"}
+    found = _replanned((change, machines, "moved"), asked, spec, None, chosen)
+    assert found is not None and share(chosen) > 1 >= share(found.plan)
+    sizes = found.plan.batch.micro_batch_size, chosen.batch.micro_batch_size
+    faster = tokens_per_s(found.plan) > tokens_per_s(chosen)
+    assert faster is (cluster == "1xH100")
+    assert (f"micro-batches of {sizes[0]} fit instead of {sizes[1]}" in found.price) is faster
+    assert found.price == "moved" or faster
+
+
+@pytest.mark.parametrize(
+    ("cluster", "change"),
+    [
+        ("1xRTX-4090", "offload.optimizer=host offload.weights=host"),
+        ("1xRTX-4090,host=64GB", "offload.optimizer=nvme offload.weights=host"),
+        ("1xRTX-4090,host=48GB,disk=2TB@3GB/s", "offload.optimizer=nvme offload.weights=nvme"),
+        ("1xRTX-4090,host=48GB,disk=80GB@3GB/s", None),
+    ],
+)
+def test_where_the_host_is_too_small_files_are_proposed(cluster: str, change: str | None) -> None:
+    """And where the disk is, nothing of the kind."""
+    spec, machines = load_spec("meta-llama/Llama-3.1-8B"), parse_cluster(cluster)
+    asked = load_recipe(None, ["model=meta-llama/Llama-3.1-8B", "seq_len=2048", "global_batch=16"])
+    chosen = choose(asked, spec, machines)
+    choices = [each for each in _recipe_changes(asked, machines) if any("offload.optimizer" in c[0] for c in each)]
+    [tried] = choices
+    found = (_replanned(each, asked, spec, 1.0, chosen) for each in tried)
+    fitting = [remedy.change for remedy in found if remedy and remedy.plan.estimate.share <= 1]
+    assert fitting[:1] == [change] * (change is not None)

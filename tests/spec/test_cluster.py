@@ -22,7 +22,7 @@ def test_the_cluster_of_the_sketch() -> None:
     assert found.assumptions == (
         "200 Gb/s between nodes, shared by the GPUs of a node",
         "GPUs in a node communicate over PCIe through the host, 40 GB/s measured",
-        "1,000.0 GiB of host memory per node",
+        "1,000.0 GiB of host memory per node, a cloud node's (say ,host=<N>GB)",
         "figures of the RTX Pro 6000 are partly verified",
     )
 
@@ -72,7 +72,7 @@ def test_the_cluster_of_the_sketch() -> None:
         ("1x16xV100", 1, 16, "V100-SXM2-32GB", 1600),
         ("72xGB200", 1, 72, "GB200", 72 * 400),
         ("144xGB200", 2, 72, "GB200", 72 * 400),
-        ("8xGH200", 8, 1, "GH200", 400),
+        ("8xGH200", 8, 1, "GH200-96GB", 400),
         ("2x1048576xH100", 2, 2**20, "H100-SXM-80GB", 400 * 2**20),
     ],
 )
@@ -183,7 +183,7 @@ def test_names_as_drivers_say_them(said: str, name: str) -> None:
 
 def test_the_table_is_complete_and_says_how_far_it_is_verified() -> None:
     table = devices()
-    assert len(table) == 28
+    assert len(table) == 29
     assert {device.verified for device in table.values()} == {"yes", "partial", "no"}
     for device in table.values():
         assert device.memory_bytes > 14 * 2**30 and device.bf16_flops > 5e13 and device.hbm_bytes_per_s > 3e11
@@ -256,4 +256,73 @@ def test_the_host_of_gpus_that_are_here_has_the_memory_of_this_machine(monkeypat
     assert text == "each node has as much host memory as this machine, 125.0 GiB"
     assert local_cluster(memory_bytes=2**33).host_memory_bytes == 2**33
     assumed = parse_cluster("1xH100")
-    assert (assumed.host_memory_bytes, assumed.assumptions) == (1000 * 2**30, ("1,000.0 GiB of host memory per node",))
+    assert assumed.host_memory_bytes == 1000 * 2**30
+    assert [text for text in assumed.assumptions if text.startswith("1,000.0 GiB of host memory per node")]
+
+
+@pytest.mark.parametrize(
+    ("said", "nearest"),
+    [("H20", "H200-SXM"), ("A10", "A10G"), ("L40", "L40S"), ("MI300", "MI300X"), ("4xGH20", "GH200")],
+)
+def test_a_gpu_that_is_none_of_the_table_is_no_other(said: str, nearest: str) -> None:
+    """Fewer digits, or no letter behind them, is another GPU: the nearest are named."""
+    with pytest.raises(ConfigError) as caught:
+        parse_cluster(said)
+    [problem] = caught.value.problems
+    assert problem.code == "CLU002" and nearest in problem.fix
+    assert find_device("rtx pro").name == "RTX Pro 6000" and find_device("A100-PCIe").name == "A100-PCIe-80GB"
+
+
+def test_a_grace_hopper_has_two_sizes_and_a_fast_way_to_its_host() -> None:
+    small, large = find_device("GH200"), find_device("GH200-141GB")
+    assert (small.memory_bytes, large.memory_bytes) == (96 * 10**9, 141 * 10**9)
+    assert small.host_link_bytes_per_s == large.host_link_bytes_per_s == 450e9
+    assert find_device("NVIDIA GH200 480GB") == small
+    assert parse_cluster("1xGH200").host_memory_bytes == 480 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"), [("1xRTX-4090", 128), ("8xRTX-4090", 512), ("1xH100", 1000), ("8xA10G", 1000), ("2x4x3090", 256)]
+)
+def test_a_host_is_that_of_its_kind_of_machine(text: str, gib: int) -> None:
+    found = parse_cluster(text)
+    assert found.host_memory_bytes == gib * 2**30
+    [told] = [words for words in found.assumptions if "host memory" in words]
+    assert f"{gib:,}.0 GiB" in told
+
+
+def test_what_a_machine_has_beside_its_gpus_is_said_behind_commas() -> None:
+    found = parse_cluster("2x1xRTX-4090+200Gb/node, host=64GB, disk=2TB@3GB/s")
+    assert (found.host_memory_bytes, found.disk_bytes, found.disk_bytes_per_s) == (64 * 2**30, 2 * 10**12, 3e9)
+    assert not any("host memory" in words for words in found.assumptions)
+    assert parse_cluster(str(found)) == found
+    other = found.resized(1, 4, find_device("RTX 5090"))
+    assert (other.host_memory_bytes, other.disk_bytes) == (64 * 2**30, 2 * 10**12)
+    usual = parse_cluster("1xRTX-4090").resized(1, 4)
+    assert usual.host_memory_bytes == 256 * 2**30 and ",host" not in str(usual)
+    assert parse_cluster("1xRTX-4090,disk=500GB").disk_bytes_per_s == 0
+    assert parse_cluster("2xCPU,host=16GiB").device.memory_bytes == 8 * 2**30 - CPU_PROCESS_BYTES
+
+
+@pytest.mark.parametrize("part", ["host=1", "host=0GB", "host=64GB@3GB/s", "disk=2TB@", "disk=fast", "ram=64GB", "="])
+def test_what_cannot_be_read_of_it_is_told(part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_cluster(f"1xH100,{part}")
+    assert [problem.code for problem in caught.value.problems] == ["CLU001"]
+
+
+@pytest.mark.parametrize("text", ["8xH100+4xA100", "4xA100, 8xH100", "4xA100+400Gb/node+2x8xH100"])
+def test_of_several_kinds_the_slower_is_planned_and_told(text: str) -> None:
+    found = parse_cluster(text)
+    assert (found.device.name, found.world) == ("A100-SXM-80GB", 4)
+    assert "not supported" in found.assumptions[0] and "A100" in found.assumptions[0]
+    with pytest.raises(ConfigError, match="CLU001"):
+        parse_cluster("8xH100+8xH100")
+
+
+def test_gpus_of_several_kinds_in_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [("NVIDIA GeForce RTX 3090", 24 * 2**30, (8, 6)), ("NVIDIA GeForce RTX 4090", 23 * 2**30, (8, 9))]
+    monkeypatch.setattr(module, "gpus", lambda: gpus)
+    found = local_cluster()
+    assert (found.device.name, found.device.memory_bytes, found.world) == ("RTX 3090", 23 * 2**30, 2)
+    assert "RTX 3090" in found.assumptions[0] and "RTX 4090" in found.assumptions[0]

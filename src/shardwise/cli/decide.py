@@ -12,10 +12,10 @@ from shardwise.cli.render import remedy_words
 from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.launch.compiler import compiler_lacks
 from shardwise.launch.worker import by_our_launcher, state_directory
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
-from shardwise.planner.seconds.history import calibrated, calibration, imbalance, past_runs
+from shardwise.planner.seconds.history import About, calibrated, calibration, imbalance, past_runs
 from shardwise.spec import finetune
 from shardwise.spec.batch import batch
 from shardwise.spec.cluster import Cluster, local_cluster
@@ -74,9 +74,12 @@ def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None
         parts = ", ".join(f"{name} {show_bytes(count)}" for name, count in estimate.memory.items() if count)
         peak, capacity = show_bytes(estimate.peak_bytes), show_bytes(estimate.capacity_bytes)
         what = f"needs {peak} per rank, {capacity} available: {parts}"
-    elif estimate.share > 1 and estimate.host_capacity_bytes:
+    elif estimate.host_capacity_bytes and estimate.host_bytes > estimate.host_capacity_bytes:
         held, capacity = show_bytes(estimate.host_bytes), show_bytes(estimate.host_capacity_bytes)
         what = f"needs {held} of a node's memory beside its GPUs, {capacity} available"
+    elif estimate.disk_capacity_bytes and estimate.disk_bytes > estimate.disk_capacity_bytes:
+        held, capacity = show_bytes(estimate.disk_bytes), show_bytes(estimate.disk_capacity_bytes)
+        what = f"needs {held} of a node's disks, {capacity} available"
     else:
         what = ""
     if what:
@@ -101,14 +104,15 @@ def with_measured_experts(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> 
     return recipe.model_copy(update={"parallel": parallel}), f"{said} is reserved with ep (parallel.expert_imbalance)"
 
 
-def with_history(plan: Plan, cluster: Cluster, like: Plan | None = None) -> Plan:
+def with_history(plan: Plan, cluster: Cluster, spec: ModelSpec, like: Plan | None = None) -> Plan:
     """The plan with its seconds corrected by earlier runs on this machine, if there are any: by those that resemble
-    the plan, or for a table, whose order must stay, those that resemble ``like``."""
+    the plan, or of a page, all of whose figures are of one clock, those that resemble ``like``."""
     seconds = plan.estimate.seconds
     if seconds is None:
         return plan
     try:
-        found = calibration(past_runs(cluster, state_directory()), like or plan)
+        about = About(spec.family, parameter_count(spec))
+        found = calibration(past_runs(cluster, state_directory()), like or plan, about)
         seconds = seconds if found is None else calibrated(seconds, found)
     except OSError as error:
         seconds = replace(seconds, basis=f"{seconds.basis}; earlier runs cannot be read: {error.strerror}")

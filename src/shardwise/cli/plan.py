@@ -99,8 +99,9 @@ def run(options: Options) -> None:
 def _print_next(path: Path | None, overrides: list[str], options: Options, cluster: Cluster) -> None:
     words = asked = [*([str(path)] if path else []), *overrides]
     if not options.out:
-        machines = ["--cluster", options.cluster] if options.cluster else []
-        again = shlex.join(["shardwise", "plan", *words, *machines, "-o", "plan.yaml"])
+        flags = [("--cluster", options.cluster), ("--tokens", options.tokens), *(("--price", p) for p in options.price)]
+        given = [word for flag, value in flags if value for word in (flag, value)]
+        again = shlex.join(["shardwise", "plan", *words, *given, "-o", "plan.yaml"])
         return say(f"next: {again}        more: --explain memory | network | time | schedule | why")
     there = ""
     if options.cluster:  # the settings replace what the recipe says of machines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from itertools import permutations
 from typing import Any
 
 from shardwise.cli import render, step_time
@@ -11,7 +12,7 @@ from shardwise.cli.length import Asked, length_lines, run_length
 from shardwise.cli.timeline import text
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
-from shardwise.planner.compare import fits, kind, seconds
+from shardwise.planner.compare import fits, in_order, kind, same_program, seconds, tokens_per_s
 from shardwise.planner.length import Length
 from shardwise.planner.remedy import Remedy, alternatives, remedies
 from shardwise.planner.search import Search
@@ -43,23 +44,37 @@ class Planned:
 def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, here: bool) -> Planned:
     """The answer for a recipe on a cluster; ``here``: on this machine, whose earlier runs correct its seconds."""
     search = Search(recipe, spec, cluster)
-    chosen = told(search.chosen, recipe)
+    best = search.best
+
+    def corrected(plan: Plan) -> Plan:
+        return with_history(plan, cluster, spec, like=best) if here else plan
+
+    def all_of(found: list[Remedy]) -> list[Remedy]:
+        return [replace(remedy, plan=corrected(remedy.plan)) for remedy in found]
+
+    chosen = told(search.explained(seconds(corrected(best)).scale), recipe)
     free = replace(search, pinned=False) if recipe.parallel != Parallel() else search
-    plans = _with_chosen(free.families(), chosen)
-    if here:
-        plans = [with_history(plan, cluster, like=chosen) for plan in plans]
-        chosen = with_history(chosen, cluster)
-    length, able = run_length(recipe, chosen, cluster, asked), fits(chosen)
-    needed = [] if able else remedies(recipe, spec, cluster, chosen)
-    others = alternatives(recipe, spec, cluster, chosen, plans) if able else []
-    return Planned(spec, cluster, chosen, plans, length, needed, others)
+    plans = _with_chosen([*free.families(), *search.dials(chosen)], chosen)
+    needed = [] if fits(chosen) else remedies(recipe, spec, cluster, chosen)
+    others = alternatives(recipe, spec, cluster, chosen, plans) if fits(chosen) else []
+    chosen, plans = corrected(chosen), [corrected(plan) for plan in plans]
+    length = run_length(recipe, chosen, cluster, asked)
+    return Planned(spec, cluster, chosen, plans, length, all_of(needed), all_of(others))
 
 
 def _with_chosen(plans: list[Plan], chosen: Plan) -> list[Plan]:
-    """The best plans of each kind, of which the chosen one stands for its own."""
+    """The best plans of each kind, of which the chosen one stands for its own; of two that are one program, the
+    chosen one or the simpler."""
+
+    def own(plan: Plan) -> tuple[str, str]:
+        return kind(plan), plan.shard.strategy
+
     if not any(render.same_split(plan, chosen) for plan in plans):
-        plans = [plan for plan in plans if kind(plan) != kind(chosen)] + [chosen]
-    return sorted(plans, key=lambda plan: (not fits(plan), seconds(plan).step_s))
+        plans = [plan for plan in plans if own(plan) != own(chosen)] + [chosen]
+    chosen = next(plan for plan in plans if render.same_split(plan, chosen))
+    twins = [(one, other) for one, other in permutations(plans, 2) if same_program(one, other)]
+    dropped = [one for one, other in twins if other is chosen or (one is not chosen and one.shard.strategy == "zero2")]
+    return sorted((plan for plan in plans if plan not in dropped), key=in_order)
 
 
 def as_json(answer: Planned) -> dict[str, Any]:
@@ -69,7 +84,7 @@ def as_json(answer: Planned) -> dict[str, Any]:
         "model": {"name": spec.name, "parameters": parameter_count(spec)},
         "cluster": {**asdict(cluster), "name": str(cluster)},
         "plan": asdict(chosen),
-        "tokens_per_s": step_time.tokens_per_s(chosen),
+        "tokens_per_s": tokens_per_s(chosen),
         "mfu": step_time.mfu(spec, chosen, cluster),
         "length": asdict(answer.length),
         "settings": [asdict(plan) for plan in answer.plans],
@@ -100,7 +115,7 @@ def page_lines(answer: Planned, explain: str | None) -> list[str]:
         render.sentence(chosen),
         "",
         *step_time.step_lines(spec, chosen, cluster),
-        *([waits] if waits else []),
+        *filter(None, (waits, step_time.assumed_rates(chosen, cluster))),
         *length_lines(answer.length),
         "",
         *(schedule_lines(answer) if explain == "schedule" else []),
@@ -109,8 +124,10 @@ def page_lines(answer: Planned, explain: str | None) -> list[str]:
 
 
 def schedule_of(answer: Planned) -> PipelineTimes:
-    """When each rank of the chosen plan's pipeline computes what."""
-    return pipeline_times(answer.spec, answer.chosen, answer.cluster, own_traits())
+    """When each rank of the chosen plan's pipeline computes what, by the clock of its seconds."""
+    scale = seconds(answer.chosen).scale
+    times = pipeline_times(answer.spec, answer.chosen, answer.cluster, own_traits())
+    return replace(times, step=times.step.scaled(scale), makespan_s=scale * times.makespan_s)
 
 
 def schedule_lines(answer: Planned) -> list[str]:
@@ -152,7 +169,15 @@ def plan_lines(plans: list[Plan], chosen: Plan, explain: str | None) -> list[str
 def change_lines(answer: Planned) -> list[str]:
     """What would make it fit, or would change it."""
     if answer.remedies:
-        return [*render.remedy_lines(answer.remedies, answer.chosen.estimate), ""]
+        return [*render.remedy_lines(answer.remedies, answer.chosen.estimate), *_rates_of_changes(answer), ""]
     if answer.alternatives:
-        return ["what would change it", *render.change_lines(answer.alternatives), ""]
+        return ["what would change it", *render.change_lines(answer.alternatives), *_rates_of_changes(answer), ""]
     return []
+
+
+def _rates_of_changes(answer: Planned) -> list[str]:
+    """Rates that changes rest on, and the plan does not; of machines like its own."""
+    own = step_time.assumed_rates(answer.chosen, answer.cluster)
+    alike = [each.plan for each in (*answer.remedies, *answer.alternatives) if not each.change.startswith("--")]
+    found = {step_time.assumed_rates(plan, answer.cluster) for plan in alike} - {own}
+    return sorted({f"  {words}" for words in found if words}, key=len)[-1:]

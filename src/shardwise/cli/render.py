@@ -8,7 +8,7 @@ from math import ceil
 
 from shardwise.cli.show import coloured
 from shardwise.models.config import ModelSpec, active_parameter_count, parameter_count
-from shardwise.planner.compare import MARGIN
+from shardwise.planner.compare import MARGIN, seconds, tokens_per_s
 from shardwise.planner.remedy import Remedy
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.keys import PLANNED, dotted
@@ -105,11 +105,18 @@ def verdict(estimate: Estimate) -> str:
 def _on_host(estimate: Estimate) -> str:
     """What a node's ranks hold on their host and its disks, if anything."""
     if not estimate.host_bytes:  # of a CPU, whose device is the host
-        return f"; {show_bytes(estimate.disk_bytes)} on its disks" if estimate.disk_bytes else ""
+        return f"; {_on_disk(estimate)}" if estimate.disk_bytes else ""
     held, capacity = show_bytes(estimate.host_bytes), show_bytes(estimate.host_capacity_bytes)
     share = f"{estimate.host_bytes / max(1, estimate.host_capacity_bytes):.0%}"
-    disk = f", {show_bytes(estimate.disk_bytes)} on its disks" if estimate.disk_bytes else ""
+    disk = f", {_on_disk(estimate)}" if estimate.disk_bytes else ""
     return f"; {held} of {capacity} on the host ({share}){disk}"
+
+
+def _on_disk(estimate: Estimate) -> str:
+    if not estimate.disk_capacity_bytes:
+        return f"{show_bytes(estimate.disk_bytes)} on its disks"
+    share = f"{estimate.disk_bytes / estimate.disk_capacity_bytes:.0%}"
+    return f"{show_bytes(estimate.disk_bytes)} of {show_bytes(estimate.disk_capacity_bytes)} on its disks ({share})"
 
 
 def sentence(plan: Plan) -> str:
@@ -150,7 +157,14 @@ def family_lines(plans: list[Plan], chosen: Plan) -> list[str]:
         shape = f"{batch.micro_batch_size} x {batch.accumulation}"
         rows.append((mark, label(plan), plan.remat.mode, shape, *figures, *sent, word))
     lines = columns(rows, "<<<" + ">" * (len(head) - 4) + "<")
-    return lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
+    told = lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
+    alike = any(plan.shard.strategy == "zero1" and plan.batch.accumulation == 1 for plan in plans)
+    told += ["with one micro-batch a step ZeRO-2 is the same as ZeRO-1"] * alike
+    tall = [plan for plan in plans if _fit(plan.estimate)[0] == "does not fit"]
+    return [
+        *told,
+        *["what does not fit: of its kind the plan that takes least, and the step that it would take"] * bool(tall),
+    ]
 
 
 def same_split(one: Plan, other: Plan) -> bool:
@@ -182,15 +196,17 @@ def change_lines(found: list[Remedy]) -> list[str]:
     rows = [
         (
             remedy.change,
-            show_seconds(remedy.plan.estimate.seconds.step_s) + " a step" if remedy.plan.estimate.seconds else "",
+            show_seconds(seconds(remedy.plan).step_s) + " a step",
+            show_count(tokens_per_s(remedy.plan)) + " tokens/s",
             verdict(remedy.plan.estimate),
             label(remedy.plan),
             f"recompute {remedy.plan.remat.mode}",
+            f"batch {remedy.plan.batch.micro_batch_size} x {remedy.plan.batch.accumulation}",
             remedy.price,
         )
         for remedy in found
     ]
-    return ["  " + line for line in columns(rows, "<><<<<")]
+    return ["  " + line for line in columns(rows, "<>><<<<<")]
 
 
 def remedy_words(found: list[Remedy]) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.models.config import ModelSpec
-from shardwise.planner.compare import seconds
+from shardwise.planner.compare import seconds, tokens_per_s
 from shardwise.planner.price import price
+from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.measured import Measured
 from shardwise.spec.plan import Plan, Remat, Seconds
-from shardwise.spec.units import columns, show_count, show_seconds
+from shardwise.spec.units import columns, show_count, show_payload, show_seconds
 
 LITTLE, MUCH = 0.05, 0.25
 """Shares of a step that wait for collectives: below the one the links do not matter, from the other on they are the
@@ -21,11 +23,6 @@ ELSEWHERE = {
     "zero3": "PyTorch: FSDP2's fully_shard, FULL_SHARD · DeepSpeed: stage 3 · Megatron: --use-torch-fsdp2",
 }
 HYBRID = "PyTorch: FSDP2 on a mesh (replicate, shard), HYBRID_SHARD · DeepSpeed: MiCS · Megatron: several instances"
-
-
-def tokens_per_s(plan: Plan) -> float:
-    """Tokens of all ranks."""
-    return plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len / seconds(plan).step_s
 
 
 def mfu(spec: ModelSpec, plan: Plan, cluster: Cluster) -> float | None:
@@ -47,6 +44,23 @@ def step_lines(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[str]:
         f"{show_count(tokens_per_s(plan))} tokens/s{reached}",
         "        " + " · ".join(f"{name} {show_seconds(part)}" for name, part in parts(found)),
     ]
+
+
+def assumed_rates(plan: Plan, cluster: Cluster) -> str | None:
+    """At which rates the host, the way there and the disks of a node are assumed to work, where the plan uses them;
+    None where nothing is assumed."""
+    if not plan.offload.words or cluster.kind != "cuda":
+        return None
+    rates, ranks, measured = rates_of(plan, cluster, own_traits()), cluster.devices_per_node, cluster.measured
+    known, found = measured or Measured(), list[str]()
+    if plan.offload.optimizer != "none" and not known.host_bytes_per_s:
+        found.append(f"the host of a node updates weights at {show_payload(ranks * rates.host_bytes_per_s)}/s")
+    if not (known.from_device_bytes_per_s and known.to_device_bytes_per_s):
+        found.append(f"each GPU copies {show_payload(rates.host_link_bytes_per_s[0])}/s to it, and as much back")
+    if plan.offload.filed and not (known.disk_bytes_per_s or cluster.disk_bytes_per_s):
+        read, written = (show_payload(ranks * rate) for rate in rates.disk_bytes_per_s)
+        found.append(f"disks of a node write {written}/s and read {read}/s (say ,disk=<N>TB@<N>GB/s)")
+    return f"assumed: {'; '.join(found)}" if found else None
 
 
 def parts(found: Seconds) -> list[tuple[str, float]]:

@@ -21,8 +21,9 @@ from shardwise.launch.worker import (
     started,
     state_directory,
 )
+from shardwise.models.config import parameter_count
 from shardwise.models.resolve import resolve
-from shardwise.planner.seconds.history import remember
+from shardwise.planner.seconds.history import About, remember
 from shardwise.runtime import owner
 from shardwise.runtime.faults.outcome import Kind, clear_exit, failed, read_exit, write_exit
 from shardwise.runtime.metrics.trackers import check_installed
@@ -99,7 +100,8 @@ def _train(recipe: Recipe, plan_file: Path | None, fresh: bool, claim: Claim | N
     if rank() == 0 and (seconds := plan.estimate.seconds) is not None:
         with only_reports("keeping the step's time for later plans"):
             predicted_s = seconds.step_s / seconds.scale
-            remember(plan, cluster, predicted_s, report.step_s, state_directory(), report.expert_imbalance)
+            about = About(spec.family, parameter_count(spec), report.expert_imbalance)
+            remember(plan, cluster, predicted_s, report.step_s, state_directory(), about)
 
 
 def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:

@@ -193,7 +193,7 @@ def _with_batches(
             continue
         found.append(made)
         if accumulation > 1 and leave_each(made):
-            why = {**made.why, "offload.sums": "searched: with sums on the device no plan fits, or none is as fast"}
+            why = {**made.why, "offload.sums": "searched"}
             found.append(replace(made, offload=replace(made.offload, sums="host"), why=why))
     return found, None if found else problem
 

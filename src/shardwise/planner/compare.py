@@ -40,6 +40,11 @@ def fits(plan: Plan) -> bool:
     return plan.estimate.share <= MARGIN
 
 
+def in_order(plan: Plan) -> tuple[object, ...]:
+    """Of a table of plans: those that fit, by the time of a step, then those that are tight, then others."""
+    return not fits(plan), peak_share(plan) > 1, seconds(plan).step_s
+
+
 def peak_share(plan: Plan) -> float:
     """The share of the memory that the fullest rank takes, or a node's ranks of the host's."""
     return plan.estimate.share
@@ -49,6 +54,11 @@ def seconds(plan: Plan) -> Seconds:
     """Those of a plan that has some."""
     assert plan.estimate.seconds is not None
     return plan.estimate.seconds
+
+
+def tokens_per_s(plan: Plan) -> float:
+    """Tokens of all ranks."""
+    return plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len / seconds(plan).step_s
 
 
 def name(plan: Plan) -> str:
@@ -71,6 +81,14 @@ def kind(plan: Plan) -> str:
     if plan.layout.ep > 1:
         return "ep"
     return "hybrid" if plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1 else plan.shard.strategy
+
+
+def same_program(one: Plan, other: Plan) -> bool:
+    """Whether two plans are one program: of one micro-batch, zero1 and zero2 are."""
+    both = {one.shard.strategy, other.shard.strategy} == {"zero1", "zero2"}
+    once = one.batch.accumulation == other.batch.accumulation == 1
+    shard = replace(one.shard, strategy=other.shard.strategy)
+    return both and once and replace(one, shard=shard, estimate=other.estimate, why=other.why) == other
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Literal
 
 from shardwise.errors import ConfigError, Problem, UsageError
-from shardwise.spec.cluster import Cluster, find_device
+from shardwise.spec.cluster import Cluster, begins, find_device
 from shardwise.spec.plan import Plan
 
 SetBy = Literal["--tokens", "train.max_steps", "train.num_epochs", "the default", "unknown"]
@@ -66,9 +66,10 @@ def read_tokens(text: str) -> int:
 
 
 def read_prices(texts: Iterable[str], cluster: Cluster) -> dict[str, float]:
-    """Dollars a GPU-hour by the device's name, from ``H100=2.5`` or several of them with commas between. Raises
-    UsageError (CLI001), also where the GPU of ``cluster`` has no price among them."""
-    own, prices = cluster.device.name, dict[str, float]()
+    """Dollars a GPU-hour by the device's name, from ``H100=2.5`` or several of them with commas between; ``A100=2``
+    serves all of that name, but for those that are named more closely. Raises UsageError (CLI001), also where the GPU
+    of ``cluster`` has no price among them."""
+    own, prices, wide = cluster.device.name, dict[str, float](), dict[str, float]()
     fix = f"--price {own.replace(' ', '-')}=2.5"
     for text in (part.strip() for given in texts for part in given.split(",")):
         if cluster.kind == "cpu":
@@ -81,9 +82,12 @@ def read_prices(texts: Iterable[str], cluster: Cluster) -> dict[str, float]:
             raise _wrong(f"`{text}` is not a GPU with its price in dollars an hour", fix) from None
         if not (dollars > 0 and math.isfinite(dollars)):
             raise _wrong(f"`{text}`: a price is a number of dollars above 0", fix)
-        known = _device_name(name, own)
-        if prices.setdefault(known, dollars) != dollars:
-            raise _wrong(f"two prices for the {known}: ${prices[known]:g} and ${dollars:g} an hour", "drop one of them")
+        known, into = _device_name(name, own), prices
+        if known != own and begins(name, own):
+            known, into = own, wide
+        if into.setdefault(known, dollars) != dollars:
+            raise _wrong(f"two prices for the {known}: ${into[known]:g} and ${dollars:g} an hour", "drop one of them")
+    prices = wide | prices
     if prices and own not in prices:
         raise _wrong(f"a price for the {next(iter(prices))}, and the GPUs of {cluster} are of another kind", fix)
     return prices

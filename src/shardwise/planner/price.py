@@ -63,7 +63,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
     fullest = replace(fullest, **beside)
     if plan.layout.pp > 1:
         fullest = replace(fullest, flops_per_step=_flops_of_stages(spec, plan, cluster, rates))
-    return replace(plan, estimate=fullest)
+    return replace(plan, estimate=replace(fullest, disk_capacity_bytes=cluster.disk_bytes if fullest.disk_bytes else 0))
 
 
 def most_rows(spec: ModelSpec, plan: Plan) -> float:

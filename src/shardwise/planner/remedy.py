@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
-from shardwise.planner.compare import MARGIN, TIGHT, fits, peak_share, seconds
+from shardwise.planner.compare import MARGIN, TIE, TIGHT, fits, name, peak_share, seconds, tokens_per_s
 from shardwise.planner.search import Search
-from shardwise.spec.cluster import Cluster, Device, devices
+from shardwise.spec.cluster import Cluster, Device, devices, rented
 from shardwise.spec.complaints import cross_check
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe
+from shardwise.techniques.remat import MODES
 
 CLOSEST = 3
 """How many changes are shown if none is enough."""
@@ -75,7 +76,7 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     part = (recipe.offload.optimizer_fraction or 1.0) < 1
     all_blocks: dict[str, object] = {"offload.optimizer_fraction": None} if part else {}
     if all_blocks:
-        yield [(all_blocks, cluster, "AdamW of all blocks on the host: slower")]
+        yield [(all_blocks, cluster, "AdamW of all blocks on the host")]
     if recipe.offload.weights == "host":
         filed: dict[str, object] = {"offload.optimizer": "nvme"} if recipe.offload.optimizer == "host" else {}
         filed["offload.weights"] = "nvme"
@@ -84,7 +85,7 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
         smaller: dict[str, object] = {"train.micro_batch_size": 1}
         if recipe.train.global_batch_size is None or recipe.train.gradient_accumulation_steps is not None:
             smaller["train.gradient_accumulation_steps"] = micro * (recipe.train.gradient_accumulation_steps or 1)
-        yield [(smaller, cluster, "the same batch in smaller pieces: slower")]
+        yield [(smaller, cluster, "the same batch in smaller pieces")]
     if optim.name != "adamw8bit":
         packed: dict[str, object] = {"optim.name": "adamw8bit"} | ({"optim.moments": None} if optim.moments else {})
         yield [(packed, cluster, "AdamW's moments in 8 bits: nearly the same updates")]
@@ -97,13 +98,23 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
         moved: dict[str, object] = {"offload.optimizer": "host"} if here else all_blocks
         weights = moved | {"offload.weights": "host"}
         both: Change = weights, cluster, "weights of blocks on the host too, copied beside what blocks compute"
-        yield [alone] * here + [both] * (recipe.offload.weights == "none" and (here or not recipe.model.frozen))
+        more = recipe.offload.weights == "none" and (here or not recipe.model.frozen)
+        files: list[Change] = []
+        if optim.name == "adamw" and optim.moments is None and recipe.offload.optimizer != "nvme":
+            filed = all_blocks | {"offload.optimizer": "nvme"}
+            read = "AdamW in files on NVMe, read and written in every step: the same updates"
+            files = [(filed, cluster, read)]
+            words = {"host": "weights of blocks on the host", "nvme": "weights of blocks too"}
+            files += [
+                (filed | {"offload.weights": where}, cluster, f"{read}; {words[where]}") for where in words if more
+            ]
+        yield [alone] * here + [both] * more + files
     if not adapted and recipe.model.config is None and recipe.model.init != "random":
         yield [({"lora.rank": 16}, cluster, "only adapters are trained")]
-        small = "only adapters are trained, over weights in 4 bits: less exact, and slower"
+        small = "only adapters are trained, over weights in 4 bits: less exact"
         yield [({"lora.rank": 16, "lora.frozen": "nf4"}, cluster, small)]
     if adapted and recipe.lora.frozen != "nf4":
-        yield [({"lora.frozen": "nf4"}, cluster, "frozen weights in 4 bits: less exact, and slower")]
+        yield [({"lora.frozen": "nf4"}, cluster, "frozen weights in 4 bits: less exact")]
     if recipe.train.seq_len >= 256:
         yield [({"train.seq_len": recipe.train.seq_len // 2}, cluster, "half the context, half the tokens per step")]
 
@@ -119,18 +130,19 @@ def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
     larger = [cluster.resized(n, count) for n, count in sizes]
     yield [({}, other, f"{other.world} devices instead of {cluster.world}") for other in larger]
     here = cluster.device
-    better = [device for device in _no_worse(here) if device.memory_bytes > here.memory_bytes]
-    better.sort(key=lambda device: device.memory_bytes)
+    better = [device for device in _no_worse(here, each) if device.memory_bytes > here.memory_bytes]
+    better.sort(key=lambda device: (device.name not in rented(), device.memory_bytes))
     if better:
         yield [({}, cluster.resized(nodes, each, device), f"{device.name} instead of {here.name}") for device in better]
 
 
-def _no_worse(here: Device) -> list[Device]:
-    """The known devices with the same software that are no smaller, nor slower, than this one."""
+def _no_worse(here: Device, each: int) -> list[Device]:
+    """The known devices with the same software, so many in a node, that are no smaller, nor slower, than this one."""
     return [
         device
         for device in devices().values()
-        if device.memory_bytes >= here.memory_bytes
+        if device.per_node >= each
+        and device.memory_bytes >= here.memory_bytes
         and device.bf16_flops >= here.bf16_flops
         and device.peer_bytes_per_s >= here.peer_bytes_per_s
         and device.name.startswith("MI") == here.name.startswith("MI")
@@ -142,7 +154,8 @@ def alternatives(
 ) -> list[Remedy]:
     """What single changes would make of a recipe's plan, of the machines and of the recipe: the split of a much faster
     one of ``others`` that is tight, other GPUs, more of them, faster links, half the sequence, adapters, and what is
-    stored in fewer bits. Those that are not allowed, or do not fit, are left out. Of stages as :func:`remedies`."""
+    stored in fewer bits. Those that are not allowed, do not fit, or are slower, are left out; what is hardly faster
+    takes less memory. Of stages as :func:`remedies`."""
     changes = (*_other_machines(cluster), *_other_recipes(recipe, cluster))
     found = [_replanned(change, recipe, spec, None, chosen) for change in changes]
 
@@ -154,7 +167,13 @@ def alternatives(
         best = min(others, key=lambda plan: seconds(plan).step_s)
         remedy = _replanned(_split_of(best, recipe, cluster), recipe, spec, None, best)
         found = [remedy if remedy and quick(remedy.plan) else None, *found]
-    return [remedy for remedy in found if remedy and peak_share(remedy.plan) <= 1]
+    return [remedy for remedy in found if remedy and peak_share(remedy.plan) <= 1 and _better(remedy.plan, chosen)]
+
+
+def _better(plan: Plan, chosen: Plan) -> bool:
+    """Whether it trains on more tokens a second, or on as many in less memory."""
+    faster = tokens_per_s(plan) / tokens_per_s(chosen)
+    return faster > 1 + TIE or (faster >= 1 and peak_share(plan) < (1 - TIE) * peak_share(chosen))
 
 
 def _split_of(plan: Plan, recipe: Recipe, cluster: Cluster) -> Change:
@@ -177,10 +196,9 @@ def _other_machines(cluster: Cluster) -> Iterator[Change]:
         replace(cluster, nodes=nodes + 1) if nodes > 1 or each >= NODE else replace(cluster, devices_per_node=2 * each)
     )
     yield {}, more, f"{more.world} devices instead of {cluster.world}"
-    if faster := [device for device in _no_worse(here) if device.bf16_flops > here.bf16_flops]:
-        device = min(faster, key=lambda other: (other.bf16_flops, other.memory_bytes))
-        links = max(cluster.link_bytes_per_s, device.peer_bytes_per_s)
-        yield {}, replace(cluster, device=device, link_bytes_per_s=links), f"{device.name} instead of {here.name}"
+    if faster := [device for device in _no_worse(here, each) if device.bf16_flops > here.bf16_flops]:
+        device = min(faster, key=lambda other: (other.name not in rented(), other.bf16_flops, other.memory_bytes))
+        yield {}, cluster.resized(nodes, each, device), f"{device.name} instead of {here.name}"
     if nodes > 1:
         quick = replace(cluster, network_bytes_per_s=4 * cluster.network_bytes_per_s)
         yield {}, quick, "links between nodes four times as fast"
@@ -213,7 +231,21 @@ def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | N
         return None
     words = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
     best = min(plans, key=lambda plan: (not fits(plan), seconds(plan).step_s))
-    return Remedy(" ".join(words) or f"--cluster {machines}", price, best)
+    return Remedy(" ".join(words) or f"--cluster {machines}", price + _faster_by(best, chosen), best)
+
+
+def _faster_by(plan: Plan, chosen: Plan) -> str:
+    """Where more is on the host and a step is shorter all the same, what makes it so."""
+    moved = plan.layout.world == chosen.layout.world and len(plan.offload.words) > len(chosen.offload.words)
+    if not moved or tokens_per_s(plan) <= tokens_per_s(chosen):
+        return ""
+    sizes, modes = (plan.batch.micro_batch_size, chosen.batch.micro_batch_size), (plan.remat.mode, chosen.remat.mode)
+    found = [f"micro-batches of {sizes[0]} fit instead of {sizes[1]}"] if sizes[0] > sizes[1] else []
+    found += (
+        [f"recompute {modes[0]} fits instead of {modes[1]}"] if MODES.index(modes[0]) < MODES.index(modes[1]) else []
+    )
+    found = found or [f"the ranks can be split as {name(plan)}"] * (name(plan) != name(chosen))
+    return f"; faster, since {' and '.join(found)}" if found else ""
 
 
 def _near(recipe: Recipe, chosen: Plan) -> Iterator[Recipe]:

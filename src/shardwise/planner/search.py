@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.errors import ConfigError, Problem
@@ -26,18 +26,19 @@ from shardwise.planner.compare import (
     TIGHT,
     Comparison,
     fits,
+    in_order,
     kind,
-    name,
     peak_share,
     seconds,
     simplest,
     simplicity,
     smallest_ones,
 )
+from shardwise.planner.why import Reasons
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.units import show_bytes, show_seconds
+from shardwise.techniques.shard.degrees import STRATEGIES
 
 
 def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
@@ -128,8 +129,17 @@ class Search:
     @cached_property
     def chosen(self) -> Plan:
         """The plan to run, with why. Raises ConfigError where none fits and the recipe's pins rule out others."""
+        return self.explained()
+
+    def explained(self, scale: float = 1.0) -> Plan:
+        """The same, with reasons in seconds that are multiplied by ``scale``."""
         with uncollected():
-            return self._explained(self.best, self._reason())
+            return self.reasons(scale).explained
+
+    def reasons(self, scale: float = 1.0) -> Reasons:
+        """Why the best plan, in seconds that are multiplied by ``scale``."""
+        tried = bool(self.pipelines)
+        return Reasons(self.recipe, self.known, self.all, self.fitting, self.best, tried, scale)
 
     @cached_property
     def best(self) -> Plan:
@@ -153,6 +163,24 @@ class Search:
                 return found
         return []
 
+    def dials(self, chosen: Plan) -> list[Plan]:
+        """Where ``chosen`` splits the model too, the best plans of its degrees with what fits of the other ways to
+        shard over the rest."""
+        if kind(chosen) in (*STRATEGIES, "hybrid"):
+            return []
+
+        def degrees(plan: Plan) -> tuple[object, ...]:
+            layout = plan.layout
+            return layout.pp, layout.tp, layout.cp, layout.ep, plan.pipeline, plan.cp_kind
+
+        with uncollected():
+            staged = [each for each in self.pipelines if degrees(each.staged) == degrees(chosen)]
+            plans = (*self.all, *(plan for each in staged for plan in self._pipelines.plans(each)))
+            alike = [plan for plan in plans if degrees(plan) == degrees(chosen)]
+            others = (each for each in STRATEGIES if each != chosen.shard.strategy)
+            found = [self.known.fastest([plan for plan in alike if plan.shard.strategy == each]) for each in others]
+            return [self.known.with_larger_chunks(simplest(own)) for own in found if own]
+
     def families(self) -> list[Plan]:
         """The best plan of each kind, by seconds; behind them those of kinds of which none fits, the smallest of
         each."""
@@ -162,59 +190,14 @@ class Search:
                 own = [plan for plan in self.all if kind(plan) == each]
                 more = self.piped(tp="tp" in each) if "pp" in each and not own else []
                 own = own or ([] if more or "pp" not in each else self._lean_pipelines(tp="tp" in each))
-                if fitting := more or self.known.fastest(own):
+                if fitting := more or self.known.fastest(own) or self.known.fastest(own, TIGHT):
                     found.append(self.known.with_larger_chunks(simplest(fitting)))
                 elif own:
                     found.append(self.known.timed(self.known.smallest(own)))
-        return sorted(found, key=lambda plan: (not fits(plan), seconds(plan).step_s))
+        return sorted(found, key=in_order)
 
     def could_fit(self, share: float) -> bool:
         """Whether ``share`` of the memory is enough for the smallest plan."""
         small = [plan for plan in smallest_ones(self.all) if self.known.bounds.stand(plan, share)]
         alone = any(peak_share(self.known.priced(plan)) <= share for plan in small)
         return alone or any(self._able(degrees, share) for degrees in self.pipelines)
-
-    def _reason(self) -> str:
-        """Why the best plan, in the figures by which it was chosen: beside it the fastest of another kind without
-        stages. Of these all are known by now; pipelines were searched for one that is faster than the best, and for no
-        more."""
-        best, fitting, below = self.best, self.fitting, f"derived: no plan stays below {MARGIN:.0%} of the memory; this"
-        if not fitting:
-            share = f"{show_bytes(best.estimate.peak_bytes)} of {show_bytes(best.estimate.capacity_bytes)}"
-            return f"{below} is the smallest ({share})"
-        if not fits(best):
-            return f"{below} is the fastest below {TIGHT:.0%}"
-        if best.layout.size("loss") == 1 and best.layout.pp == 1:
-            return "derived: there is one data-parallel rank, and nothing to shard over others"
-        fastest = min(fitting, key=lambda plan: seconds(plan).step_s)
-        step = show_seconds(seconds(best).step_s)
-        if simplest(fitting) is not fastest:
-            differs = f" and recompute {fastest.remat.mode}" if fastest.remat != best.remat else ""
-            return f"searched: {step} a step, within {TIE:.0%} of {name(fastest)}{differs}, and simpler"
-        reason = f"searched: {step} a step, the fastest that fits"
-        slower = self.known.fastest([plan for plan in self.all if kind(plan) != kind(best)])
-        if slower:
-            other = self.known.with_larger_chunks(min(slower, key=lambda plan: seconds(plan).step_s))
-            reason += f"; {name(other)}: {show_seconds(seconds(other).step_s)}"
-        return reason
-
-    def _explained(self, plan: Plan, reason: str) -> Plan:
-        """With why the search took this plan: ``reason``, unless the recipe left it no choice."""
-        found = {"shard.strategy": reason}
-        train, asked = self.recipe.train, self.recipe.parallel
-        needed = "searched: no plan without it fits, or is as fast"
-        if train.micro_batch_size is None and train.gradient_accumulation_steps is None:
-            found["batch.micro_batch_size"] = "searched, with the step's sequences as they are"
-        if self.recipe.recompute.mode == "auto":
-            none = "activations fit" if fits(plan) else "activations are not what does not fit"
-            less = "with less no plan fits, or none is as fast"
-            found["remat.mode"] = f"searched: {none if plan.remat.mode == 'none' else less}"
-        if plan.layout.tp > 1 and not asked.tp:
-            found["layout.tp"] = needed
-        if plan.layout.cp > 1:
-            found["layout.cp"] = "pinned" if asked.cp else needed
-            found["cp_kind"] = "pinned" if asked.cp_kind != "auto" else "searched: the fastest that fits"
-        why = {**plan.why, **{key: words for key, words in found.items() if plan.why.get(key) != "pinned"}}
-        order = [each.name for each in fields(plan)]
-        ordered = sorted(why, key=lambda key: (key != "shard.strategy", order.index(key.partition(".")[0])))
-        return replace(plan, why={key: why[key] for key in ordered})

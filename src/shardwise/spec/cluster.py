@@ -12,13 +12,13 @@ from importlib.resources import files
 from typing import Literal
 
 from shardwise.errors import ConfigError, Problem, UsageError
+from shardwise.spec.beside import host_bytes, read_beside
 from shardwise.spec.host import available_memory_bytes, cores, gpus, total_memory_bytes
 from shardwise.spec.measured import Measured
 from shardwise.spec.units import counted, show_bytes
 
 Kind = Literal["cpu", "cuda"]
 DEFAULT_NETWORK_BYTES_PER_S = 100e9 / 8
-DEFAULT_HOST_MEMORY_BYTES = 1000 * 2**30
 CPU_LINK_BYTES_PER_S = 1.2e9
 """The rate of gloo's all-reduce between processes of one machine, measured on two cores."""
 CPU_PROCESS_BYTES = 300 * 2**20
@@ -38,7 +38,8 @@ _RATE = re.compile(
 )
 _CARDS = re.compile(rf"(?:(?P<cards>{_COUNT}){_TIMES})?(?P<name>EDR|HDR|NDR|XDR)", re.IGNORECASE)
 _CARD_GBIT_PER_S = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0, "XDR": 800.0}
-_SYNTAX = "[NODESx]DEVICESxNAME[+NETWORK], for example 8 H100, 2x8xH100+400Gb/node, 4x8xL40S+100GbE or 4x8xH100+IB"
+_EXAMPLES = "8 H100, 2x8xH100+400Gb/node, 4x8xL40S+100GbE, 4x8xH100+IB or 1xRTX-4090,host=128GB,disk=2TB@3GB/s"
+_SYNTAX = f"[NODESx]DEVICESxNAME[+NETWORK][,host=SIZE][,disk=SIZE@RATE], for example {_EXAMPLES}"
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ class Device:
 @dataclass(frozen=True)
 class Cluster:
     """``nodes`` machines of ``devices_per_node``. ``link_bytes_per_s`` is what one device sends to a neighbour in its
-    node, ``network_bytes_per_s`` what a whole node sends to another; both one way. ``measured``: what ``shardwise
-    doctor`` found on one of the machines."""
+    node, ``network_bytes_per_s`` what a whole node sends to another; both one way. ``disk_bytes`` are those of a node's
+    disks for what waits there, written and read at ``disk_bytes_per_s``; 0 where nothing is known. ``measured``: what
+    ``shardwise doctor`` found on one of the machines."""
 
     device: Device
     nodes: int = 1
@@ -87,6 +89,8 @@ class Cluster:
     kind: Kind = "cuda"
     assumptions: tuple[str, ...] = field(default=(), compare=False)
     measured: Measured | None = None
+    disk_bytes: int = 0
+    disk_bytes_per_s: float = 0.0
 
     @property
     def world(self) -> int:
@@ -98,16 +102,26 @@ class Cluster:
         name = self.device.name.replace(" ", "-")
         usual = network_of(self.device, self.devices_per_node) == self.network_bytes_per_s
         network = "" if self.nodes == 1 and usual else f"+{self.network_bytes_per_s * 8 / 1e9:.12g}Gb/node"
-        return f"{self.nodes}x{self.devices_per_node}x{name}{network}"
+        host = self.host_memory_bytes if self.kind == "cuda" else 0
+        usual = host in (0, host_of(self.device, self.devices_per_node)[0])
+        beside = "" if usual else f",host={host / 2**30:.12g}GiB"
+        if self.disk_bytes or self.disk_bytes_per_s:
+            beside += f",disk={self.disk_bytes / 1e9:.12g}GB@{self.disk_bytes_per_s / 1e9:.12g}GB/s"
+        return f"{self.nodes}x{self.devices_per_node}x{name}{network}{beside}"
 
     def resized(self, nodes: int, each: int, device: Device | None = None) -> Cluster:
-        """As many ``nodes`` of ``each`` of these devices, or of others. A network other than the one that is assumed
-        stays as it is."""
+        """As many ``nodes`` of ``each`` of these devices, or of others. A network, or host memory, other than what is
+        assumed stays as it is; but other kinds of machines have hosts and disks of their own."""
         usual = self.network_bytes_per_s == network_of(self.device, self.devices_per_node)
         other = device or self.device
         network = network_of(other, each) if usual else self.network_bytes_per_s
         link = self.link_bytes_per_s if device is None else _link_bytes_per_s(other)
         sizes = {"nodes": nodes, "devices_per_node": each, "network_bytes_per_s": network, "link_bytes_per_s": link}
+        elsewhere = _sold(other) != _sold(self.device)
+        if elsewhere or self.host_memory_bytes == host_of(self.device, self.devices_per_node)[0]:
+            sizes["host_memory_bytes"] = host_of(other, each)[0]
+        if elsewhere:
+            sizes |= {"disk_bytes": 0, "disk_bytes_per_s": 0.0}
         return replace(self, device=other, measured=None, **sizes)  # type: ignore[arg-type]
 
 
@@ -137,6 +151,12 @@ def devices() -> dict[str, Device]:
     return found
 
 
+@cache
+def rented() -> frozenset[str]:
+    """The names of those that can be had by the node: others are one company's own, or sold by the rack."""
+    return frozenset(row["name"] for row in _rows() if row["rented"] == "yes")
+
+
 def find_device(name: str) -> Device:
     """The device meant by ``name``, whatever its case, spaces and hyphens. Raises ConfigError (CLU002)."""
     names = _names()
@@ -145,35 +165,77 @@ def find_device(name: str) -> Device:
         bare = wanted.removeprefix(prefix)
         if bare in names:
             return devices()[names[bare]]
-    starts = {names[known] for known in names if known.startswith(wanted)} if wanted else set()
-    if len(starts) == 1:
-        return devices()[starts.pop()]
-    near = starts or {names[match] for match in get_close_matches(wanted, names, 3, 0.6)}
+    begun = {row for row in devices() if begins(name, row)} if wanted else set()
+    if len(begun) == 1:
+        return devices()[begun.pop()]
+    starts = [known for known in names if known.startswith(wanted)] if wanted else []
+    variants = {names[known] for known in starts if not known[len(wanted)].isdigit()}
+    near = begun or variants or {names[match] for match in starts or get_close_matches(wanted, names, 3, 0.6)}
     fix = f"did you mean {' or '.join(sorted(near))}?" if near else f"known: {', '.join(devices())}, CPU"
     raise ConfigError(Problem("CLU002", f"unknown device `{name.strip()}`", "--cluster", fix))
 
 
+def begins(name: str, device: str) -> bool:
+    """Whether ``name`` is the device's without what tells sizes and forms apart: A100 is A100-PCIe-40GB's, and H20 no
+    H200's."""
+    words = re.findall(r"[a-z0-9]+", device.lower())
+    return _plain(name) in ("".join(words[:count]) for count in range(1, len(words) + 1))
+
+
 def parse_cluster(text: str) -> Cluster:
-    """``8 H100``, ``2x8xRTX-PRO-6000+200Gb/node``, ``2048xH100+IB``, ``2xCPU``. More devices than a node of theirs has
-    are several nodes. Raises ConfigError (CLU001, CLU002)."""
+    """``8 H100``, ``2x8xRTX-PRO-6000+200Gb/node``, ``2048xH100+IB``, ``2xCPU``, and behind commas what is beside:
+    ``host=128GB``, ``disk=2TB@3GB/s``. More devices than a node of theirs has are several nodes. Of several kinds
+    (``8xH100+8xA100``), which no plan is for, the slowest alone. Raises ConfigError (CLU001, CLU002)."""
+    parts = [part.strip() for part in text.split(",")]
+    beside = {key: value for part in parts if "=" in part for key, value in read_beside(part).items()}
+    kinds = [kind for part in parts if "=" not in part for kind in _kinds(part)]
+    memory = beside.get("host_memory_bytes")
+    found = [_one_kind(kind, text, None if memory is None else int(memory)) for kind in kinds or [""]]
+    slowest = min(found, key=lambda each: each.device.bf16_flops)
+    assumed = list(slowest.assumptions)
+    if len({each.device.name for each in found}) > 1:
+        named = f"{slowest.nodes}x{slowest.devices_per_node}x{slowest.device.name}"
+        told = f"several kinds of GPUs in one run are not supported: this is a plan for the slower ones alone, {named}"
+        assumed = [told, *assumed]
+    elif len(found) > 1:
+        raise _unreadable(f"`{text}` names one kind of device {len(found)} times", f"name it once: {_SYNTAX}")
+    return replace(slowest, assumptions=tuple(assumed), **beside)  # type: ignore[arg-type]
+
+
+def _kinds(text: str) -> list[str]:
+    """``8xH100+8xA100`` as two; what is behind a plus and is no device stays there."""
+    first, *more = text.split("+")
+    found = [first]
+    for part in more:
+        match = _MACHINES.fullmatch(part.strip()) or _COUNT_LAST.fullmatch(part.strip())
+        if match and match["count"] and any(map(_plain(match["name"]).startswith, _names())):
+            found.append(part.strip())
+        else:
+            found[-1] += f"+{part}"
+    return found
+
+
+def _one_kind(text: str, whole: str, memory: int | None) -> Cluster:
+    """The machines of one kind of device, of which ``whole`` says more."""
     machines, plus, network = (part.strip() for part in text.partition("+"))
     match = _MACHINES.fullmatch(machines)
     if match is None or not match["count"]:
         match = _COUNT_LAST.fullmatch(machines) or match
     if match is None or (plus and not network):
-        raise _unreadable(f"cannot read the cluster `{text}`")
+        raise _unreadable(f"cannot read the cluster `{whole}`")
     found = match.groupdict()
     nodes, count = found.get("nodes"), int(found["count"] or 1)
     if not (1 <= int(nodes or 1) <= 2**20 and 1 <= count <= 2**20):
-        raise _unreadable(f"`{text}` has a count of zero, or one that is too large")
+        raise _unreadable(f"`{whole}` has a count of zero, or one that is too large")
     if _plain(found["name"]) in ("cpu", "cpus"):
         sent = _network(text, network, Device("CPU", 0), count)
-        return _cpu_cluster(int(nodes or 1), count, sent, available_memory_bytes())
+        made = _cpu_cluster(int(nodes or 1), count, sent, memory or available_memory_bytes())
+        return replace(made, assumptions=made.assumptions[1:]) if memory else made
     device, assumed = find_device(found["name"]), []
     if nodes is None and count > device.per_node:
         nodes, count = _whole_nodes(device, count, f"{plus}{network}"), device.per_node
         assumed = [f"{int(nodes) * count:,} GPUs are {int(nodes):,} nodes of {count}"]
-    cluster = _gpu_cluster(device, int(nodes or 1), count, _network(text, network, device, count))
+    cluster = _gpu_cluster(device, int(nodes or 1), count, _network(text, network, device, count), memory)
     return replace(cluster, assumptions=(*assumed, *cluster.assumptions))
 
 
@@ -227,6 +289,16 @@ def _gbit(bytes_per_s: float) -> str:
     return f"{bytes_per_s * 8 / 1e9:,.12g} Gb/s"
 
 
+def host_of(device: Device, count: int) -> tuple[int, str]:
+    """Bytes of host memory that a node of so many of these is assumed to have, and whose that is."""
+    return host_bytes(_sold(device), count)
+
+
+def _sold(device: Device) -> str:
+    """On which kind of machine a device is sold, as the table says it."""
+    return next((row["host"] for row in _rows() if row["name"] == device.name), "cloud")
+
+
 def _link_bytes_per_s(device: Device) -> float:
     """What one device sends to a neighbour: without NVLink, what a ring over PCIe was measured to move."""
     return device.peer_bytes_per_s or device.ring_bytes_per_s or device.host_link_bytes_per_s
@@ -235,7 +307,7 @@ def _link_bytes_per_s(device: Device) -> float:
 def _gpu_cluster(
     device: Device, nodes: int, count: int, network: tuple[float, str] | None = None, memory: int | None = None
 ) -> Cluster:
-    """``memory``: what the host of this machine has; without it a host's is assumed."""
+    """``memory``: what a host has; without it that is assumed."""
     peer, link = device.peer_bytes_per_s, _link_bytes_per_s(device)
     rate, said = network or (network_of(device, count), "")
     assumed = []
@@ -249,10 +321,9 @@ def _gpu_cluster(
         known = "measured" if device.ring_bytes_per_s else "at most"
         through = "NVLink or xGMI" if peer else "PCIe through the host"
         assumed.append(f"GPUs in a node communicate over {through}, {link / 1e9:g} GB/s {'per GPU' if peer else known}")
+    usual, whose = host_of(device, count)
     if memory is None:
-        assumed.append(f"{show_bytes(DEFAULT_HOST_MEMORY_BYTES)} of host memory per node")
-    elif nodes > 1:
-        assumed.append(f"each node has as much host memory as this machine, {show_bytes(memory)}")
+        assumed.append(f"{show_bytes(usual)} of host memory per node, {whose} (say ,host=<N>GB)")
     if device.verified != "yes":
         how = "partly" if device.verified == "partial" else "not"
         assumed.append(f"figures of the {device.name} are {how} verified")
@@ -262,7 +333,7 @@ def _gpu_cluster(
         devices_per_node=count,
         link_bytes_per_s=link,
         network_bytes_per_s=rate,
-        host_memory_bytes=DEFAULT_HOST_MEMORY_BYTES if memory is None else memory,
+        host_memory_bytes=usual if memory is None else memory,
         assumptions=tuple(assumed),
     )
 
@@ -302,7 +373,14 @@ def local_cluster(
             there = counted(len(found), "GPU")
             raise _too_many(f"{processes} asked for, and {there} found", f"`--nproc {len(found)}`")
         memory = total_memory_bytes() if memory_bytes is None else memory_bytes
-        return _gpu_cluster(min(found, key=lambda gpu: gpu.memory_bytes), nodes, nproc or len(found), None, memory)
+        slowest = min(found, key=lambda gpu: (gpu.bf16_flops, gpu.memory_bytes))
+        slowest = replace(slowest, memory_bytes=min(gpu.memory_bytes for gpu in found))
+        made = _gpu_cluster(slowest, nodes, nproc or len(found), None, memory)
+        kinds = list(dict.fromkeys(gpu.name for gpu in found))
+        told = [f"GPUs here are of several kinds, {' and '.join(kinds)}: planned as if all were the slowest"]
+        told = told * (len(kinds) > 1) + list(made.assumptions)
+        host = f"each node has as much host memory as this machine, {show_bytes(memory)}"
+        return replace(made, assumptions=(*told, *[host] * (nodes > 1)))
     if device == "cuda":
         here = f"`--device cpu --nproc {min(2, cores())}`"
         elsewhere = f"`shardwise plan --cluster {count}xH100` plans for machines elsewhere"

@@ -22,9 +22,9 @@ from shardwise.spec.units import show_bytes
 LOCAL = "local"
 """The word for this machine."""
 FORMAT = 1
-MAY_BE_ZERO = ("_flops", "_per_s", "launch_s", "multiprocessors", "host_memory_bytes", "capability")
+MAY_BE_ZERO = ("_flops", "_per_s", "launch_s", "multiprocessors", "host_memory_bytes", "capability", "disk_bytes")
 """Ends of the names of numbers that are 0 where nothing is known; any other number counts, or took, something."""
-LATER = ("measured.host_bytes_per_s", "measured.disk_read_bytes_per_s")
+LATER = ("disk_bytes", "disk_bytes_per_s", "measured.host_bytes_per_s", "measured.disk_read_bytes_per_s")
 """Keys that earlier files lack: what they say was not measured."""
 LISTED = 5
 """So many problems of one file are told."""

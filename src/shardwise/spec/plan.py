@@ -210,8 +210,8 @@ class Seconds:
 class Estimate:
     """What the planner predicts: of memory, for the fullest rank, bytes at the moment of the peak, by category; of
     ``host``, what a rank holds in host memory, and of ``host_bytes`` all ranks of a node, of which that is the
-    capacity; ``disk_bytes`` are what they keep on the node's disks, and ``written_bytes`` what they write there in
-    every step; of ``seconds``, for the slowest."""
+    capacity; ``disk_bytes`` are what they keep on the node's disks, which have ``disk_capacity_bytes`` (0 where that is
+    unknown), and ``written_bytes`` what they write there in every step; of ``seconds``, for the slowest."""
 
     memory: dict[str, int] = field(default_factory=dict, hash=False)
     peak_bytes: int = 0
@@ -224,12 +224,14 @@ class Estimate:
     host_capacity_bytes: int = 0
     disk_bytes: int = 0
     written_bytes: int = 0
+    disk_capacity_bytes: int = 0
 
     @property
     def share(self) -> float:
-        """The share of the memory that is taken, of the device or of the host, whichever is more."""
+        """The share of the memory that is taken, of the device, of the host or of its disks, whichever is more."""
         on_host = self.host_bytes / self.host_capacity_bytes if self.host_capacity_bytes else 0.0
-        return max(self.peak_bytes / max(1, self.capacity_bytes), on_host)
+        on_disk = self.disk_bytes / self.disk_capacity_bytes if self.disk_capacity_bytes else 0.0
+        return max(self.peak_bytes / max(1, self.capacity_bytes), on_host, on_disk)
 
     @property
     def allocated_bytes(self) -> int:

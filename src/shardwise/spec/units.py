@@ -47,7 +47,10 @@ def show_count(count: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """``10.5 s``, ``3.2 ms``, ``40 us``."""
+    """``10.5 s``, ``1.25 s``, ``3.2 ms``, ``40 us``: of a few seconds two decimals, since plans are told apart by
+    them."""
+    if 1 <= seconds < 9.995:
+        return f"{seconds:.2f} s"
     return _scaled(seconds * 1e6, {"s": 1e6, "ms": 1e3}, " us")
 
 

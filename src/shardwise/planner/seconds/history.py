@@ -28,10 +28,23 @@ _QUANTILE = 1.4826 * 1.2816
 """Of a normal distribution, what holds four values in five, in median absolute deviations."""
 
 
+ALIKE_SIZES = 4
+"""How many times as many parameters a model has at most that is like another of its family."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a run trained: a model of which family, and of how many parameters; and ``expert_imbalance``, how many times
+    its share of the rows the fullest of ranks with different experts got. Empty, or 0, where that is not known."""
+
+    family: str = ""
+    parameters: int = 0
+    expert_imbalance: float = 0.0
+
+
 @dataclass(frozen=True)
 class PastRun:
-    """A run: on which machine, of which model, split how, and the seconds of a step. ``expert_imbalance``: how many
-    times its share of the rows the fullest of ranks with different experts got; 0 where that is not known."""
+    """A run: on which machine, of which model, split how, and the seconds of a step; the rest as :class:`About`."""
 
     predictor: int
     machine: str
@@ -41,6 +54,14 @@ class PastRun:
     predicted_s: float
     measured_s: float
     expert_imbalance: float = 0.0
+    family: str = ""
+    parameters: int = 0
+
+    def like(self, model: str, about: About) -> bool:
+        """Whether it trained this model, or one of the same family that is not much larger or smaller."""
+        sizes = sorted((self.parameters, about.parameters))
+        alike = self.family == about.family and 0 < sizes[1] <= ALIKE_SIZES * sizes[0]
+        return self.model == model or alike
 
     @property
     def log_ratio(self) -> float:
@@ -57,7 +78,7 @@ class PastRuns:
 
 @dataclass(frozen=True)
 class Calibration:
-    """``ratio`` of measured to predicted seconds, the median of ``runs`` runs, which resembled the plan if ``alike``;
+    """``ratio`` of measured to predicted seconds, the median of ``runs`` runs, of models like the plan's if ``alike``;
     four steps in five are expected within ``band`` (in logarithms) of what it leads to."""
 
     ratio: float
@@ -90,13 +111,13 @@ def remember(
     predicted_s: float,
     measured_s: float,
     directory: Path,
-    expert_imbalance: float = 0.0,
+    about: About = About(),
 ) -> None:
     """Add a run to the file in ``directory``. Several processes may do so at a time. Raises OSError."""
     if not all(value > 0 and math.isfinite(value) for value in (predicted_s, measured_s)):
         return
     split = plan.shard.strategy, plan.layout.tp
-    run = PastRun(PREDICTOR, machine_of(cluster), plan.model, *split, predicted_s, measured_s, expert_imbalance)
+    run = PastRun(PREDICTOR, machine_of(cluster), plan.model, *split, predicted_s, measured_s, **asdict(about))
     path = directory / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
@@ -136,13 +157,14 @@ def imbalance(past: PastRuns, model: str) -> float | None:
     return max(known[-_LATEST:], default=None)
 
 
-def calibration(past: PastRuns, plan: Plan) -> Calibration | None:
-    """What earlier runs say of predictions for ``plan``: those of the same model and split, else of the same split,
-    else all. None without any."""
+def calibration(past: PastRuns, plan: Plan, about: About = About()) -> Calibration | None:
+    """What earlier runs say of predictions for ``plan``, of a model ``about`` which that is known: those of the same
+    model and split, else of models like it and the same split, else of models like it, else all. None without any."""
     split = plan.shard.strategy, plan.layout.tp
-    same = [run for run in past.runs if (run.strategy, run.tp) == split]
-    alike = [run for run in same if run.model == plan.model] or same
-    ratios = [run.log_ratio for run in (alike or past.runs)[-_LATEST:]]
+    alike = [run for run in past.runs if run.like(plan.model, about)]
+    same = [run for run in alike if (run.strategy, run.tp) == split]
+    own = [run for run in same if run.model == plan.model]
+    ratios = [run.log_ratio for run in (own or same or alike or past.runs)[-_LATEST:]]
     if not ratios:
         return None
     middle = median(ratios)

@@ -183,8 +183,9 @@ def _beside(cluster: Cluster) -> dict[str, Any]:
     """How fast the host of a process is, the way there and the disk: its share of a node's, or as it was measured
     beside the others."""
     known, ranks, measured = shipped(), cluster.devices_per_node, cluster.measured or Measured()
-    written = measured.disk_bytes_per_s or DISK_BYTES_PER_S / ranks
-    found: dict[str, Any] = {"disk_bytes_per_s": (measured.disk_read_bytes_per_s or READ_TIMES * written, written)}
+    written = measured.disk_bytes_per_s or (cluster.disk_bytes_per_s or DISK_BYTES_PER_S) / ranks
+    times = 1.0 if cluster.disk_bytes_per_s and not measured.disk_bytes_per_s else READ_TIMES
+    found: dict[str, Any] = {"disk_bytes_per_s": (measured.disk_read_bytes_per_s or times * written, written)}
     if cluster.kind == "cpu":  # whose device is the host
         return found | {"host_bytes_per_s": measured.memory_bytes_per_s or CPU_UPDATED_BYTES_PER_S}
     bus = known["host link"] * (cluster.device.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S)

@@ -51,7 +51,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
     degrees = [n for n in range(1, spec.experts + 1) if spec.experts % n == 0 and ranks % n == 0] or [1]
     imbalance = recipe.parallel.expert_imbalance or plan.expert_imbalance
     for degree in [asked] if asked and pinned else degrees:
-        why = {"layout.ep": "pinned" if asked else "searched: the fastest that fits"} if degree > 1 and pinned else {}
+        why = {"layout.ep": "pinned" if asked else "searched"} if degree > 1 and pinned else {}
         layout = replace(plan.layout, ep=degree)
         split = plan.sequence_parallel and spec.expert_capacity is None  # which needs whole rows
         yield replace(plan, layout=layout, expert_imbalance=imbalance, sequence_parallel=split, why={**plan.why, **why})

@@ -92,10 +92,10 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
     if asked in ("auto", "none"):
         yield plan
     if asked != "none":
-        why = {"offload.optimizer": "searched: no plan without it fits, or is as fast" if asked == "auto" else "pinned"}
+        why = {"offload.optimizer": "searched" if asked == "auto" else "pinned"}
         there = asked if asked != "auto" else "nvme" if others.weights == "nvme" else "host"
         tried = FRACTIONS if asked == "auto" and others.weights == "none" and plan.layout.pp == 1 else (1.0,)
-        told = "pinned" if fraction else "searched: the fastest that fits"
+        told = "pinned" if fraction else "searched"
         for each in tried if fraction is None else (fraction,):
             both = {**why, "offload.optimizer_fraction": told} if each < 1 else why
             outside = replace(plan, offload=replace(others, optimizer=there, optimizer_fraction=each))

@@ -82,7 +82,7 @@ def _scheduled(recipe: Recipe, spec: ModelSpec, plan: Plan, ranks: int) -> Itera
     for schedule, each in tried:
         counts = tuple(asked.split or ()) or even(spec, recipe.train.seq_len, ranks * each)
         why = {
-            "layout.pp": "pinned" if given else "searched: no plan without it fits, or is as fast",
+            "layout.pp": "pinned" if given else "searched",
             "pipeline.schedule": "pinned" if asked.schedule != "auto" else "searched",
             "pipeline.split": "pinned" if asked.split else "derived: the output layer weighs in with the last stage",
         }

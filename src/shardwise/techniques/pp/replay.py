@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,6 +39,12 @@ class Replay:
     makespan_s: float
     busy_s: tuple[float, ...]
     computed: tuple[tuple[Timed, ...], ...]
+
+    def scaled(self, factor: float) -> Replay:
+        """The same step where all takes ``factor`` times as long."""
+        computed = (tuple(Timed(a, factor * start, factor * end) for a, start, end in each) for each in self.computed)
+        busy_s = tuple(factor * each for each in self.busy_s)
+        return replace(self, makespan_s=factor * self.makespan_s, busy_s=busy_s, computed=tuple(computed))
 
     @cached_property
     def _held(self) -> tuple[tuple[int, ...], ...]:
