@@ -58,6 +58,17 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
     return steps
 
 
+def loss_bytes(sheet: Sheet, plan: Plan, device: Kind) -> int:
+    """The most that the forward pass of the loss holds at a time."""
+    held, alive, most = dict[str, int](), 0, 0
+    for name, size, freed in forward_tensors(sheet, plan, device):
+        alive -= sum(held.pop(one, 0) for one in freed)
+        alive += size
+        held[name] = held.get(name, 0) + size
+        most = max(most, alive)
+    return most
+
+
 def backward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
     """What its backward makes and frees: gradients are scaled in place, then the weight's gets the weight's type."""
     vocabulary, hidden = map(int, sheet.output.shape)

@@ -144,6 +144,7 @@ class Comparison:
         found: dict[int, Plan] = {}
         modes: dict[tuple[object, ...], int] = {}
         best_s, bounds, tie = limit_s or float("inf"), self.bounds, 0.0 if limit_s else TIE
+        easy: list[tuple[float, tuple[object, ...], int]] = []  # of what was found, seconds and how simple it is
         standing = [(i, plan) for i, plan in enumerate(plans) if bounds.stand(plan, share)]
         waiting = [(bounds.roughly(plan), 0, i) for i, plan in standing]
         heapify(waiting)
@@ -154,6 +155,10 @@ class Comparison:
             own, mode = _but_for_recomputation(plans[i]), MODES.index(plans[i].remat.mode)
             if modes.get(own, mode) < mode:
                 continue
+            if bound_s > best_s and any(
+                step_s <= (1 + tie) * best_s and (simple, at) < (simplicity(plans[i]), i) for step_s, simple, at in easy
+            ):
+                continue  # it is not the fastest, nor would it be taken for being as fast
             if not looked and (rough_s := bounds.roughly(plans[i])) > bound_s:  # since more is known by now
                 heappush(waiting, (rough_s, 0, i))
             elif not looked:
@@ -161,6 +166,7 @@ class Comparison:
             elif peak_share(priced := self.priced(plans[i], share)) <= share:
                 modes[own], found[i] = mode, self.timed(priced)
                 best_s = min(best_s, seconds(found[i]).step_s)
+                easy.append((seconds(found[i]).step_s, simplicity(plans[i]), i))
         return [found[i] for i in sorted(found)]
 
     def smallest(self, plans: list[Plan]) -> Plan:

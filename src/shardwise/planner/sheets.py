@@ -83,7 +83,7 @@ def sheet_of(spec: ModelSpec, plan: Plan, place: Place | None = None, units: Uni
     return replace(ends, copied=copied, trained=trained, inside=techniques.inside(plan))
 
 
-@lru_cache(maxsize=KEPT_UNITS)
+@lru_cache(maxsize=8 * KEPT_UNITS)
 def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
     kinds, order = layer_kinds(spec)
     ends = [chosen(spec, plan, place, end) for end in ("stem", "tail")]

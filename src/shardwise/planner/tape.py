@@ -179,7 +179,7 @@ class Folding(Tape):
         self.span.goes_on(piece)
 
 
-@lru_cache(maxsize=4 * KEPT_UNITS)  # two passes of each unit, for two sizes of micro-batches
+@lru_cache(maxsize=32 * KEPT_UNITS)
 def folded_pass(which: Pass, passes: Passes, unit: Unit) -> tuple[WeightsCall | Span, ...]:
     """Calls, and a span for the events between two of them. Plans share them: they are not to be changed."""
     span = Span()

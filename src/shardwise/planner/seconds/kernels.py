@@ -47,7 +47,7 @@ class Duration:
 NOTHING = Duration()
 
 
-@lru_cache(maxsize=8 * KEPT_UNITS)
+@lru_cache(maxsize=32 * KEPT_UNITS)
 def durations(unit: Unit, direction: str, rates: Rates, b: int, s: int) -> tuple[Duration, ...]:
     """That of each operation of a unit's ``forward`` or ``backward``, for ``b`` sequences of ``s`` tokens. Of a fused
     run the first operation has the whole."""

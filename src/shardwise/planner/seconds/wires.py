@@ -34,16 +34,16 @@ class Wires:
     layout: Layout
     cluster: Cluster
     network_share: float
-    known: dict[tuple[str, str, int], float] = field(default_factory=dict, compare=False)
+    known: dict[tuple[str, str, float], float] = field(default_factory=dict, compare=False)
 
-    def seconds(self, kind: str, group: str, size: int) -> float:
+    def seconds(self, kind: str, group: str, size: float) -> float:
         """One collective of ``size`` bytes (gathered, scattered or reduced) over a group."""
         key = kind, group, size
         if key not in self.known:
             self.known[key] = self._seconds(kind, group, size)
         return self.known[key]
 
-    def _seconds(self, kind: str, group: str, size: int) -> float:
+    def _seconds(self, kind: str, group: str, size: float) -> float:
         ranks = self.layout.size(group)
         if ranks == 1:
             return 0.0
@@ -79,7 +79,7 @@ class Wires:
         latency = known["latency node_s"] + (known["latency network_s"] if nodes > 1 else 0.0)
         return latency + size / (self.node_rate("send") if nodes == 1 else self.network_rate("pp"))
 
-    def _message_s(self, kind: str, group: str, size: int) -> float:
+    def _message_s(self, kind: str, group: str, size: float) -> float:
         """From a rank of a ring to the next: over the link of a node, or where the ring leaves it, for which all wait,
         over one card. What is received is on its way while as much is sent."""
         nodes = self.nodes(group)

@@ -102,18 +102,19 @@ class _Progress:
             self.given |= {gives for action, (_, gives) in zip(order, moved, strict=True) if gives and action.computes}
         self.ready_s: list[dict[Message | None, float]] = [{} for _ in lists]  # when a rank has a tensor
         self.channels = defaultdict[tuple[int, int], _Channel](_Channel)  # by who sends and who receives
+        self.awake = dict.fromkeys(range(len(lists)))  # ranks that may go on, in order: what they wait for may be there
 
-    def advance(self, rank: int) -> bool:
-        """Whether the rank could do anything."""
-        order, moved, begin = self.lists[rank], self.moved[rank], self.place[rank]
-        while self.place[rank] < len(order):
-            action, (takes, gives) = order[self.place[rank]], moved[self.place[rank]]
+    def advance(self, rank: int) -> None:
+        """The rank does what it can."""
+        order, moved, place = self.lists[rank], self.moved[rank], self.place[rank]
+        while place < len(order):
+            action, (takes, gives) = order[place], moved[place]
             if not action.computes:
                 self.transfer(rank, action.peer, takes, gives)
             elif not self.compute(rank, action, takes, gives):
                 break
-            self.place[rank] += 1
-        return self.place[rank] > begin
+            place += 1
+        self.place[rank] = place
 
     def compute(self, rank: int, action: Action, takes: Message | None, gives: Message | None) -> bool:
         """Whether all that the computation needs will have come, so that it could be timed."""
@@ -145,6 +146,8 @@ class _Progress:
                 raise ValueError(f"rank {source} sends rank {to} {sent}, which has posted a receive of {wanted}")
             channel.free_s = max(sent_s, posted_s, channel.free_s) + self.transfer_s
             self.ready_s[to][wanted] = channel.free_s
+            if to != rank:
+                self.awake[to] = None
 
     def left(self) -> list[str]:
         """What the ranks could not do."""
@@ -172,8 +175,9 @@ def replay(
     wait for ever, where the two sides of a channel have different orders, or where one side is missing."""
     run = _Progress(lists, seconds, transfer_s, after or (lambda action: 0.0))
     run.clock_s = [*begin_s] or run.clock_s
-    while sum(run.advance(rank) for rank in range(len(lists))):
-        pass
+    while run.awake:
+        del run.awake[rank := next(iter(run.awake))]
+        run.advance(rank)
     if left := run.left():
         raise ValueError("; ".join(left))
     return Replay(

@@ -1,0 +1,165 @@
+"""What plans have in common that differ in how they shard, in their micro-batches and in their stages: sheets, sizes
+and what they hold, each found once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from math import prod
+from operator import attrgetter
+from typing import NamedTuple
+
+from shardwise import techniques
+from shardwise.models.config import ModelSpec
+from shardwise.models.roles import is_expert
+from shardwise.planner.passes import recomputed
+from shardwise.planner.price import unstaged
+from shardwise.planner.seconds import step
+from shardwise.planner.seconds.rates import own_traits
+from shardwise.planner.sheets import sheet_of
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import BYTES, Dtype, Plan
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
+from shardwise.techniques import offload, optim
+from shardwise.techniques.offload.updated import elsewhere
+
+OWN = {"layout", "batch", "shard", "pipeline", "estimate", "why", "cluster", "format"}
+"""Settings that plans may differ in that compute the same, in micro-batches of another size or sharded over others."""
+_settings = attrgetter(*(each.name for each in fields(Plan) if each.name not in OWN))
+
+
+def alike(plan: Plan) -> object:
+    """What plans have in common that compute the same in micro-batches of another size, and shard it over others."""
+    layout = plan.layout
+    return _settings(plan), layout.tp, layout.cp, layout.ep, layout.ulysses, plan.sharded, plan.batch.seq_len
+
+
+class Own(NamedTuple):
+    """Of some weights: the bytes that are gathered, how many numbers are trained, and the bytes of their gradients as
+    backward makes them."""
+
+    gathered: int
+    trained: int
+    made: int
+
+    @classmethod
+    def of(cls, weights: Iterable[Tensor]) -> Own:
+        sizes = [(prod(map(int, one.shape)), BYTES[one.used_as], one.trained) for one in weights]
+        trained = [(numbers, size) for numbers, size, own in sizes if own]
+        made = sum(numbers * size for numbers, size in trained)
+        return cls(sum(numbers * size for numbers, size, _ in sizes), sum(numbers for numbers, _ in trained), made)
+
+    def reduced(self, dtype: Dtype, *, added: bool) -> int:
+        """Bytes of the gradients, unless they have been ``added`` to others, and of the buffer that is reduced."""
+        return self.made * (not added) + self.trained * BYTES[dtype]
+
+
+class Sizes(NamedTuple):
+    """What plans have in common that differ in the dial and in their micro-batches: operations of products a token, the
+    bytes of all weights as they are gathered (four-bit codes stay so) and of those in blocks, and the numbers in
+    weights that are trained, before they are sharded, and in those that the device updates where the host updates
+    others. Experts that other ranks have than those of ``fsdp`` are told apart, those of all blocks and of the last.
+    ``ahead``: what is gathered of the smallest block, if there are several."""
+
+    flops: int
+    gathered: int
+    blocks: int
+    trained: int
+    stays: int
+    experts: int
+    trained_experts: int
+    tail: Own
+    last_block: Own
+    last_experts: Own
+    ahead: int
+
+
+class Standing(NamedTuple):
+    """Bytes of weights and moments that the device holds, and the seconds of a step that do not grow with its
+    micro-batches."""
+
+    held: int
+    once_s: float
+
+
+@dataclass
+class PlanFigures:
+    """Those of the plans of one model on one cluster."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    known_sheets: dict[object, Sheet] = field(default_factory=dict)
+    known_sizes: dict[object, Sizes] = field(default_factory=dict)
+    known_states: dict[object, Standing] = field(default_factory=dict)
+
+    def sheet(self, plan: Plan) -> Sheet:
+        """The sheet of a plan that computes the same, without stages."""
+        key = plan.batch.micro_batch_size, alike(plan)  # rows of experts are of a micro-batch
+        if key not in self.known_sheets:
+            self.known_sheets[key] = costed_of(self.spec, unstaged(plan))
+        return self.known_sheets[key]
+
+    def sizes(self, plan: Plan) -> Sizes:
+        """Of all that compute the same, in micro-batches of whatever size."""
+        key = alike(plan)
+        if key not in self.known_sizes:
+            costed = self.sheet(plan)
+            weights = [
+                (prod(map(int, weight.shape)) * times, weight, unit)
+                for unit, times in costed.repeated()
+                for weight in unit.weights
+            ]
+            flops = sum(times * _flops(unit) for unit, times in costed.repeated())
+            spread = [each for each in weights if plan.layout.ep > 1 and is_expert(each[1].name)]
+            if spread:
+                weights = [each for each in weights if not is_expert(each[1].name)]
+            gathered = [(n * BYTES[weight.used_as], unit) for n, weight, unit in weights]
+            apart = {id(weight) for _, weight, _ in spread}
+
+            def own(unit: Unit) -> Own:
+                return Own.of(weight for weight in unit.weights if id(weight) not in apart)
+
+            last = costed.blocks[costed.order[-1]]
+            self.known_sizes[key] = Sizes(
+                flops,
+                sum(size for size, _ in gathered),
+                sum(size for size, unit in gathered if unit.name == "block"),
+                sum(n for n, weight, _ in weights if weight.trained),
+                sum(n for n, weight, unit in weights if weight.trained and unit.stays),
+                sum(n * BYTES[weight.used_as] for n, weight, _ in spread),
+                sum(n for n, weight, _ in spread if weight.trained),
+                own(costed.tail),
+                own(last),
+                Own.of(weight for weight in last.weights if id(weight) in apart),
+                min(own(block).gathered for block in costed.blocks) if len(costed.order) > 1 else 0,
+            )
+        return self.known_sizes[key]
+
+    def state(self, plan: Plan) -> Standing:
+        """Of the plan without stages, whatever its micro-batches."""
+        key = plan.layout.fsdp, alike(plan)
+        if key not in self.known_states:
+            whole = unstaged(plan)
+            costed = costed_of(self.spec, whole)
+            once_s = step.once_s(costed, whole, self.cluster, own_traits())
+            self.known_states[key] = Standing(sum(on_device(costed, whole).values()), once_s)
+        return self.known_states[key]
+
+
+def costed_of(spec: ModelSpec, whole: Plan) -> Sheet:
+    """The sheet of a plan, rewritten by it."""
+    return techniques.cost(sheet_of(spec, whole), whole)
+
+
+def on_device(costed: Sheet, plan: Plan) -> dict[str, int]:
+    """What of weights and moments the device holds."""
+    state, moved = (optim.state_bytes(each, plan) for each in (costed, elsewhere(costed)))
+    return offload.on_device(state, moved["moments"], costed, plan)
+
+
+@lru_cache(maxsize=8 * KEPT_UNITS)
+def _flops(unit: Unit) -> int:
+    """Operations of a unit's products for one token, recomputation included."""
+    again = [op for i, op in enumerate(recomputed(unit)) if i not in unit.saved_ops] if unit.recompute else []
+    return sum(op.flops for op in (*unit.forward, *again, *unit.backward) if op.kind == "matmul" and op.per == "b*s")
