@@ -58,7 +58,7 @@ def becoming(target: Path, synced: bool = True) -> Iterator[Path]:
             _sync(temporary)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is None:  # as of a write to an open file
+        if isinstance(error, OSError) and error.errno and not error.filename:  # as of a write to an open file
             error.filename = str(target)
         raise
     old = target.parent / f".{target.name}.old"

@@ -224,7 +224,7 @@ def _hf_models(
         """Some blocks make other tables of those that they are given, and save these."""
         saved, made = set[int](), given[: len(layers)]
         leaf = hidden.detach().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.add(_storage(tensor)), lambda _: None):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.add(_storage(tensor)), lambda _: hidden):
             for layer, (args, kwargs) in zip(layers, made, strict=True):
                 layer(leaf, *args, **kwargs)
         return [tensor for tensor in plain_tensors(made) if _storage(tensor) not in saved]

@@ -171,7 +171,7 @@ def test_a_step_of_the_search_for_a_loss_scale_says_so(tmp_path: Path, capsys: p
     for number, (scale, finite) in enumerate([(2.0, False), (1.0, False), (1.0, True)], 1):
         state.scale.on(torch.device("cpu"))
         state.advance(64)
-        state.book(not finite, state.scale.update(torch.tensor(finite)).tolist())
+        state.book(not finite, 2.0, state.scale.update(torch.tensor(finite), torch.tensor(True)).tolist())
         norm = 0.5 if finite else math.inf
         log.step(
             state, replace(stats(number, skipped=not finite), grad_norm=norm, loss_scale=scale), torch.device("cpu")
