@@ -32,9 +32,9 @@ def order(spec: ModelSpec, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[
     sent: list[tuple[str, int]] = []
 
     class Ordered(world.WorldCounter):
-        def _sent(self, kind: str, args: Any) -> None:
+        def _sent(self, kind: str, args: Any, out: Any) -> None:
             before = self.sent.copy()
-            super()._sent(kind, args)
+            super()._sent(kind, args, out)
             sent.extend((kind, size // 4) for axis, kind, size in self.sent - before if axis == "dp_shard")
 
     monkeypatch.setattr(world, "WorldCounter", Ordered)

@@ -204,9 +204,9 @@ def calls_of(rank: int, of: Plan) -> Calls:
     """What a rank of a fake world sends in two steps."""
     found, sent = Calls(), WorldCounter._sent
 
-    def watched(self: WorldCounter, kind: str, args: Any) -> None:
+    def watched(self: WorldCounter, kind: str, args: Any, out: Any) -> None:
         before = self.sent.copy()
-        sent(self, kind, args)
+        sent(self, kind, args, out)
         for axis, kind, _ in self.sent - before:
             found.append((next(tuple(own) for own in of.layout.members(axis) if rank in own), kind))
 

@@ -43,6 +43,7 @@ SLOW_OR_OPTIONAL = {
 
 WITHOUT_TORCH = ("shardwise.errors", "shardwise.spec", "shardwise.cli", "shardwise.techniques", "shardwise.planner")
 WITH_TORCH = {
+    "shardwise.planner.hf_units",
     "shardwise.planner.trace",
     "shardwise.planner.tracer",
     "shardwise.planner.record",

@@ -53,7 +53,7 @@ TRACED = (
 )
 EXPERTS = ("models/balance.py", "models/grouped.py", "models/moe.py", "techniques/tp/rows.py")
 """Of what is traced where a block has experts."""
-THEIRS = ("models/hf_model.py", "models/hf_spec.py")
+THEIRS = ("models/hf_model.py", "models/hf_spec.py", "planner/hf_units.py")
 """Of what is traced where a model runs in transformers' own modules."""
 MARKS = ("input", "output", "gradient_in", "gradient_out")
 """Fields of a unit that are tensors of its own."""

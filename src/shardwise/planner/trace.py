@@ -26,21 +26,18 @@ from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
 from shardwise.models.attention import MaskSpec
-from shardwise.models.blocks import blocks
 from shardwise.models.config import layer_kinds
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, Model
 from shardwise.models.moe import counting
-from shardwise.planner.record import RecordedOp, Recorder, Stored, plain_tensors
+from shardwise.planner.hf_units import Call, Start, hf_models
+from shardwise.planner.record import RecordedOp, Recorder, Stored
 from shardwise.planner.symbols import Symbols
 from shardwise.spec.sheet import ARRIVED, EXPERT_ROWS, GROUPED, GROUPED_OUTER, SEND, Dim, Op, Tensor, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.variant import Variant, parameters
 
 Tell = Callable[[torch.Tensor], None]
-Start = Callable[[], torch.Tensor]
-"""Begins the recording of a unit, and returns the unit's input."""
-Call = Callable[[Start], torch.Tensor]
 OVER_RANKS = "over_ranks"
 """In the names of operations whose keys are on several ranks."""
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -157,7 +154,7 @@ def _subject(variant: Variant, model: Model) -> _Runnable:
     if isinstance(model, Decoder):
         call, shared = _decoders(variant, model, ids)
         return _Runnable(named, call, leaf, shared)
-    call, shared, unsaved = _hf_models(variant, model, ids)
+    call, shared, unsaved = hf_models(variant, model, ids)
     return _Runnable(named, call, leaf, shared, unsaved)
 
 
@@ -185,71 +182,6 @@ def _decoders(variant: Variant, model: Decoder, ids: torch.Tensor) -> tuple[Call
     (rotary,) = model.tables(kinds[:1], ids, torch_dtype(variant.plan.precision.compute), MaskSpec())
     block = model.layers[variant.block]
     return lambda start: block(start(), rotary, mask), [*(rotary or ()), *counting(block)]
-
-
-def _hf_models(
-    variant: Variant, model: HFDecoder, ids: torch.Tensor
-) -> tuple[Call, list[torch.Tensor], Callable[[], list[torch.Tensor]]]:
-    """A unit of a model of transformers: the stem is what runs where blocks only pass on what they are given, the tail
-    what follows the last one."""
-    layers = blocks(model)
-    given: list[tuple[Any, Any]] = []
-
-    def run(block: Callable[..., torch.Tensor]) -> torch.Tensor:
-        plain = [layer.forward for layer in layers]
-        for index, layer in enumerate(layers):
-            layer.forward = partial(block, index)
-        try:
-            return model.normed(ids, ids, MaskSpec())
-        finally:
-            for layer, forward in zip(layers, plain, strict=True):
-                layer.forward = forward
-
-    def collect(index: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given.append((args, kwargs))  # what blocks share, made in the stem and held to the end
-        if index + 1 == len(layers):
-            raise _Reached(hidden)
-        return hidden
-
-    def stem(start: Start) -> torch.Tensor:
-        start()
-        try:
-            return run(collect)
-        except _Reached as reached:
-            return reached.hidden
-
-    hidden = torch.empty((*ids.shape, variant.model.hidden_size), dtype=torch_dtype(variant.plan.precision.compute))
-
-    def unsaved() -> list[torch.Tensor]:
-        """Some blocks make other tables of those that they are given, and save these."""
-        saved, made = set[int](), given[: len(layers)]
-        leaf = hidden.detach().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.add(_storage(tensor)), lambda _: hidden):
-            for layer, (args, kwargs) in zip(layers, made, strict=True):
-                layer(leaf, *args, **kwargs)
-        return [tensor for tensor in plain_tensors(made) if _storage(tensor) not in saved]
-
-    if variant.what == "stem":
-        return stem, [ids], unsaved
-    if variant.what == "tail":
-        last = len(layers) - 1
-        return lambda start: run(lambda index, hidden, *_, **__: start() if index == last else hidden), [], list
-    stem(lambda: hidden)
-    args, kwargs = given[variant.block]
-    layer = layers[variant.block]
-    return lambda start: layer(start(), *args, **kwargs), plain_tensors((args, kwargs)), list
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-class _Reached(Exception):
-    """The last block was called."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
 
 
 @contextmanager
