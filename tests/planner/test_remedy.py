@@ -197,6 +197,11 @@ def test_gpus_that_cannot_be_rented_come_last(cluster: str) -> None:
     assert all(device.name in rented() for device in faster)
 
 
+def test_more_gpus_in_a_node_have_their_own_network_and_host() -> None:
+    [more] = [each for _, each, words in _other_machines(parse_cluster("2x3090")) if "devices instead" in words]
+    assert str(more) == "1x4xRTX-3090" and more == parse_cluster("4x3090")
+
+
 def test_other_gpus_have_no_rates_that_were_measured_on_these() -> None:
     machines = replace(parse_cluster("8xH100"), measured=Measured(launch_s=1e-6))
     assert [c.measured for _, c, _ in _other_machines(machines) if c.device != machines.device] == [None]

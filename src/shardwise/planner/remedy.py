@@ -192,9 +192,8 @@ def _other_machines(cluster: Cluster) -> Iterator[Change]:
     if cluster.kind != "cuda":
         return
     nodes, each, here = cluster.nodes, cluster.devices_per_node, cluster.device
-    more = (
-        replace(cluster, nodes=nodes + 1) if nodes > 1 or each >= NODE else replace(cluster, devices_per_node=2 * each)
-    )
+    size = (nodes + 1, each) if nodes > 1 or each >= NODE else (nodes, 2 * each)
+    more = replace(cluster.resized(*size), measured=cluster.measured)
     yield {}, more, f"{more.world} devices instead of {cluster.world}"
     if faster := [device for device in _no_worse(here, each) if device.bf16_flops > here.bf16_flops]:
         device = min(faster, key=lambda other: (other.name not in rented(), other.bf16_flops, other.memory_bytes))
