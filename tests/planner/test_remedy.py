@@ -200,6 +200,11 @@ def test_gpus_that_cannot_be_rented_come_last(cluster: str) -> None:
 def test_more_gpus_in_a_node_have_their_own_network_and_host() -> None:
     [more] = [each for _, each, words in _other_machines(parse_cluster("2x3090")) if "devices instead" in words]
     assert str(more) == "1x4xRTX-3090" and more == parse_cluster("4x3090")
+    for changes in (
+        list(_other_machines(parse_cluster("1xGH200"))),
+        list(_cluster_changes(parse_cluster("1xGH200")))[0],
+    ):
+        assert {each.devices_per_node for _, each, _ in changes} == {1}, "nodes of theirs have one"
 
 
 def test_other_gpus_have_no_rates_that_were_measured_on_these() -> None:

@@ -123,10 +123,10 @@ def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
     """More devices of the same kind, then larger ones that are as fast. Likewise."""
     if cluster.kind != "cuda":
         return
-    nodes, each = cluster.nodes, cluster.devices_per_node
+    nodes, each, full = cluster.nodes, cluster.devices_per_node, min(NODE, cluster.device.per_node)
     sizes = [(nodes + 1, each), (2 * nodes, each), (4 * nodes, each)]
-    if nodes == 1 and each < NODE:
-        sizes = [(1, count) for count in (2 * each, 4 * each, 8 * each) if count <= NODE] + [(2, NODE), (4, NODE)]
+    if nodes == 1 and each < full:
+        sizes = [(1, count) for count in (2 * each, 4 * each, 8 * each) if count <= full] + [(2, full), (4, full)]
     larger = [cluster.resized(n, count) for n, count in sizes]
     yield [({}, other, f"{other.world} devices instead of {cluster.world}") for other in larger]
     here = cluster.device
@@ -192,7 +192,8 @@ def _other_machines(cluster: Cluster) -> Iterator[Change]:
     if cluster.kind != "cuda":
         return
     nodes, each, here = cluster.nodes, cluster.devices_per_node, cluster.device
-    size = (nodes + 1, each) if nodes > 1 or each >= NODE else (nodes, 2 * each)
+    full = nodes > 1 or each >= min(NODE, here.per_node)
+    size = (nodes + 1, each) if full else (nodes, 2 * each)
     more = replace(cluster.resized(*size), measured=cluster.measured)
     yield {}, more, f"{more.world} devices instead of {cluster.world}"
     if faster := [device for device in _no_worse(here, each) if device.bf16_flops > here.bf16_flops]:
