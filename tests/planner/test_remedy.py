@@ -18,7 +18,8 @@ from shardwise.planner.remedy import (
     remedies,
 )
 from shardwise.planner.search import Search, choose
-from shardwise.spec.cluster import Device, parse_cluster, rented
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.devices import Device, rented
 from shardwise.spec.load import load_recipe
 from shardwise.spec.measured import Measured
 from shardwise.spec.plan import Plan
@@ -202,7 +203,7 @@ def test_more_gpus_in_a_node_have_their_own_network_and_host() -> None:
     assert str(more) == "1x4xRTX-3090" and more == parse_cluster("4x3090")
     for changes in (
         list(_other_machines(parse_cluster("1xGH200"))),
-        list(_cluster_changes(parse_cluster("1xGH200")))[0],
+        next(_cluster_changes(parse_cluster("1xGH200"))),
     ):
         assert {each.devices_per_node for _, each, _ in changes} == {1}, "nodes of theirs have one"
 

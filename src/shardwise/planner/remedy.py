@@ -9,8 +9,9 @@ from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
 from shardwise.planner.compare import MARGIN, TIE, TIGHT, fits, name, peak_share, seconds, tokens_per_s
 from shardwise.planner.search import Search
-from shardwise.spec.cluster import Cluster, Device, devices, rented
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.complaints import cross_check
+from shardwise.spec.devices import Device, devices, rented
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe
 from shardwise.techniques.remat import MODES
