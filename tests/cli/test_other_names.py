@@ -33,7 +33,7 @@ STAGES = Layout(dp_shard=4, pp=2)
         (STAGES, "ddp", {"pipeline": Pipeline("interleaved", 4)}, ("--num-virtual-stages-per-pipeline-rank 4",), "PM"),
         (Layout(dp_shard=4, cp=2, ulysses=2), "zero3", {"cp_kind": "ulysses"}, ("Ulysses", "a2a"), "DM"),
         (Layout(dp_shard=4, cp=2), "zero3", {"cp_kind": "ring"}, ("context_parallel", "p2p"), "PM"),
-        (Layout(dp_shard=4, ep=2), "zero1", {}, ("AutoEP", "--expert-model-parallel-size 2"), "PDM"),
+        (Layout(dp_shard=4, ep=2), "zero1", {}, ("AutoEP", "--expert-model-parallel-size 2"), "DM"),
         (
             SHARDED,
             "zero3",

@@ -102,3 +102,5 @@ def test_rates_that_were_assumed_are_told_where_they_matter() -> None:
     assert "disk" not in (assumed_rates(files, said) or "disk")
     assert rates_of(files, said, own_traits()).disk_bytes_per_s == (1.5e9, 1.5e9)
     assert assumed_rates(host, replace(card, measured=measured)) is None
+    assert assumed_rates(host, parse_cluster("2xCPU")) is None
+    assert (assumed_rates(files, parse_cluster("2xCPU")) or "").startswith("assumed: disks of a node write 2.5 GB/s")

@@ -10,7 +10,8 @@ from shardwise.errors import UsageError
 from shardwise.models.load import load_spec
 from shardwise.planner.length import Length, length_of, read_prices, read_tokens, with_reference
 from shardwise.planner.search import choose
-from shardwise.spec.cluster import Cluster, Device, parse_cluster
+from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.devices import Device
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Batch, Estimate, Plan, Seconds

@@ -39,8 +39,8 @@ def _pytorch(plan: Plan) -> Iterator[str | None]:
     if layout.size("loss") > 1:
         inside = layout.tp > 1 or layout.pp > 1
         yield {
-            "ddp": "replicate" if inside else "DistributedDataParallel",
-            "zero1": None if inside or hybrid else "ZeroRedundancyOptimizer",
+            "ddp": None if layout.ep > 1 else "replicate" if inside else "DistributedDataParallel",
+            "zero1": None if inside or hybrid or layout.ep > 1 else "ZeroRedundancyOptimizer",
             "zero2": "fully_shard with reshard_after_forward=False (SHARD_GRAD_OP)",
             "zero3": "FSDP2's fully_shard (FULL_SHARD)",
         }[strategy]

@@ -13,10 +13,10 @@ from shardwise.cli.other_names import named_elsewhere
 from shardwise.cli.timeline import text
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
-from shardwise.planner.compare import fits, in_order, kind, same_program, seconds, tokens_per_s
+from shardwise.planner.compare import TIE, fits, in_order, kind, same_program, seconds, tokens_per_s
 from shardwise.planner.length import Length
 from shardwise.planner.remedy import Remedy, alternatives, remedies
-from shardwise.planner.search import Search
+from shardwise.planner.search import Search, dials
 from shardwise.planner.seconds.pipeline import PipelineTimes, pipeline_times
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.spec import finetune
@@ -62,7 +62,7 @@ def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, 
         key = "batch.global_batch_size"
         chosen = replace(chosen, why={**chosen.why, key: sized.why[key]})
     free = replace(search, pinned=False) if recipe.parallel != Parallel() else search
-    plans = _with_chosen([*free.families(), *search.dials(chosen)], chosen)
+    plans = _with_chosen([*free.families(), *dials(search, chosen)], chosen)
     needed = [] if fits(chosen) else remedies(recipe, spec, cluster, chosen)
     others = alternatives(recipe, spec, cluster, chosen, plans) if fits(chosen) else []
     chosen, plans = corrected(chosen), [corrected(plan) for plan in plans]
@@ -157,7 +157,7 @@ def plan_lines(plans: list[Plan], chosen: Plan, explain: str | None) -> list[str
         f"        {render.verdict(chosen.estimate)}",
         named_elsewhere(chosen),
         "",
-        "the best plan of each kind, by the time of a step",
+        f"the best plan of each kind, by the time of a step; of those within {TIE:.0%} the simplest",
         *render.family_lines(plans, chosen),
         "",
     ]

@@ -42,13 +42,14 @@ def step_lines(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[str]:
 def assumed_rates(plan: Plan, cluster: Cluster) -> str | None:
     """At which rates the host, the way there and the disks of a node are assumed to work, where the plan uses them;
     None where nothing is assumed."""
-    if not plan.offload.words or cluster.kind != "cuda":
+    if not plan.offload.words:
         return None
     rates, ranks, measured = rates_of(plan, cluster, own_traits()), cluster.devices_per_node, cluster.measured
     known, found = measured or Measured(), list[str]()
-    if plan.offload.optimizer != "none" and not known.host_bytes_per_s:
+    beside = cluster.kind == "cuda"  # of a CPU the device is the host
+    if beside and plan.offload.optimizer != "none" and not known.host_bytes_per_s:
         found.append(f"the host of a node updates weights at {show_payload(ranks * rates.host_bytes_per_s)}/s")
-    if not (known.from_device_bytes_per_s and known.to_device_bytes_per_s):
+    if beside and not (known.from_device_bytes_per_s and known.to_device_bytes_per_s):
         found.append(f"each GPU copies {show_payload(rates.host_link_bytes_per_s[0])}/s to it, and as much back")
     if plan.offload.filed and not (known.disk_bytes_per_s or cluster.disk_bytes_per_s):
         read, written = (show_payload(ranks * rate) for rate in rates.disk_bytes_per_s)

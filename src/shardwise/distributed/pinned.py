@@ -21,8 +21,16 @@ def locked(buffer: Tensor, *, pinned: bool) -> Tensor:
     if pinned and buffer.nbytes:
         cuda: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
-        weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
+        weakref.finalize(buffer, _unlock, buffer.data_ptr()).atexit = False
     return buffer
+
+
+def _unlock(address: int) -> None:
+    """A copy that is still on its way would read or write memory that is no longer there, which ends the process's work
+    on the GPU (`unspecified launch failure`, wherever it is asked for something next)."""
+    cuda: Any = torch.cuda.cudart()
+    torch.cuda.synchronize()
+    cuda.cudaHostUnregister(address)
 
 
 def beside(*, pinned: bool) -> ThreadPoolExecutor:

@@ -11,7 +11,8 @@ from typing import Literal
 
 from shardwise.errors import ConfigError, Problem, UsageError
 from shardwise.models.config import ModelSpec, active_parameter_count
-from shardwise.spec.cluster import Cluster, begins, find_device
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.devices import begins, find_device
 from shardwise.spec.plan import Plan
 
 SetBy = Literal["--tokens", "train.max_steps", "train.num_epochs", "the default", "unknown"]

@@ -103,13 +103,15 @@ def test_pinned_memory_is_locked_at_its_size_and_let_go(monkeypatch: pytest.Monk
     assert not locked and not host_buffer(size, pinned=False).is_pinned()
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    waited = list[dict[int, int]]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append({**locked}))
     buffer = host_buffer(size, pinned=True)
     assert locked == {buffer.data_ptr(): size} and buffer.numel() == size
     view = buffer[:7]
     del buffer
     assert locked, "a view of it is alive"
     del view
-    assert not locked
+    assert not locked and [*waited[0].values()] == [size], "copies on their way have ended before"
     assert host_buffer(0, pinned=True).numel() == 0 and not locked
 
 
