@@ -282,7 +282,7 @@ def local_cluster(
     ``memory_bytes``, or what is free; the host of GPUs has ``memory_bytes``, or all that this process may use. Raises
     UsageError (DEV001)."""
     found, count = [] if device == "cpu" else _local_gpus(), nproc or 1
-    if too_many := beyond_all(nodes, nproc or len(found) or min(2, cores())):
+    if nodes > 1 and (too_many := beyond_all(nodes, nproc or len(found) or min(2, cores()))):
         raise _too_many(too_many, "a smaller run.nodes", "run.nodes")
     processes = f"{count} process{'es' * (count != 1)}"
     if found:

@@ -280,7 +280,7 @@ class Run(Section):
     out: str = "runs"
     seed: int = Field(default=0, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    nproc: int | None = Field(default=None, ge=1, le=MOST_PROCESSES)
+    nproc: Degree | None = None
     nodes: Degree = 1
     timeout_s: float = Field(default=60.0, gt=0, le=604_800)
     log_steps: int | None = Field(default=None, ge=1)
