@@ -55,7 +55,6 @@ def residuals(data: list[tuple[Measurement, float]], values: Values) -> np.ndarr
 def whole(values: Values) -> Values:
     """The values with those that follow from them."""
     others = {f"best product:{to}": values.get(f"best product:{of}") for to, of in FOLLOWS.items()}
-    others["own era"] = values.get("era:fsdp2")
     return {**values, **{name: value for name, value in others.items() if value is not None}}
 
 

@@ -149,7 +149,7 @@ def predicted_s(row: Measurement) -> float | None:
 
 def efficiency(row: Measurement) -> float:
     """What the software of a row reaches of the best, as fitted for its era."""
-    return shipped().get(f"era:{row.habits.era}", shipped()["own era"])
+    return shipped().get(f"era:{row.habits.era}", shipped()["era:fsdp2"])
 
 
 def _traits(row: Measurement) -> Traits:

@@ -17,7 +17,7 @@ from shardwise.spec.plan import Plan, Seconds
 from shardwise.spec.record import from_json
 
 FILE = "steps.jsonl"
-PREDICTOR = 4
+PREDICTOR = 5
 """Raised when predictions change: ratios to those of an earlier predictor do not correct the next one's."""
 KEPT_LINES = 300
 WITHIN, WITHIN_LORA = 0.06, 0.13

@@ -14,6 +14,7 @@ from math import ceil, exp, log
 from typing import Any, Literal
 
 from shardwise.planner.seconds.constants import shipped
+from shardwise.planner.seconds.devices import measured_on
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
 from shardwise.spec.plan import BYTES, Plan
@@ -49,7 +50,7 @@ class Traits:
     an element besides what it is given and returns; 0 where it is one kernel. ``chained``: the stages of a pipeline
     wait while the one before them gathers weights or sums gradients. ``experts_s``: of host time a layer with experts;
     0 for that of the constants. ``scattered``: tensor-parallel ranks that all have the same hidden states send the next
-    stage a part each."""
+    stage a part each. ``measured``: what this system measured on such a device goes before the table."""
 
     efficiency: float
     step_s: float
@@ -64,12 +65,13 @@ class Traits:
     chained: bool = True
     experts_s: float = 0.0
     scattered: bool = False
+    measured: bool = False
 
 
 def own_traits() -> Traits:
     """Those of this system."""
     known = shipped()
-    return Traits(known["own era"], known["own step_s"], fused_loss=True, dequantised=DEQUANTISED_BYTES)
+    return Traits(known["own era"], known["own step_s"], fused_loss=True, dequantised=DEQUANTISED_BYTES, measured=True)
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
     blocks: Blocks = traits.blocks or ("compiled" if plan.compile else "eager")
     launch_s = known["launch_s"] if cuda else CPU_LAUNCH_S
     launch_s = cluster.measured.launch_s if cluster.measured else launch_s
-    fixed: dict[str, Any] = {"cuda": cuda, "dtype": dtype, "measured": cluster.measured, "launch_s": launch_s}
+    measured = cluster.measured or (measured_on(device.name) if traits.measured and cuda else None)
+    fixed: dict[str, Any] = {"cuda": cuda, "dtype": dtype, "measured": measured, "launch_s": launch_s}
     fixed |= {"fill_k": known["fill k"], "misaligned": known["misaligned product"], "blocks": blocks}
     fixed |= {"grouped": known["grouped product"], "experts_s": traits.experts_s or known["experts_s"]}
     fixed |= {"dequantised": traits.dequantised, "fused_loss": traits.fused_loss and plan.compile}
