@@ -27,8 +27,9 @@ from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.planner.seconds.history import About, remember
 from shardwise.spec import cluster as machines
-from shardwise.spec.cluster import Cluster, Device, parse_cluster
+from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.cluster_file import dump_cluster
+from shardwise.spec.devices import Device
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, load_recipe
 from shardwise.spec.measured import Measured

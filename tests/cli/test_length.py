@@ -116,6 +116,7 @@ def test_the_same_for_tokens_as_an_object(shardwise: Run) -> None:
         "gpu_hours": pytest.approx(977 * 2 * 8 / 3600),
         "dollars_per_gpu_hour": 2.0,
         "dollars": pytest.approx(977 * 2 * 8 / 3600 * 2),
+        "reference_s": None,
     }
 
 
@@ -174,7 +175,7 @@ def test_epochs_are_known_once_the_data_are_prepared(tmp_path: Path, monkeypatch
     cluster = parse_cluster("8xH100")
 
     def length(*more: str) -> Length:
-        return run_length(load_recipe(None, [*words, *more]), plan, cluster, Asked())
+        return run_length(load_recipe(None, [*words, *more]), LLAMA, plan, cluster, Asked())
 
     unknown = length("train.num_epochs=2")
     assert (unknown.set_by, unknown.steps) == ("unknown", 7_812_500)  # 10^9 / (4 x 32)

@@ -1,4 +1,4 @@
-"""A step in words: what it is made of, what it waits for, and what the plan is called elsewhere."""
+"""A step in words: what it is made of, what it waits for, and at which rates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.cli.step_time import assumed_rates, bottleneck, mfu, named_elsewhere, parts, step_lines, time_lines
+from shardwise.cli.step_time import assumed_rates, bottleneck, mfu, parts, step_lines, time_lines
 from shardwise.models.load import load_spec
 from shardwise.planner.compare import tokens_per_s
 from shardwise.planner.seconds.rates import own_traits, rates_of
@@ -85,24 +85,6 @@ def test_more_sequences_help_where_gradients_are_sent_once() -> None:
     assert bottleneck(with_seconds(Plan(), "dp_shard", "node", 0.0), parse_cluster("1xH100")) is None
 
 
-@pytest.mark.parametrize(
-    ("layout", "strategy", "words"),
-    [
-        (Layout(dp_replicate=8), "ddp", ("DistributedDataParallel", "stage 0")),
-        (Layout(dp_shard=8), "zero1", ("stage 1", "--use-distributed-optimizer")),
-        (Layout(dp_shard=8), "zero2", ("SHARD_GRAD_OP", "stage 2")),
-        (Layout(dp_shard=8), "zero3", ("fully_shard", "stage 3")),
-        (Layout(dp_replicate=2, dp_shard=4), "zero3", ("HYBRID_SHARD", "MiCS")),
-        (Layout(dp_shard=4, tp=2), "zero1", ("--tensor-model-parallel-size", "within it", "stage 1")),
-        (Layout(tp=8), "ddp", ("tp 8: Megatron's",)),
-        (Layout(), "ddp", ("one device",)),
-    ],
-)
-def test_what_it_is_called_elsewhere(layout: Layout, strategy: str, words: tuple[str, ...]) -> None:
-    told = named_elsewhere(replace(PLAN, layout=layout, shard=Shard(strategy)))  # type: ignore[arg-type]
-    assert told.startswith("elsewhere  ") and all(word in told for word in words)
-
-
 def test_rates_that_were_assumed_are_told_where_they_matter() -> None:
     """Of the host and the way there where the plan uses them; of the disks where files are there, unless they are
     said or measured."""
@@ -120,3 +102,5 @@ def test_rates_that_were_assumed_are_told_where_they_matter() -> None:
     assert "disk" not in (assumed_rates(files, said) or "disk")
     assert rates_of(files, said, own_traits()).disk_bytes_per_s == (1.5e9, 1.5e9)
     assert assumed_rates(host, replace(card, measured=measured)) is None
+    assert assumed_rates(host, parse_cluster("2xCPU")) is None
+    assert (assumed_rates(files, parse_cluster("2xCPU")) or "").startswith("assumed: disks of a node write 2.5 GB/s")

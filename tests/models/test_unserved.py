@@ -10,7 +10,7 @@ import pytest
 from shardwise.errors import ConfigError, MissingInputError
 from shardwise.models import known
 from shardwise.models.load import load_spec, read_spec
-from shardwise.models.unserved import refuse_config, refuse_name
+from shardwise.models.unserved import parameters_of, refuse_config, refuse_name
 
 EXPERTS = "is a mixture of experts of a kind that is not supported yet"
 TEXT = {"hidden_size": 64, "num_experts": 8}
@@ -88,3 +88,26 @@ def test_another_size_is_no_misspelling() -> None:
     assert "Qwen3-4B, Qwen3-8B, Qwen3-14B" in fix
     with pytest.raises(MissingInputError, match=r"did you mean Llama-3\.1-8B"):
         load_spec("llama3.1-8b")
+
+
+def test_all_that_a_model_lacks_is_named_with_the_memory_that_it_needs_anyway() -> None:
+    """DeepSeek-V3: 671 B parameters of 16 bytes. Of a name that says nothing of its size, nothing is said."""
+    latent = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    config = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280}
+    config |= {"intermediate_size": 18432, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "v_head_dim": 128}
+    config |= {"n_routed_experts": 256, "n_shared_experts": 1, **latent}
+    count = parameters_of(config)
+    assert count is not None and abs(count / 671.0e9 - 1) < 0.001
+    for load in (lambda: load_spec("deepseek-ai/DeepSeek-V3"), lambda: read_spec(config, "DeepSeek-V3")):
+        with pytest.raises(ConfigError) as caught:
+            load()
+        [problem] = caught.value.problems
+        assert EXPERTS in problem.what and "MLA" in problem.what
+        assert f"{16 * 671.0e9 / 2**40:.1f} TiB" in problem.what and "671.0 B" in problem.what
+    with pytest.raises(ConfigError) as caught:
+        load_spec("microsoft/Phi-3.5-MoE-instruct")
+    assert "GiB" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load_spec("Qwen/Qwen3-Next-80B-A3B-Instruct")
+    assert f"{16 * 80e9 / 2**40:.1f} TiB" in str(caught.value)
+    assert parameters_of({"hidden_size": 4}) is None

@@ -17,7 +17,8 @@ from shardwise.models.load import load_spec
 from shardwise.planner.compare import seconds
 from shardwise.planner.search import choose
 from shardwise.planner.seconds.constants import shipped
-from shardwise.spec.cluster import devices, parse_cluster
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.devices import devices
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe, Recompute, Train
 

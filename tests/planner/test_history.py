@@ -27,7 +27,8 @@ from shardwise.planner.seconds.history import (
     past_runs,
     remember,
 )
-from shardwise.spec.cluster import Cluster, Device, local_cluster, parse_cluster
+from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
+from shardwise.spec.devices import Device
 from shardwise.spec.layout import Layout
 from shardwise.spec.measured import Measured
 from shardwise.spec.plan import Lora, Plan, Seconds, Shard

@@ -7,9 +7,13 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import UsageError
-from shardwise.planner.length import Length, length_of, read_prices, read_tokens
-from shardwise.spec.cluster import Cluster, Device, parse_cluster
+from shardwise.models.load import load_spec
+from shardwise.planner.length import Length, length_of, read_prices, read_tokens, with_reference
+from shardwise.planner.search import choose
+from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.devices import Device
 from shardwise.spec.layout import Layout
+from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Batch, Estimate, Plan, Seconds
 
 SECONDS = Seconds(step_s=4.5, low_s=4.0, high_s=5.4)
@@ -118,3 +122,21 @@ def test_prices_that_are_refused(given: str, what: str, fix: str) -> None:
 def test_a_machine_without_gpus_has_no_price() -> None:
     with pytest.raises(UsageError, match="`H100=2` is a price for a GPU, and 1x2xCPU has none"):
         read_prices(["H100=2"], parse_cluster("2xCPU"))
+
+
+@pytest.mark.parametrize(("words", "share"), [([], (1 / 4, 1 / 3)), (["lora.rank=16"], (0.3, 0.5))])
+def test_hours_of_pairs_include_the_pass_of_the_reference(words: list[str], share: tuple[float, float]) -> None:
+    """A forward over what is read, once: about a third of a step's operations, of adapters half; of two epochs half as
+    much; and nothing of other methods."""
+    spec = load_spec("meta-llama/Llama-3.2-1B")
+    asked = ["model=meta-llama/Llama-3.2-1B", "method=dpo", "train.seq_len=2048", "train.global_batch_size=8"]
+    plan = choose(load_recipe(None, [*asked, *words]), spec, parse_cluster("1xH100"))
+    bare = length_of(plan, H100, "train.max_steps", 100, price=2.0)
+    found = with_reference(bare, plan, spec, 1.0)
+    assert found.reference_s is not None and found.seconds is not None and bare.seconds is not None
+    assert share[0] < found.reference_s / bare.seconds < share[1]
+    assert found.seconds == pytest.approx(bare.seconds + found.reference_s)
+    assert found.dollars == pytest.approx((bare.dollars or 0) * found.seconds / bare.seconds)
+    half = with_reference(bare, plan, spec, 0.5)
+    assert half.reference_s == pytest.approx(found.reference_s / 2)
+    assert with_reference(bare, replace(plan, loss="cross_entropy"), spec, 1.0) == bare

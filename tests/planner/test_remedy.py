@@ -18,7 +18,8 @@ from shardwise.planner.remedy import (
     remedies,
 )
 from shardwise.planner.search import Search, choose
-from shardwise.spec.cluster import Device, parse_cluster, rented
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.devices import Device, rented
 from shardwise.spec.load import load_recipe
 from shardwise.spec.measured import Measured
 from shardwise.spec.plan import Plan
@@ -195,6 +196,16 @@ def test_gpus_that_cannot_be_rented_come_last(cluster: str) -> None:
     assert all(device.per_node >= machines.devices_per_node for device in larger)
     faster = [change[1].device for change in _other_machines(machines) if change[1].device != machines.device]
     assert all(device.name in rented() for device in faster)
+
+
+def test_more_gpus_in_a_node_have_their_own_network_and_host() -> None:
+    [more] = [each for _, each, words in _other_machines(parse_cluster("2x3090")) if "devices instead" in words]
+    assert str(more) == "1x4xRTX-3090" and more == parse_cluster("4x3090")
+    for changes in (
+        list(_other_machines(parse_cluster("1xGH200"))),
+        next(_cluster_changes(parse_cluster("1xGH200"))),
+    ):
+        assert {each.devices_per_node for _, each, _ in changes} == {1}, "nodes of theirs have one"
 
 
 def test_other_gpus_have_no_rates_that_were_measured_on_these() -> None:

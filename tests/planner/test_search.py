@@ -19,7 +19,8 @@ from shardwise.planner.compare import MARGIN, fits, kind, peak_share, seconds
 from shardwise.planner.price import price
 from shardwise.planner.search import Search, choose
 from shardwise.planner.sheets import sheet_of
-from shardwise.spec.cluster import Cluster, Device, Kind, parse_cluster
+from shardwise.spec.cluster import Cluster, Kind, parse_cluster
+from shardwise.spec.devices import Device
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import LoraSection, Parallel, PrecisionSection, Recipe, Recompute, Train
 from shardwise.techniques.shard.degrees import STRATEGIES

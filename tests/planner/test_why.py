@@ -59,6 +59,14 @@ def test_a_reason_names_another_plan_and_both_times(case: str) -> None:
         assert ("simpler" in said) is (seconds(other).step_s < seconds(chosen).step_s)
 
 
+def test_the_next_kind_is_no_other_name_of_the_same_program() -> None:
+    """With one micro-batch a step ZeRO-2 is ZeRO-1."""
+    words = [f"model={ONE_B}", "train.global_batch_size=4", "parallel.tp=1", "parallel.pp=1"]
+    chosen = Search(load_recipe(None, words), load_spec(ONE_B), parse_cluster("2xL40S")).chosen
+    assert chosen.shard.strategy == "zero1" and chosen.batch.accumulation == 1
+    assert "; " in chosen.why["shard.strategy"] and "zero2" not in chosen.why["shard.strategy"]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_reason_for_the_split_is_not_the_plan_itself(case: str) -> None:
     """Nothing that fits is faster than what is called the fastest; what is called simpler is told with what it costs,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.spec import cluster as module
-from shardwise.spec.cluster import CPU_PROCESS_BYTES, crowding, devices, find_device, local_cluster, parse_cluster
+from shardwise.spec.cluster import CPU_PROCESS_BYTES, crowding, local_cluster, parse_cluster
+from shardwise.spec.devices import devices, find_device
 from shardwise.spec.host import available_memory_bytes, cores
 
 

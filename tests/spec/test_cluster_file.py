@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, MissingInputError, PolicyError
-from shardwise.spec.cluster import Cluster, devices, parse_cluster
+from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.cluster_file import LATER, dump_cluster, load_cluster, machines
+from shardwise.spec.devices import devices
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
 
 MEASURED = Measured(

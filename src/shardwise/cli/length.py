@@ -6,8 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shardwise.errors import ShardwiseError
+from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of
-from shardwise.planner.length import PER_TOKENS, Length, SetBy, length_of
+from shardwise.planner.length import PER_TOKENS, Length, SetBy, length_of, with_reference
 from shardwise.spec import finetune
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
@@ -32,8 +33,15 @@ class Asked:
     prices: dict[str, float] = field(default_factory=dict)
 
 
-def run_length(recipe: Recipe, plan: Plan, cluster: Cluster, asked: Asked) -> Length:
-    """The length of a run: in tokens if they were asked for, else as the recipe says it."""
+def run_length(recipe: Recipe, spec: ModelSpec, plan: Plan, cluster: Cluster, asked: Asked) -> Length:
+    """The length of a run: in tokens if they were asked for, else as the recipe says it. Of several epochs the
+    reference reads the pairs of one."""
+    length = _of_steps(recipe, plan, cluster, asked)
+    epochs = recipe.train.num_epochs or 1 if length.set_by == "train.num_epochs" else 1
+    return with_reference(length, plan, spec, 1 / max(1.0, epochs))
+
+
+def _of_steps(recipe: Recipe, plan: Plan, cluster: Cluster, asked: Asked) -> Length:
     price = asked.prices.get(cluster.device.name)
     if asked.tokens is not None:
         return length_of(plan, cluster, "--tokens", None, asked.tokens, price)
@@ -56,6 +64,8 @@ def length_lines(length: Length) -> list[str]:
         parts.append(show_duration(length.seconds))
     if length.low_s and length.high_s:
         parts[-1] += f" ({show_duration(length.low_s)} to {show_duration(length.high_s)})"
+    if length.reference_s is not None:
+        parts[-1] += f", of which {show_duration(length.reference_s)} for the reference's scores"
     if length.gpu_hours is not None:
         parts.append(f"{length.gpu_hours:,.{1 if length.gpu_hours >= 1 else 3}f} GPU-hours")
     if length.dollars is not None:

@@ -9,13 +9,14 @@ from typing import Any
 from shardwise.cli import render, step_time
 from shardwise.cli.decide import told, with_history
 from shardwise.cli.length import Asked, length_lines, run_length
+from shardwise.cli.other_names import named_elsewhere
 from shardwise.cli.timeline import text
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
-from shardwise.planner.compare import fits, in_order, kind, same_program, seconds, tokens_per_s
+from shardwise.planner.compare import TIE, fits, in_order, kind, same_program, seconds, tokens_per_s
 from shardwise.planner.length import Length
 from shardwise.planner.remedy import Remedy, alternatives, remedies
-from shardwise.planner.search import Search
+from shardwise.planner.search import Search, dials
 from shardwise.planner.seconds.pipeline import PipelineTimes, pipeline_times
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.spec.cluster import Cluster
@@ -54,11 +55,11 @@ def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, 
 
     chosen = told(search.explained(seconds(corrected(best)).scale), recipe)
     free = replace(search, pinned=False) if recipe.parallel != Parallel() else search
-    plans = _with_chosen([*free.families(), *search.dials(chosen)], chosen)
+    plans = _with_chosen([*free.families(), *dials(search, chosen)], chosen)
     needed = [] if fits(chosen) else remedies(recipe, spec, cluster, chosen)
     others = alternatives(recipe, spec, cluster, chosen, plans) if fits(chosen) else []
     chosen, plans = corrected(chosen), [corrected(plan) for plan in plans]
-    length = run_length(recipe, chosen, cluster, asked)
+    length = run_length(recipe, spec, chosen, cluster, asked)
     return Planned(spec, cluster, chosen, plans, length, all_of(needed), all_of(others))
 
 
@@ -147,9 +148,9 @@ def plan_lines(plans: list[Plan], chosen: Plan, explain: str | None) -> list[str
     lines = [
         f"chosen: {render.label(chosen)} · {render.execution(chosen)}",
         f"        {render.verdict(chosen.estimate)}",
-        step_time.named_elsewhere(chosen),
+        named_elsewhere(chosen),
         "",
-        "the best plan of each kind, by the time of a step",
+        f"the best plan of each kind, by the time of a step; of those within {TIE:.0%} the simplest",
         *render.family_lines(plans, chosen),
         "",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, replace
+from itertools import groupby
 from math import ceil
 
 from shardwise.cli.show import coloured
@@ -20,6 +21,8 @@ WORDS = {**PLANNED, "batch.loss_chunk_tokens": "tokens in a chunk of the loss"}
 DRIVE_TBW = 600
 """What the maker of a drive of 1 TB warrants to be written to it (TBW), in TB."""
 SENT = {"node": "sent in the node", "network": "over the network"}
+LONG_VALUE = 24
+"""A value with more characters does not widen the column of values."""
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 
@@ -223,10 +226,14 @@ def remedy_words(found: list[Remedy]) -> str:
 
 
 def why_lines(plan: Plan) -> list[str]:
-    """A reason for every value, under the recipe's name for it."""
+    """A reason for every value, under the recipe's name for it. Long values make no column wide, and where there is no
+    value the reason stands in its place."""
     flat = dotted(asdict(plan)) | {"batch.global_batch_size": plan.batch.global_batch_size(plan.layout.dp)}
-    rows = [(WORDS.get(key, key), _typed(flat.get(key, "")), reason) for key, reason in plan.why.items()]
-    return ["  " + line for line in columns(rows, "<<<")]
+    rows = [(WORDS.get(key, key), _typed(flat.get(key)), reason) for key, reason in plan.why.items()]
+    name_width = max((len(name) for name, _, _ in rows), default=0)
+    width = max((len(value) for _, value, _ in rows if len(value) <= LONG_VALUE), default=0)
+    cells = ((f"{name:{name_width}}", *([f"{value:{width}}"] if value else []), reason) for name, value, reason in rows)
+    return ["  " + "  ".join(row) for row in cells]
 
 
 def summary(plan: Plan) -> list[str]:
@@ -246,7 +253,15 @@ def summary(plan: Plan) -> list[str]:
 
 
 def _typed(value: object) -> str:
-    """A value, written as in a recipe."""
+    """A value, written as in a recipe, or nothing where there is none; of a long split how many stages have how many
+    blocks."""
+    if value is None or value in ("", (), []):
+        return ""
+    if isinstance(value, tuple | list):
+        runs = [(len(list(same)), each) for each, same in groupby(value)]
+        if len(str(list(value))) > LONG_VALUE:
+            return ", ".join(f"{times} of {each}" for times, each in runs)
+        return str(list(value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

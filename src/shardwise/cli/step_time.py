@@ -1,4 +1,4 @@
-"""How long a step takes and what it waits for, as lines of text; and what a plan is called elsewhere."""
+"""How long a step takes and what it waits for, as lines of text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,6 @@ from shardwise.spec.units import columns, show_count, show_payload, show_seconds
 LITTLE, MUCH = 0.05, 0.25
 """Shares of a step that wait for collectives: below the one the links do not matter, from the other on they are the
 bottleneck."""
-ELSEWHERE = {
-    "ddp": "PyTorch: DistributedDataParallel · DeepSpeed: stage 0 · Megatron: no distributed optimizer",
-    "zero1": "PyTorch: ZeroRedundancyOptimizer · DeepSpeed: stage 1 · Megatron: --use-distributed-optimizer",
-    "zero2": "PyTorch: FSDP, SHARD_GRAD_OP · DeepSpeed: stage 2 · Megatron: optim_grads of Megatron-FSDP",
-    "zero3": "PyTorch: FSDP2's fully_shard, FULL_SHARD · DeepSpeed: stage 3 · Megatron: --use-torch-fsdp2",
-}
-HYBRID = "PyTorch: FSDP2 on a mesh (replicate, shard), HYBRID_SHARD · DeepSpeed: MiCS · Megatron: several instances"
 
 
 def mfu(spec: ModelSpec, plan: Plan, cluster: Cluster) -> float | None:
@@ -49,13 +42,14 @@ def step_lines(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[str]:
 def assumed_rates(plan: Plan, cluster: Cluster) -> str | None:
     """At which rates the host, the way there and the disks of a node are assumed to work, where the plan uses them;
     None where nothing is assumed."""
-    if not plan.offload.words or cluster.kind != "cuda":
+    if not plan.offload.words:
         return None
     rates, ranks, measured = rates_of(plan, cluster, own_traits()), cluster.devices_per_node, cluster.measured
     known, found = measured or Measured(), list[str]()
-    if plan.offload.optimizer != "none" and not known.host_bytes_per_s:
+    beside = cluster.kind == "cuda"  # of a CPU the device is the host
+    if beside and plan.offload.optimizer != "none" and not known.host_bytes_per_s:
         found.append(f"the host of a node updates weights at {show_payload(ranks * rates.host_bytes_per_s)}/s")
-    if not (known.from_device_bytes_per_s and known.to_device_bytes_per_s):
+    if beside and not (known.from_device_bytes_per_s and known.to_device_bytes_per_s):
         found.append(f"each GPU copies {show_payload(rates.host_link_bytes_per_s[0])}/s to it, and as much back")
     if plan.offload.filed and not (known.disk_bytes_per_s or cluster.disk_bytes_per_s):
         read, written = (show_payload(ranks * rate) for rate in rates.disk_bytes_per_s)
@@ -120,24 +114,3 @@ def time_lines(plan: Plan) -> list[str]:
     rows.append(("a step", found.step_s, f"{show_seconds(found.low_s)} to {show_seconds(found.high_s)}"))
     shown = [(name, show_seconds(part), f"{part / found.step_s:.0%}", more) for name, part, more in rows]
     return ["  " + line for line in columns(shown, "<>><")]
-
-
-def named_elsewhere(plan: Plan) -> str:
-    """What this plan would be in DDP, FSDP, DeepSpeed and Megatron, in one line."""
-    hybrid = plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1
-    dial = HYBRID if hybrid else ELSEWHERE[plan.shard.strategy]
-    layout, found = plan.layout, list[str]()
-    if layout.pp > 1:
-        found.append(f"pp {layout.pp}: Megatron's --pipeline-model-parallel-size, PyTorch's pipelining")
-    if layout.tp > 1:
-        found.append(f"tp {layout.tp}: Megatron's --tensor-model-parallel-size, PyTorch's parallelize_module")
-    if layout.cp > 1:
-        theirs = "DeepSpeed's Ulysses" if layout.ulysses == layout.cp else "PyTorch's context_parallel"
-        found.append(f"cp {layout.cp}: Megatron's --context-parallel-size, {theirs}")
-    if layout.ep > 1:
-        theirs = "DeepSpeed's AutoEP, torchtitan's expert_parallel_degree"
-        found.append(f"ep {layout.ep}: Megatron's --expert-model-parallel-size, {theirs}")
-    ranks = layout.size("loss")
-    if not found:
-        return f"elsewhere  {dial}" if ranks > 1 else "elsewhere  any of them, on one device"
-    return "elsewhere  " + "; ".join([*found, *([f"within it {dial}"] if ranks > 1 else [])])

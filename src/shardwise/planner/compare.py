@@ -69,7 +69,10 @@ def name(plan: Plan) -> str:
     replicas = f" x {layout.dp_replicate}" * (plan.shard.strategy != "ddp" and layout.dp_replicate > 1)
     rows = f", cp {layout.cp} ({plan.cp_kind})" * (layout.cp > 1)
     rows += f", ep {layout.ep}" * (layout.ep > 1)
-    return f"{plan.shard.strategy} over {over}{replicas}{rows}" + f", tp {layout.tp}" * (layout.tp > 1) + piped
+    split = f"{rows}{f', tp {layout.tp}' * (layout.tp > 1)}{piped}"
+    if layout.size("loss") == 1 and split:
+        return split.removeprefix(", ")
+    return f"{plan.shard.strategy} over {over}{replicas}{split}"
 
 
 def kind(plan: Plan) -> str:
@@ -81,6 +84,12 @@ def kind(plan: Plan) -> str:
     if plan.layout.ep > 1:
         return "ep"
     return "hybrid" if plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1 else plan.shard.strategy
+
+
+def twins(one: Plan, other: Plan) -> bool:
+    """Whether one has zero1, the other zero2, and both one micro-batch a step: then these are the same."""
+    once = one.batch.accumulation == other.batch.accumulation == 1
+    return once and {kind(one), kind(other)} == {"zero1", "zero2"}
 
 
 def same_program(one: Plan, other: Plan) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
 from shardwise.errors import ConfigError, Problem, UsageError
-from shardwise.spec.cluster import Cluster, begins, find_device
+from shardwise.models.config import ModelSpec, active_parameter_count
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.devices import begins, find_device
 from shardwise.spec.plan import Plan
 
 SetBy = Literal["--tokens", "train.max_steps", "train.num_epochs", "the default", "unknown"]
@@ -24,8 +26,9 @@ _SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 @dataclass(frozen=True)
 class Length:
     """A run of ``steps`` optimizer steps, which ``set_by`` decides, and what they take: start, validation and
-    checkpoints are not counted. What rests on seconds is None for a plan that has none, ``gpu_hours`` on CPUs too,
-    and ``dollars`` without a price. Four runs in five are expected between ``low_s`` and ``high_s``."""
+    checkpoints are not counted; ``reference_s`` of it are the reference's pass (``method: dpo``). What rests on seconds
+    is None for a plan that has none, ``gpu_hours`` on CPUs too, and ``dollars`` without a price. Four runs in five are
+    expected between ``low_s`` and ``high_s``."""
 
     set_by: SetBy
     steps: int
@@ -36,6 +39,23 @@ class Length:
     gpu_hours: float | None = None
     dollars_per_gpu_hour: float | None = None
     dollars: float | None = None
+    reference_s: float | None = None
+
+
+def with_reference(length: Length, plan: Plan, spec: ModelSpec, passes: float) -> Length:
+    """The length with the pass of the initial model over what is read (``method: dpo``), ``passes`` times as often as
+    training reads it: a forward, whose share of a step is that of its operations."""
+    found, batch = plan.estimate.seconds, plan.batch
+    if plan.loss != "dpo" or found is None or length.seconds is None or not plan.estimate.flops_per_step:
+        return length
+    tokens = batch.global_batch_size(plan.layout.dp) * batch.seq_len
+    scores = 2 * batch.seq_len * spec.num_attention_heads * spec.head_dim * spec.num_hidden_layers
+    share = tokens * (2 * active_parameter_count(spec) + scores) / plan.estimate.flops_per_step
+    reference_s = length.steps * passes * share * (found.compute_s + sum(found.exposed_s.values()))
+    factor = 1 + reference_s / length.seconds
+    keys = ("seconds", "low_s", "high_s", "gpu_hours", "dollars")
+    longer = {key: value * factor for key in keys if (value := vars(length)[key]) is not None}
+    return replace(length, **longer, reference_s=reference_s)
 
 
 def length_of(

@@ -9,8 +9,9 @@ from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
 from shardwise.planner.compare import MARGIN, TIE, TIGHT, fits, name, peak_share, seconds, tokens_per_s
 from shardwise.planner.search import Search
-from shardwise.spec.cluster import Cluster, Device, devices, rented
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.complaints import cross_check
+from shardwise.spec.devices import Device, devices, rented
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe
 from shardwise.techniques.remat import MODES
@@ -123,10 +124,10 @@ def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
     """More devices of the same kind, then larger ones that are as fast. Likewise."""
     if cluster.kind != "cuda":
         return
-    nodes, each = cluster.nodes, cluster.devices_per_node
+    nodes, each, full = cluster.nodes, cluster.devices_per_node, min(NODE, cluster.device.per_node)
     sizes = [(nodes + 1, each), (2 * nodes, each), (4 * nodes, each)]
-    if nodes == 1 and each < NODE:
-        sizes = [(1, count) for count in (2 * each, 4 * each, 8 * each) if count <= NODE] + [(2, NODE), (4, NODE)]
+    if nodes == 1 and each < full:
+        sizes = [(1, count) for count in (2 * each, 4 * each, 8 * each) if count <= full] + [(2, full), (4, full)]
     larger = [cluster.resized(n, count) for n, count in sizes]
     yield [({}, other, f"{other.world} devices instead of {cluster.world}") for other in larger]
     here = cluster.device
@@ -192,9 +193,9 @@ def _other_machines(cluster: Cluster) -> Iterator[Change]:
     if cluster.kind != "cuda":
         return
     nodes, each, here = cluster.nodes, cluster.devices_per_node, cluster.device
-    more = (
-        replace(cluster, nodes=nodes + 1) if nodes > 1 or each >= NODE else replace(cluster, devices_per_node=2 * each)
-    )
+    full = nodes > 1 or each >= min(NODE, here.per_node)
+    size = (nodes + 1, each) if full else (nodes, 2 * each)
+    more = replace(cluster.resized(*size), measured=cluster.measured)
     yield {}, more, f"{more.world} devices instead of {cluster.world}"
     if faster := [device for device in _no_worse(here, each) if device.bf16_flops > here.bf16_flops]:
         device = min(faster, key=lambda other: (other.name not in rented(), other.bf16_flops, other.memory_bytes))

@@ -163,24 +163,6 @@ class Search:
                 return found
         return []
 
-    def dials(self, chosen: Plan) -> list[Plan]:
-        """Where ``chosen`` splits the model too, the best plans of its degrees with what fits of the other ways to
-        shard over the rest."""
-        if kind(chosen) in (*STRATEGIES, "hybrid"):
-            return []
-
-        def degrees(plan: Plan) -> tuple[object, ...]:
-            layout = plan.layout
-            return layout.pp, layout.tp, layout.cp, layout.ep, plan.pipeline, plan.cp_kind
-
-        with uncollected():
-            staged = [each for each in self.pipelines if degrees(each.staged) == degrees(chosen)]
-            plans = (*self.all, *(plan for each in staged for plan in self._pipelines.plans(each)))
-            alike = [plan for plan in plans if degrees(plan) == degrees(chosen)]
-            others = (each for each in STRATEGIES if each != chosen.shard.strategy)
-            found = [self.known.fastest([plan for plan in alike if plan.shard.strategy == each]) for each in others]
-            return [self.known.with_larger_chunks(simplest(own)) for own in found if own]
-
     def families(self) -> list[Plan]:
         """The best plan of each kind, by seconds; behind them those of kinds of which none fits, the smallest of
         each."""
@@ -201,3 +183,22 @@ class Search:
         small = [plan for plan in smallest_ones(self.all) if self.known.bounds.stand(plan, share)]
         alone = any(peak_share(self.known.priced(plan)) <= share for plan in small)
         return alone or any(self._able(degrees, share) for degrees in self.pipelines)
+
+
+def dials(search: Search, chosen: Plan) -> list[Plan]:
+    """Where ``chosen`` splits the model too, the best plans of its degrees with what fits of the other ways to
+    shard over the rest."""
+    if kind(chosen) in (*STRATEGIES, "hybrid"):
+        return []
+
+    def degrees(plan: Plan) -> tuple[object, ...]:
+        layout = plan.layout
+        return layout.pp, layout.tp, layout.cp, layout.ep, plan.pipeline, plan.cp_kind
+
+    with uncollected():
+        staged = [each for each in search.pipelines if degrees(each.staged) == degrees(chosen)]
+        plans = (*search.all, *(plan for each in staged for plan in search._pipelines.plans(each)))
+        alike = [plan for plan in plans if degrees(plan) == degrees(chosen)]
+        others = (each for each in STRATEGIES if each != chosen.shard.strategy)
+        found = [search.known.fastest([plan for plan in alike if plan.shard.strategy == each]) for each in others]
+        return [search.known.with_larger_chunks(simplest(own)) for own in found if own]

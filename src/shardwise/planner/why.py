@@ -14,9 +14,9 @@ from shardwise.planner.compare import (
     kind,
     name,
     peak_share,
-    same_program,
     seconds,
     simplicity,
+    twins,
 )
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -89,14 +89,14 @@ class Reasons:
             return "derived: there is one data-parallel rank, and nothing to shard over others"
         head = f"{'searched: ' if fits(best) else f'{below}below {TIGHT:.0%}, '}{self._step(best)} a step, "
         fastest = self.known.with_larger_chunks(min(self.fitting, key=lambda plan: seconds(plan).step_s))
-        other = self._fastest(lambda plan: kind(plan) == kind(best) or same_program(plan, best))
+        other = self._fastest(lambda plan: kind(plan) == kind(best) or twins(plan, best))
         rival = min([fastest, *([other] if other else [])], key=lambda plan: seconds(plan).step_s)
         if seconds(rival).step_s < seconds(best).step_s:
             more = f"{seconds(best).step_s / seconds(rival).step_s - 1:.1%}"
             which = f"{difference(rival, best)} ({self._step(rival)})"
             return f"{head}{more} more than {which}{self._simpler(rival)}"
         beside = f"; {difference(other, best)}: {self._step(other)}" if other else ""
-        return f"{head}the fastest that fits{beside}"
+        return f"{head}the fastest{' that fits' * fits(best)}{beside}"
 
     @cached_property
     def others(self) -> dict[str, Plan | None]:

@@ -27,7 +27,7 @@ from shardwise.runtime.report.header import header
 from shardwise.runtime.report.sample import keep_first_sample
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import RunFacts, TrainState
-from shardwise.spec.cluster import find_device
+from shardwise.spec.devices import find_device
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import dump_plan, dump_recipe
 

@@ -3,16 +3,13 @@ here."""
 
 from __future__ import annotations
 
-import csv
 import re
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
-from functools import cache
-from importlib.resources import files
 from typing import Literal
 
 from shardwise.errors import ConfigError, Problem, UsageError
-from shardwise.spec.beside import host_bytes, read_beside
+from shardwise.spec.beside import read_beside
+from shardwise.spec.devices import Device, find_device, host_of, names_of_devices, plain, sold_on
 from shardwise.spec.host import available_memory_bytes, cores, gpus, total_memory_bytes
 from shardwise.spec.measured import Measured
 from shardwise.spec.units import counted, show_bytes
@@ -40,37 +37,6 @@ _CARDS = re.compile(rf"(?:(?P<cards>{_COUNT}){_TIMES})?(?P<name>EDR|HDR|NDR|XDR)
 _CARD_GBIT_PER_S = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0, "XDR": 800.0}
 _EXAMPLES = "8 H100, 2x8xH100+400Gb/node, 4x8xL40S+100GbE, 4x8xH100+IB or 1xRTX-4090,host=128GB,disk=2TB@3GB/s"
 _SYNTAX = f"[NODESx]DEVICESxNAME[+NETWORK][,host=SIZE][,disk=SIZE@RATE], for example {_EXAMPLES}"
-
-
-@dataclass(frozen=True)
-class Device:
-    """One accelerator, or one CPU process. Peak rates are dense; 0 where unknown. ``matmul_share`` is the share of the
-    peak that plain matrix products reach. ``ring_bytes_per_s`` and ``allreduce_bytes_per_s`` are what a rank's gathers
-    and all-reduces are measured to move on a ring in a full node of ``per_node``; ``nic_bytes_per_s`` is a rank's share
-    of the network cards that such nodes are sold with. ``verified`` (yes, partial, no) says how far the row can be
-    trusted. ``capability``: CUDA's, (9, 0) for Hopper. ``no_compiler``: for this machine, what torch.compile needs and
-    does not find."""
-
-    name: str
-    memory_bytes: int
-    bf16_flops: float = 0.0
-    hbm_bytes_per_s: float = 0.0
-    peer_bytes_per_s: float = 0.0
-    host_link_bytes_per_s: float = 0.0
-    matmul_share: float | None = None
-    ring_bytes_per_s: float = 0.0
-    allreduce_bytes_per_s: float = 0.0
-    nic_bytes_per_s: float = 0.0
-    per_node: int = 8
-    multiprocessors: int = 0
-    verified: str = "no"
-    capability: tuple[int, int] | None = None
-    no_compiler: str = ""
-
-    @property
-    def computes_bf16(self) -> bool:
-        """Whether it has bf16 instructions: NVIDIA's GPUs have them from Ampere on."""
-        return self.capability is None or self.capability >= (8, 0)
 
 
 @dataclass(frozen=True)
@@ -117,69 +83,12 @@ class Cluster:
         network = network_of(other, each) if usual else self.network_bytes_per_s
         link = self.link_bytes_per_s if device is None else _link_bytes_per_s(other)
         sizes = {"nodes": nodes, "devices_per_node": each, "network_bytes_per_s": network, "link_bytes_per_s": link}
-        elsewhere = _sold(other) != _sold(self.device)
+        elsewhere = sold_on(other) != sold_on(self.device)
         if elsewhere or self.host_memory_bytes == host_of(self.device, self.devices_per_node)[0]:
             sizes["host_memory_bytes"] = host_of(other, each)[0]
         if elsewhere:
             sizes |= {"disk_bytes": 0, "disk_bytes_per_s": 0.0}
         return replace(self, device=other, measured=None, **sizes)  # type: ignore[arg-type]
-
-
-@cache
-def devices() -> dict[str, Device]:
-    """The table of known accelerators by name. Memory is what CUDA reports as the total where that is known, else the
-    vendor's figure read as powers of ten, which is the smaller reading."""
-    found: dict[str, Device] = {}
-    for row in _rows():
-        memory = float(row["usable_gib"]) * 2**30 if row["usable_gib"] else float(row["memory_gb"]) * 1e9
-        found[row["name"]] = Device(
-            name=row["name"],
-            memory_bytes=int(memory),
-            bf16_flops=float(row["bf16_tflops"]) * 1e12,
-            hbm_bytes_per_s=float(row["hbm_tb_s"]) * 1e12,
-            peer_bytes_per_s=float(row["peer_gb_s"]) * 1e9,
-            host_link_bytes_per_s=float(row["pcie_gb_s"]) * 1e9,
-            matmul_share=float(row["matmul_share"]) if row["matmul_share"] else None,
-            ring_bytes_per_s=float(row["ring_gb_s"]) * 1e9,
-            allreduce_bytes_per_s=float(row["allreduce_gb_s"]) * 1e9,
-            nic_bytes_per_s=float(row["nic_gb_s"]) * 1e9,
-            per_node=int(row["per_node"]),
-            multiprocessors=int(row["multiprocessors"]),
-            verified=row["verified"],
-            capability=(int(row["capability"][:-2]), int(row["capability"][-1])) if row["capability"] else None,
-        )
-    return found
-
-
-@cache
-def rented() -> frozenset[str]:
-    """The names of those that can be had by the node: others are one company's own, or sold by the rack."""
-    return frozenset(row["name"] for row in _rows() if row["rented"] == "yes")
-
-
-def find_device(name: str) -> Device:
-    """The device meant by ``name``, whatever its case, spaces and hyphens. Raises ConfigError (CLU002)."""
-    names = _names()
-    wanted = _plain(name)
-    for prefix in ("", "nvidia", "amdinstinct", "amd", "geforce", "nvidiageforce", "tesla"):
-        bare = wanted.removeprefix(prefix)
-        if bare in names:
-            return devices()[names[bare]]
-    begun = {row for row in devices() if begins(name, row)} if wanted else set()
-    if len(begun) == 1:
-        return devices()[begun.pop()]
-    starts = [known for known in names if known.startswith(wanted)] if wanted else []
-    variants = {names[known] for known in starts if not known[len(wanted)].isdigit()}
-    near = begun or variants or {names[match] for match in starts or get_close_matches(wanted, names, 3, 0.6)}
-    fix = f"did you mean {' or '.join(sorted(near))}?" if near else f"known: {', '.join(devices())}, CPU"
-    raise ConfigError(Problem("CLU002", f"unknown device `{name.strip()}`", "--cluster", fix))
-
-
-def begins(name: str, device: str) -> bool:
-    """Whether ``name`` is the device's without what tells sizes and forms apart: A100 is A100-PCIe-40GB's, and H20 no
-    H200's."""
-    words = re.findall(r"[a-z0-9]+", device.lower())
-    return _plain(name) in ("".join(words[:count]) for count in range(1, len(words) + 1))
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -208,7 +117,7 @@ def _kinds(text: str) -> list[str]:
     found = [first]
     for part in more:
         match = _MACHINES.fullmatch(part.strip()) or _COUNT_LAST.fullmatch(part.strip())
-        if match and match["count"] and any(map(_plain(match["name"]).startswith, _names())):
+        if match and match["count"] and any(map(plain(match["name"]).startswith, names_of_devices())):
             found.append(part.strip())
         else:
             found[-1] += f"+{part}"
@@ -227,7 +136,7 @@ def _one_kind(text: str, whole: str, memory: int | None) -> Cluster:
     nodes, count = found.get("nodes"), int(found["count"] or 1)
     if not (1 <= int(nodes or 1) <= 2**20 and 1 <= count <= 2**20):
         raise _unreadable(f"`{whole}` has a count of zero, or one that is too large")
-    if _plain(found["name"]) in ("cpu", "cpus"):
+    if plain(found["name"]) in ("cpu", "cpus"):
         sent = _network(text, network, Device("CPU", 0), count)
         made = _cpu_cluster(int(nodes or 1), count, sent, memory or available_memory_bytes())
         return replace(made, assumptions=made.assumptions[1:]) if memory else made
@@ -287,16 +196,6 @@ def network_of(device: Device, count: int) -> float:
 
 def _gbit(bytes_per_s: float) -> str:
     return f"{bytes_per_s * 8 / 1e9:,.12g} Gb/s"
-
-
-def host_of(device: Device, count: int) -> tuple[int, str]:
-    """Bytes of host memory that a node of so many of these is assumed to have, and whose that is."""
-    return host_bytes(_sold(device), count)
-
-
-def _sold(device: Device) -> str:
-    """On which kind of machine a device is sold, as the table says it."""
-    return next((row["host"] for row in _rows() if row["name"] == device.name), "cloud")
 
 
 def _link_bytes_per_s(device: Device) -> float:
@@ -415,25 +314,6 @@ def _local_gpus() -> list[Device]:
             known = Device(name, 0)
         found.append(replace(known, memory_bytes=memory_bytes, capability=capability))
     return found
-
-
-@cache
-def _rows() -> list[dict[str, str]]:
-    with files("shardwise.spec").joinpath("hardware.csv").open(encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
-
-
-@cache
-def _names() -> dict[str, str]:
-    names: dict[str, str] = {}
-    for row in _rows():
-        for name in (row["name"], *filter(None, row["aliases"].split("|"))):
-            names[_plain(name)] = row["name"]
-    return names
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def joins_products(device: str) -> bool:

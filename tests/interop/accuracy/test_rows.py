@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.interop.accuracy.rows import Measurement, habits_of, read
 from shardwise.models.config import parameter_count
-from shardwise.spec.cluster import find_device
+from shardwise.spec.devices import find_device
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Precision, Remat, Shard
 from tests.interop.accuracy.published import ROW, changed

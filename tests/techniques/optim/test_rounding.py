@@ -18,7 +18,8 @@ from shardwise.prove.pool import RankPool
 from shardwise.runtime.loop import train
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
-from shardwise.spec.cluster import Cluster, find_device
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.devices import find_device
 from shardwise.spec.plan import Optim, Plan, Precision
 from shardwise.spec.recipe import OptimSection
 from shardwise.techniques import optim

@@ -19,7 +19,8 @@ from shardwise import techniques
 from shardwise.errors import ShardwiseError
 from shardwise.models import known
 from shardwise.models.config import ModelSpec, from_hf, parameter_count, problems
-from shardwise.spec.cluster import Cluster, Device, find_device
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.devices import Device, find_device
 from shardwise.spec.layout import Layout, least_dp_shard
 from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques.pp import even
