@@ -111,17 +111,26 @@ def with_measured_experts(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> 
 
 def with_history(plan: Plan, cluster: Cluster, spec: ModelSpec, like: Plan | None = None) -> Plan:
     """The plan with its seconds corrected by earlier runs on this machine, if there are any: by those that resemble
-    the plan, or of a page, all of whose figures are of one clock, those that resemble ``like``."""
-    seconds = plan.estimate.seconds
-    if seconds is None:
-        return plan
+    the plan, or ``like``."""
+    return by_history(like or plan, cluster, spec)(plan)
+
+
+def by_history(like: Plan, cluster: Cluster, spec: ModelSpec) -> Callable[[Plan], Plan]:
+    """What corrects the seconds of plans so, by the runs that resemble ``like``, read once: all figures of a page are
+    of one clock, whatever ends meanwhile."""
+    found, unread = None, ""
     try:
-        about = About(spec.family, parameter_count(spec))
-        found = calibration(past_runs(cluster, state_directory()), like or plan, about)
-        seconds = seconds if found is None else calibrated(seconds, found)
+        found = calibration(past_runs(cluster, state_directory()), like, About(spec.family, parameter_count(spec)))
     except OSError as error:
-        seconds = replace(seconds, basis=f"{seconds.basis}; earlier runs cannot be read: {error.strerror}")
-    return replace(plan, estimate=replace(plan.estimate, seconds=seconds))
+        unread = f"; earlier runs cannot be read: {error.strerror}"
+
+    def corrected(plan: Plan) -> Plan:
+        if (seconds := plan.estimate.seconds) is None:
+            return plan
+        seconds = replace(seconds, basis=seconds.basis + unread) if found is None else calibrated(seconds, found)
+        return replace(plan, estimate=replace(plan.estimate, seconds=seconds))
+
+    return corrected
 
 
 def suited(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +13,8 @@ from typer import Option
 from shardwise.cli.decide import beyond, cluster_of, far, with_measured_experts
 from shardwise.cli.length import Asked
 from shardwise.cli.options import Common, RecipeWords, machine_words, misused, recipe_or_quickstart, sort_words
-from shardwise.cli.planned import as_json, change_lines, head_lines, page_lines, plan_lines, planned, schedule_of
-from shardwise.cli.show import note, print_json, say
+from shardwise.cli.planned import as_json, change_parts, head_lines, page_parts, plan_parts, planned, schedule_of
+from shardwise.cli.show import note, print_json, say, say_as_known, working
 from shardwise.cli.timeline import svg
 from shardwise.launch.rundir import check_new
 from shardwise.models.resolve import resolve, with_adapter
@@ -60,7 +61,8 @@ def run(options: Options) -> None:
             what = f"`--plan` shows that plan unchanged, so `{rest[0]}` has no effect"
             raise misused(what, "leave out one of the two")
         plan = load_plan(options.plan)
-        return print_json(asdict(plan)) if options.json else say(*plan_lines([plan], plan, options.explain))
+        parts = plan_parts(plan, lambda: [plan], lambda: plan, options.explain)
+        return print_json(asdict(plan)) if options.json else say(*(line for part in parts for line in part))
     words = sort_words(options.arguments, Options)
     path = recipe_or_quickstart(words.path, words.overrides)
     loaded = read_recipe(path, words.overrides)
@@ -75,23 +77,26 @@ def run(options: Options) -> None:
         recipe, told = with_measured_experts(recipe, spec, cluster)
         for notice in filter(None, (crowding(cluster), told)):
             note(notice, as_json=options.json)
-    answer = planned(recipe, spec, cluster, asked, here=here)
-    for warning in filter(None, (far(answer.chosen), beyond(recipe, spec))):
+    with working("choosing a plan"):
+        answer = planned(recipe, spec, cluster, asked, here=here)
+    for warning in filter(None, (far(answer.best), beyond(recipe, spec))):
         note(warning, as_json=options.json)
     if options.out:
         check_new(options.out)
         options.out.write_text(dump_plan(answer.chosen), encoding="utf-8")
     if options.plot:
-        if answer.chosen.layout.pp == 1:
+        if answer.best.layout.pp == 1:
             what = "the plan has no pipeline, whose schedule could be drawn"
             raise misused(what, "leave it out, or pin one: parallel.pp=2", "--plot")
         check_new(options.plot)
         options.plot.write_text(svg(schedule_of(answer).step), encoding="utf-8")
     if options.json:
         return print_json(as_json(answer))
-    keys = ["how keys were read", *(loaded.renamed or ["under their own names"]), ""]
-    say(*head_lines(answer), *page_lines(answer, options.explain), *(keys if options.explain == "keys" else []))
-    say(*change_lines(answer))
+    say(*head_lines(answer))
+    say_as_known("looking at plans of other kinds", page_parts(answer, options.explain))
+    if options.explain == "keys":
+        say("how keys were read", *(loaded.renamed or ["under their own names"]), "")
+    say_as_known("looking for what would change it", change_parts(answer, each=sys.stdout.isatty()))
     _print_next(path, words.overrides, options, cluster)
     return None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import permutations
 from typing import Any
 
 from shardwise.cli import render, step_time
-from shardwise.cli.decide import suited, told, with_history
+from shardwise.cli.decide import by_history, suited, told
 from shardwise.cli.length import Asked, known_count, length_lines, run_length
 from shardwise.cli.other_names import named_elsewhere
 from shardwise.cli.timeline import text
@@ -31,43 +33,99 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Planned:
-    """``plans``: the best of each kind, among them the chosen one, by seconds. ``remedies`` make it fit, where it does
-    not; where it does, ``alternatives`` change it."""
+    """The answer of a search, each part found when it is first asked for; ``here``: on this machine,
+    whose earlier runs correct its seconds. ``assumed``: why settings are what the recipe leaves open."""
 
-    spec: ModelSpec
-    cluster: Cluster
-    chosen: Plan
-    plans: list[Plan]
-    length: Length
-    remedies: list[Remedy]
-    alternatives: list[Remedy]
+    search: Search
+    asked: Asked
+    here: bool
+    assumed: dict[str, str]
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.search.recipe
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.search.spec
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.search.cluster
+
+    @cached_property
+    def best(self) -> Plan:
+        """The chosen plan, without reasons. Raises ConfigError."""
+        return self.corrected(self._told(self.search.best))
+
+    @cached_property
+    def chosen(self) -> Plan:
+        """The chosen plan, with a reason for each setting."""
+        return self.corrected(self._explained)
+
+    @cached_property
+    def _explained(self) -> Plan:
+        return self._told(self.search.explained(seconds(self.best).scale))
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """The best of each kind, among them the chosen one, by seconds."""
+        return [self.corrected(plan) for plan in self._families]
+
+    @cached_property
+    def _families(self) -> list[Plan]:
+        free = replace(self.search, pinned=False) if self.recipe.parallel != Parallel() else self.search
+        best = self._told(self.search.best)
+        return _with_chosen([*free.families(), *dials(self.search, best)], best)
+
+    @cached_property
+    def length(self) -> Length:
+        """That of the run."""
+        return run_length(self.recipe, self.spec, self.best, self.cluster, self.asked)
+
+    @cached_property
+    def remedies(self) -> list[Remedy]:
+        """What makes the plan fit, where it does not."""
+        if fits(self.best):
+            return []
+        found = remedies(self.recipe, self.spec, self.cluster, self._explained)
+        return [self._at_its_clock(remedy) for remedy in found]
+
+    @cached_property
+    def alternatives(self) -> list[Remedy]:
+        """What changes a plan that fits."""
+        return [*self.each_alternative()]
+
+    def each_alternative(self) -> Iterator[Remedy]:
+        """One by one, as they are found."""
+        if fits(self.best):
+            found = alternatives(self.recipe, self.spec, self.cluster, self._explained, self._families)
+            yield from map(self._at_its_clock, found)
+
+    @cached_property
+    def corrected(self) -> Callable[[Plan], Plan]:
+        """What gives a plan the seconds that earlier runs taught."""
+        return by_history(self.search.best, self.cluster, self.spec) if self.here else lambda plan: plan
+
+    def _told(self, plan: Plan) -> Plan:
+        plan = told(plan, self.recipe)
+        return replace(plan, why={**plan.why, **self.assumed})
+
+    def _at_its_clock(self, remedy: Remedy) -> Remedy:
+        return replace(remedy, plan=self.corrected(remedy.plan))
 
 
 def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, here: bool) -> Planned:
-    """The answer for a recipe on a cluster; ``here``: on this machine, whose earlier runs correct its seconds."""
-    search = Search(recipe, spec, cluster)
-    first = recipe
-    recipe, sized = suited(recipe, search.best, known_count(recipe), lambda other: Search(other, spec, cluster).best)
-    search = search if recipe is first else Search(recipe, spec, cluster)
-    best = search.best
-
-    def corrected(plan: Plan) -> Plan:
-        return with_history(plan, cluster, spec, like=best) if here else plan
-
-    def all_of(found: list[Remedy]) -> list[Remedy]:
-        return [replace(remedy, plan=corrected(remedy.plan)) for remedy in found]
-
-    chosen = told(search.explained(seconds(corrected(best)).scale), recipe)
-    if finetune.batch_is_open(first):
-        key = "batch.global_batch_size"
-        chosen = replace(chosen, why={**chosen.why, key: sized.why[key]})
-    free = replace(search, pinned=False) if recipe.parallel != Parallel() else search
-    plans = _with_chosen([*free.families(), *dials(search, chosen)], chosen)
-    needed = [] if fits(chosen) else remedies(recipe, spec, cluster, chosen)
-    others = alternatives(recipe, spec, cluster, chosen, plans) if fits(chosen) else []
-    chosen, plans = corrected(chosen), [corrected(plan) for plan in plans]
-    length = run_length(recipe, spec, chosen, cluster, asked)
-    return Planned(spec, cluster, chosen, plans, length, all_of(needed), all_of(others))
+    """The answer, its plan chosen. Raises ConfigError with everything that makes the recipe's pins illegal."""
+    search, key = Search(recipe, spec, cluster), "batch.global_batch_size"
+    first, assumed = recipe, dict[str, str]()
+    if finetune.batch_is_open(recipe):
+        recipe, plan = suited(first, search.best, known_count(first), lambda other: Search(other, spec, cluster).best)
+        assumed = {key: plan.why[key]}
+        search = search if recipe is first else Search(recipe, spec, cluster)
+    answer = Planned(search, asked, here, assumed)
+    assert answer.best
+    return answer
 
 
 def _with_chosen(plans: list[Plan], chosen: Plan) -> list[Plan]:
@@ -115,32 +173,32 @@ def head_lines(answer: Planned) -> list[str]:
     return [*lines, ""]
 
 
-def page_lines(answer: Planned, explain: str | None) -> list[str]:
-    """The verdict, a step, the run, then what :func:`plan_lines` tells."""
-    spec, cluster, chosen = answer.spec, answer.cluster, answer.chosen
-    waits = step_time.bottleneck(chosen, cluster)
-    return [
-        render.sentence(chosen),
+def page_parts(answer: Planned, explain: str | None) -> Iterator[list[str]]:
+    """The verdict, a step and the run, then what :func:`plan_parts` tells, each part as soon as it is known."""
+    spec, cluster, best = answer.spec, answer.cluster, answer.best
+    waits = step_time.bottleneck(best, cluster)
+    yield [
+        render.sentence(best),
         "",
-        *step_time.step_lines(spec, chosen, cluster),
-        *filter(None, (waits, step_time.assumed_rates(chosen, cluster))),
+        *step_time.step_lines(spec, best, cluster),
+        *filter(None, (waits, step_time.assumed_rates(best, cluster))),
         *length_lines(answer.length),
         "",
         *(schedule_lines(answer) if explain == "schedule" else []),
-        *plan_lines(answer.plans, chosen, explain),
     ]
+    yield from plan_parts(best, lambda: answer.plans, lambda: answer.chosen, explain)
 
 
 def schedule_of(answer: Planned) -> PipelineTimes:
     """When each rank of the chosen plan's pipeline computes what, by the clock of its seconds."""
-    scale = seconds(answer.chosen).scale
-    times = pipeline_times(answer.spec, answer.chosen, answer.cluster, own_traits())
+    scale = seconds(answer.best).scale
+    times = pipeline_times(answer.spec, answer.best, answer.cluster, own_traits())
     return replace(times, step=times.step.scaled(scale), makespan_s=scale * times.makespan_s)
 
 
 def schedule_lines(answer: Planned) -> list[str]:
     """A step of the pipeline, drawn."""
-    chosen = answer.chosen
+    chosen = answer.best
     if chosen.layout.pp == 1:
         return ["the plan has no pipeline: every rank has all blocks, and no schedule is needed", ""]
     times = schedule_of(answer)
@@ -150,17 +208,20 @@ def schedule_lines(answer: Planned) -> list[str]:
     return [head, *text(times.step, WIDTH), ""]
 
 
-def plan_lines(plans: list[Plan], chosen: Plan, explain: str | None) -> list[str]:
-    """A plan beside the best of the other kinds: where its memory goes, what it sends, and why."""
-    lines = [
+def plan_parts(
+    chosen: Plan, others: Callable[[], list[Plan]], explained: Callable[[], Plan], explain: str | None
+) -> Iterator[list[str]]:
+    """A plan beside the best of the other kinds, where its memory goes, what it sends, and why; what ``others`` and
+    ``explained`` find, when it is told."""
+    yield [
         f"chosen: {render.label(chosen)} · {render.execution(chosen)}",
         f"        {render.verdict(chosen.estimate)}",
         named_elsewhere(chosen),
         "",
-        f"the best plan of each kind, by the time of a step; of those within {TIE:.0%} the simplest",
-        *render.family_lines(plans, chosen),
-        "",
     ]
+    plans, lines = others(), list[str]()
+    head = f"the best plan of each kind, by the time of a step; of those within {TIE:.0%} the simplest"
+    yield [head, *render.family_lines(plans, chosen), ""]
     for plan in plans if explain == "memory" else [chosen]:
         head = f"memory of the fullest rank at its peak, {render.label(plan)}"
         lines += [head, *render.memory_lines(plan.estimate), ""]
@@ -169,23 +230,35 @@ def plan_lines(plans: list[Plan], chosen: Plan, explain: str | None) -> list[str
         lines += [f"sent by each rank in a step, {render.label(plan)}" + ("" if sent else ": nothing"), *sent, ""]
     for plan in plans if explain == "time" else []:
         lines += [f"a step of the slowest rank, {render.label(plan)}", *step_time.time_lines(plan), ""]
-    decided = {key: reason for key, reason in chosen.why.items() if reason != "pinned"}
-    reasons = render.why_lines(chosen if explain == "why" else replace(chosen, why=decided))
-    return [*lines, *(["why", *reasons, ""] if reasons else [])]
+    yield lines
+    plan = explained()
+    decided = {key: reason for key, reason in plan.why.items() if reason != "pinned"}
+    if reasons := render.why_lines(plan if explain == "why" else replace(plan, why=decided)):
+        yield ["why", *reasons, ""]
 
 
-def change_lines(answer: Planned) -> list[str]:
-    """What would make it fit, or would change it."""
+def change_parts(answer: Planned, *, each: bool) -> Iterator[list[str]]:
+    """What would make it fit, or would change it: ``each`` change as soon as it is known, or all in one table."""
     if answer.remedies:
-        return [*render.remedy_lines(answer.remedies, answer.chosen.estimate), *_rates_of_changes(answer), ""]
-    if answer.alternatives:
-        return ["what would change it", *render.change_lines(answer.alternatives), *_rates_of_changes(answer), ""]
-    return []
+        yield [
+            *render.remedy_lines(answer.remedies, answer.best.estimate),
+            *_rates_of_changes(answer, answer.remedies),
+            "",
+        ]
+        return
+    found = list[Remedy]()
+    for remedy in answer.each_alternative():
+        found.append(remedy)
+        if each:
+            yield ["what would change it"] * (len(found) == 1) + render.change_lines(found)[-1:]
+    if found:
+        table = [] if each else ["what would change it", *render.change_lines(found)]
+        yield [*table, *_rates_of_changes(answer, found), ""]
 
 
-def _rates_of_changes(answer: Planned) -> list[str]:
+def _rates_of_changes(answer: Planned, changes: list[Remedy]) -> list[str]:
     """Rates that changes rest on, and the plan does not; of machines like its own."""
-    own = step_time.assumed_rates(answer.chosen, answer.cluster)
-    alike = [each.plan for each in (*answer.remedies, *answer.alternatives) if not each.change.startswith("--")]
+    own = step_time.assumed_rates(answer.best, answer.cluster)
+    alike = [each.plan for each in changes if not each.change.startswith("--")]
     found = {step_time.assumed_rates(plan, answer.cluster) for plan in alike} - {own}
     return sorted({f"  {words}" for words in found if words}, key=len)[-1:]

@@ -116,6 +116,29 @@ def say(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
 
 
+@contextmanager
+def working(words: str) -> Iterator[None]:
+    """Where stderr is a terminal, a line that tells what is being done while it is."""
+    shown = sys.stderr.isatty()
+    if shown:
+        print(f"{words} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def say_as_known(words: str, parts: Iterator[list[str]]) -> None:
+    """Each part of the result as soon as it is known, with ``words`` for what is done until then."""
+    while True:
+        with working(words):
+            lines = next(parts, None)
+        if lines is None:
+            return
+        say(*lines)
+
+
 def print_json(value: Any) -> None:
     """``value`` as one JSON document."""
     print(json.dumps(value, indent=1, default=str))

@@ -152,23 +152,27 @@ def _no_worse(here: Device, each: int) -> list[Device]:
 
 def alternatives(
     recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan, others: Sequence[Plan]
-) -> list[Remedy]:
+) -> Iterator[Remedy]:
     """What single changes would make of a recipe's plan, of the machines and of the recipe: the split of a much faster
     one of ``others`` that is tight, other GPUs, more of them, faster links, half the sequence, adapters, and what is
     stored in fewer bits. Those that are not allowed, do not fit, or are slower, are left out; what is hardly faster
-    takes less memory. Of stages as :func:`remedies`."""
-    changes = (*_other_machines(cluster), *_other_recipes(recipe, cluster))
-    found = [_replanned(change, recipe, spec, None, chosen) for change in changes]
+    takes less memory. Each is told as soon as it is found. Of stages as :func:`remedies`."""
 
     def quick(plan: Plan) -> bool:
         tight = not fits(plan) and peak_share(plan) <= TIGHT
         return tight and MUCH_FASTER * seconds(plan).step_s < seconds(chosen).step_s
 
-    if others := list(filter(quick, others)):
-        best = min(others, key=lambda plan: seconds(plan).step_s)
-        remedy = _replanned(_split_of(best, recipe, cluster), recipe, spec, None, best)
-        found = [remedy if remedy and quick(remedy.plan) else None, *found]
-    return [remedy for remedy in found if remedy and peak_share(remedy.plan) <= 1 and _better(remedy.plan, chosen)]
+    def found() -> Iterator[Remedy | None]:
+        if tight := list(filter(quick, others)):
+            best = min(tight, key=lambda plan: seconds(plan).step_s)
+            remedy = _replanned(_split_of(best, recipe, cluster), recipe, spec, None, best)
+            yield remedy if remedy and quick(remedy.plan) else None
+        for change in (*_other_machines(cluster), *_other_recipes(recipe, cluster)):
+            yield _replanned(change, recipe, spec, None, chosen)
+
+    for remedy in found():
+        if remedy and peak_share(remedy.plan) <= 1 and _better(remedy.plan, chosen):
+            yield remedy
 
 
 def _better(plan: Plan, chosen: Plan) -> bool:

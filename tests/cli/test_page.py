@@ -1,0 +1,58 @@
+"""The page of a plan is told as it is known, and says the same however it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardwise.cli.length import Asked
+from shardwise.cli.planned import Planned, change_parts, page_parts, planned
+from shardwise.cli.render import label
+from shardwise.models.load import load_spec
+from shardwise.planner.compare import seconds
+from shardwise.planner.search import Search
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.load import load_recipe
+from shardwise.spec.units import show_bytes, show_seconds
+
+MODEL = "meta-llama/Llama-3.2-1B"
+
+
+def answer() -> Planned:
+    recipe = load_recipe(None, [f"model={MODEL}", "train.seq_len=4096"])
+    return planned(recipe, load_spec(MODEL), parse_cluster("2xL40S"), Asked(), here=False)
+
+
+def test_the_verdict_is_told_before_anything_else_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer()
+    done = list[str]()
+
+    def counted(name: str) -> Callable[..., Any]:
+        known = getattr(Search, name)
+
+        def call(self: Search, *words: object, **more: object) -> object:
+            done.append(name)
+            return known(self, *words, **more)
+
+        return call
+
+    for name in ("families", "explained"):
+        monkeypatch.setattr(Search, name, counted(name))
+    parts = page_parts(asked, None)
+    verdict, chosen = next(parts), next(parts)
+    assert not done
+    step, held = show_seconds(seconds(asked.best).step_s), show_bytes(asked.best.estimate.peak_bytes)
+    assert step in verdict[0] and held in verdict[0] and label(asked.best) in chosen[0]
+    next(parts)
+    assert done == ["families"]
+    assert [*parts][-1][0] == "why" and done == ["families", "explained"]
+
+
+def test_changes_are_the_same_one_by_one() -> None:
+    asked = answer()
+    whole = [line.split() for part in change_parts(asked, each=False) for line in part]
+    parts = [*change_parts(asked, each=True)]
+    assert [line.split() for part in parts for line in part] == whole
+    assert len(parts) == len(asked.alternatives) + 1 > 3
