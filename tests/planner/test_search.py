@@ -41,6 +41,7 @@ def families(asked: Recipe, spec: ModelSpec, cluster: Cluster) -> dict[str, Plan
     return {kind(plan): plan for plan in Search(asked, spec, cluster, pinned=False).families()}
 
 
+@pytest.mark.usefixtures("by_table")
 def test_where_all_fit_the_fastest_is_chosen() -> None:
     """Bytes a weight, times 7/8: ddp's all-reduce 8; zero1 gathers 2 in bf16 and scatters 4; zero2 scatters 4 in each
     micro-batch, and zero3 gathers twice in each. gloo's reduce-scatter is an all-reduce: on CPUs ddp sends least."""

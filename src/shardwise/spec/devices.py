@@ -123,7 +123,10 @@ def names_of_devices() -> dict[str, str]:
     names: dict[str, str] = {}
     for row in _rows():
         for name in (row["name"], *filter(None, row["aliases"].split("|"))):
-            names[plain(name)] = row["name"]
+            known = plain(name)
+            names[known] = row["name"]
+            if known.endswith("gb"):  # A100-40 and A100-40G are A100-40GB
+                names |= {short: row["name"] for short in (known[:-1], known[:-2]) if short not in names}
     return names
 
 

@@ -18,6 +18,8 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
 from shardwise.techniques.nf4 import fourbit
 
+pytestmark = pytest.mark.usefixtures("by_table")
+
 ROWS, COLUMNS = 2048, 4096  # two rounds
 MOVES = ("aten._to_copy", "aten.embedding", "aten.mul_", "aten.copy_")
 
