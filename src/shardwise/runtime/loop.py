@@ -63,7 +63,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                     supervised, stopping = count_supervised(meshes, batch.terms, bool(stop))
                     launched = launch(state, upload(batch.micro_batches), supervised, rules)
                 state.cursor = batch.cursor
-                watch.enter("save" if checkpoints.undecided else "logging")
+                watch.enter("save" if checkpoints.flight.undecided else "logging")
                 pending.add(launched, batch, typical=not (profiled or meter.measured))
                 if stopping or evaluates(job, number) or saves(job, number):
                     pending.log_all()

@@ -52,8 +52,8 @@ from shardwise.models.decoder import Decoder
 from shardwise.runtime import reduce
 from shardwise.runtime import world as processes
 from shardwise.runtime.checkpoint import save as checkpoint
+from shardwise.runtime.checkpoint.inflight import SaveResult
 from shardwise.runtime.checkpoint.stateful import Objects
-from shardwise.runtime.checkpoint.verdict import SaveResult
 from shardwise.runtime.faults.guard import stop_requests
 from shardwise.runtime.own_optim import optimizer as optimizer
 from shardwise.runtime.own_optim import watch

@@ -82,8 +82,9 @@ def find_device(name: str) -> Device:
     wanted = plain(name)
     for prefix in ("", "nvidia", "amdinstinct", "amd", "geforce", "nvidiageforce", "tesla"):
         bare = wanted.removeprefix(prefix)
-        if bare in names:
-            return devices()[names[bare]]
+        for whole in (bare, f"{bare}gb", f"{bare}b"):  # A100-40 and A100-40G are A100-40GB
+            if whole in names:
+                return devices()[names[whole]]
     begun = {row for row in devices() if begins(name, row)} if wanted else set()
     if len(begun) == 1:
         return devices()[begun.pop()]
@@ -123,10 +124,7 @@ def names_of_devices() -> dict[str, str]:
     names: dict[str, str] = {}
     for row in _rows():
         for name in (row["name"], *filter(None, row["aliases"].split("|"))):
-            known = plain(name)
-            names[known] = row["name"]
-            if known.endswith("gb"):  # A100-40 and A100-40G are A100-40GB
-                names |= {short: row["name"] for short in (known[:-1], known[:-2]) if short not in names}
+            names[plain(name)] = row["name"]
     return names
 
 

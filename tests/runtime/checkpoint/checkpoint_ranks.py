@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardwise.errors import DataError
 from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint import save as checkpoint
+from shardwise.runtime.checkpoint.inflight import SaveResult
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.checkpoint.storage import ShardReader, ShardWriter
-from shardwise.runtime.checkpoint.verdict import SaveResult
 from shardwise.spec.layout import cut
 from shardwise.spec.recipe import Checkpoint
 from tests.runtime.checkpoint.faults import faulty, naive_begin, naive_publish

@@ -22,11 +22,11 @@ from shardwise.errors import DataError, MissingInputError, OutputError, PolicyEr
 from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint import save as checkpoint
+from shardwise.runtime.checkpoint.inflight import SaveResult
 from shardwise.runtime.checkpoint.locate import check_own, newest, verify, with_facts
 from shardwise.runtime.checkpoint.manifest import MANIFEST, check, dump
 from shardwise.runtime.checkpoint.save import RunCheckpoints, read
 from shardwise.runtime.checkpoint.storage import ShardWriter
-from shardwise.runtime.checkpoint.verdict import SaveResult
 from shardwise.spec.recipe import Checkpoint
 from tests.runtime.checkpoint import checkpoint_ranks as work
 from tests.runtime.checkpoint.checkpoint_ranks import same, values
@@ -397,8 +397,8 @@ def test_a_save_is_told_while_the_next_is_in_flight(
     monkeypatch.setattr(checkpoint, "RETRIES_S", (0.01,))
     checkpoints = RunCheckpoints(tmp_path, Checkpoint(save_total_limit=1), "run", disk=commit.Disk(write=write))
     checkpoints.save(values(2), {"step": 2}, 2)
-    assert checkpoints._thread is not None
-    checkpoints._thread.join()
+    assert checkpoints.flight.thread is not None
+    checkpoints.flight.thread.join()
     gate.clear()
     checkpoints.save(values(3), {"step": 3}, 3)
     assert kinds(checkpoints.poll()) == ([("failed", 2)] if broken else [("committed", 2), ("removed", 1)])
@@ -410,11 +410,11 @@ def test_a_save_is_told_while_the_next_is_in_flight(
 def test_what_is_not_known_to_be_good_is_saved_once_it_is(tmp_path: Path, asynchronous: bool) -> None:
     checkpoints = RunCheckpoints(tmp_path, Checkpoint(asynchronous=asynchronous), "run")
     state = values(1)
-    assert checkpoints.save(state, {"step": 1}, 1, known=False) and checkpoints.undecided
+    assert checkpoints.save(state, {"step": 1}, 1, known=False) and checkpoints.flight.undecided
     checkpoints.copied()
     state["model.half"].fill_(7)
     assert checkpoints.poll() == [] and newest(tmp_path) is None
-    checkpoints.confirm(good=True)
+    checkpoints.flight.confirm(good=True)
     assert asynchronous or newest(tmp_path) is not None
     assert kinds(checkpoints.wait()) == [("committed", 1)] and same(resume(tmp_path)[0], values(1))
 
@@ -425,8 +425,8 @@ def test_what_is_not_shown_to_be_good_is_not_saved(tmp_path: Path, by: str) -> N
     checkpoints = RunCheckpoints(tmp_path, Checkpoint(keep_best=True), "run")
     checkpoints.save(values(1), {"step": 1}, 1, known=False)
     if by == "confirm":
-        checkpoints.confirm(good=False)
-        checkpoints.confirm(good=True)
+        checkpoints.flight.confirm(good=False)
+        checkpoints.flight.confirm(good=True)
     elif by == "beats":
         assert checkpoints.beats(1.0)
     elif by == "save":

@@ -36,11 +36,11 @@ from shardwise.errors import DataError, OutputError, Problem, ShardwiseError
 from shardwise.models.tensorfile import NAMES
 from shardwise.runtime.checkpoint import commit, manifest
 from shardwise.runtime.checkpoint.crew import Crew, RankError
+from shardwise.runtime.checkpoint.inflight import NOT_FINITE, InFlight, Kind, SaveResult
 from shardwise.runtime.checkpoint.locate import Signature, best, check_run, compare, locate, run_of, tell, to_resume
 from shardwise.runtime.checkpoint.manifest import Manifest, Rejected, step_name
 from shardwise.runtime.checkpoint.retention import Keep, expire
 from shardwise.runtime.checkpoint.storage import ShardPlanner, ShardWriter, Target, copy_stream, fill
-from shardwise.runtime.checkpoint.verdict import NOT_FINITE, Kind, SaveResult, Verdict
 from shardwise.spec.recipe import Checkpoint
 
 Tensors = Mapping[str, Tensor]
@@ -76,10 +76,7 @@ class RunCheckpoints:
         self._plan = SavePlan([])
         self._plans: list[SavePlan] = []
         self._metadata = Metadata({})
-        self._events: list[SaveResult] = []
-        self._told: list[SaveResult] = []
-        self._verdict = Verdict()
-        self._thread: threading.Thread | None = None
+        self.flight = InFlight(settings.asynchronous)
         self._copied = threading.Event()
         self._copied.set()
 
@@ -90,65 +87,35 @@ class RunCheckpoints:
         ``copied`` returns; ``guard`` makes an optimizer wait for that.
 
         ``finite`` is False if the loss or the gradient norm was not finite: a single such vote, and nothing is saved
-        and False is returned; otherwise True. What is not ``known`` to be good is copied, and written once ``confirm``
-        says that it is. poll and wait return the outcome. Raises only if a rank is gone.
+        and False is returned; otherwise True. What is not ``known`` to be good is copied, and written once
+        ``flight.confirm`` says that it is. poll and wait return the outcome. Raises only if a rank is gone.
         """
-        self._finish()
+        self.flight.end()
         begun = time.monotonic()
         layout = _layout(tensors)
         votes = self.crew.minimum([int(finite), step, -step, int(layout is not None and layout == self._planned)])
         if votes[1] != -votes[2]:
             raise ValueError(f"the ranks disagree on the step to save: {votes[1]} to {-votes[2]}")
         if not votes[0]:
-            self._told.append(SaveResult("skipped", step, NOT_FINITE))
+            self.flight.results.append(SaveResult("skipped", step, NOT_FINITE))
             return False
         try:
             if not votes[3]:
                 self._make_plan(tensors, layout)
         except RankError as error:
-            self._told.append(SaveResult("failed", step, str(error)))
+            self.flight.results.append(SaveResult("failed", step, str(error)))
             return False
         self._copied.clear()
-        self._verdict.begin(known)
-        work = (step, begun, partial(self._copy, tensors, facts, step, copy_stream(tensors)))
-        if self.settings.asynchronous or not known:
-            self._thread = threading.Thread(target=self._write, args=work, daemon=True, name="checkpoint")
-            self._thread.start()
-        else:
-            self._write(*work)
+        copy = partial(self._copy, tensors, facts, step, copy_stream(tensors))
+        self.flight.begin(partial(self._write, step, begun, copy), known)
         return True
-
-    @property
-    def undecided(self) -> bool:
-        """Whether a save waits for ``confirm``."""
-        return self._verdict.open
-
-    def confirm(self, good: bool) -> None:
-        """Say whether the weights of a save that waits are ``good``; every rank calls this alike. Without a save that
-        waits nothing happens. Where saving is not asynchronous, it is done when this returns."""
-        if self._verdict.open:
-            self._verdict.decide(good)
-            if self._thread is not None and not self.settings.asynchronous:
-                self._thread.join()
-
-    def _finish(self) -> None:
-        """Wait for the save in flight and keep its outcome for poll. What no step has confirmed is not saved."""
-        self._verdict.decide(good=False)
-        if self._thread is not None:
-            self._thread.join()
-        self._collect()
-
-    def _collect(self) -> None:
-        self._thread = None
-        self._told += self._events
-        self._events.clear()
 
     def beats(self, loss: float) -> bool:
         """Whether ``keep_best`` wants a checkpoint with this validation loss: no other has a lower one. It is kept as
         the best if its facts say ``validation: loss``. Waits for the save in flight; every rank calls this alike."""
         if not self.settings.keep_best or not math.isfinite(loss):
             return False
-        self._finish()
+        self.flight.end()
         lowest = self.crew.first(lambda: best(self.directory))
         return lowest is None or loss < lowest[0]
 
@@ -162,16 +129,11 @@ class RunCheckpoints:
 
     def poll(self) -> list[SaveResult]:
         """The outcomes, since the last call, of saves that are over; never blocks."""
-        if self._thread is None or not self._thread.is_alive():
-            self._collect()
-        told, self._told = self._told, []
-        return told
+        return self.flight.take()
 
     def wait(self, at_most_s: float | None = None) -> list[SaveResult]:
         """Wait for the save in flight, then poll. What no step has confirmed is not saved."""
-        self._verdict.decide(good=False)
-        if self._thread is not None:
-            self._thread.join(at_most_s)
+        self.flight.end(at_most_s)
         return self.poll()
 
     def prepare(self, tensors: Tensors) -> int:
@@ -203,7 +165,7 @@ class RunCheckpoints:
         ``rejected`` holds the problem of each that was skipped; ``log`` gets them as text on the first rank. Raises
         DataError if none of them can be used (unless ``allow_fresh_start``), or if they do not fit the model.
         """
-        self._finish()
+        self.flight.end()
         self.rejected = []
         try:
             found = self.crew.first(lambda: to_resume(self.directory, path))
@@ -277,17 +239,17 @@ class RunCheckpoints:
 
         try:
             crew.each(copy)
-            if not self._verdict.wait():
-                self._events.append(SaveResult("skipped", step, NOT_FINITE))
+            if not self.flight.wanted():
+                self.flight.results.append(SaveResult("skipped", step, NOT_FINITE))
                 writer.abandon()
                 return
             target = _retried(commit_once, writer.begin_again)
-            self._events.append(SaveResult("committed", step, str(target), time.monotonic() - begun))
+            self.flight.results.append(SaveResult("committed", step, str(target), time.monotonic() - begun))
         except BaseException as error:
             writer.abandon()
             uncertain = isinstance(error, RankError) and isinstance(error.first, commit.MaybeCommitted)
             kind: Kind = "maybe committed" if uncertain else "failed"
-            self._events.append(SaveResult(kind, step, str(error), time.monotonic() - begun))
+            self.flight.results.append(SaveResult(kind, step, str(error), time.monotonic() - begun))
             return
         self._tidy(step, target)
 
@@ -307,9 +269,9 @@ class RunCheckpoints:
             crew.each(lambda: manifest.check_files(target, record, mine, evict=True))
             kind = "undeleted"
             for old in crew.first(outdated):
-                self._events.append(SaveResult("removed", old, step_name(old)))
+                self.flight.results.append(SaveResult("removed", old, step_name(old)))
         except BaseException as error:
-            self._events.append(SaveResult(kind, step, str(error)))
+            self.flight.results.append(SaveResult(kind, step, str(error)))
 
     def _load(self, directory: Path, wanted: Wanted, kind: Callable[..., object] | None, any_run: bool) -> Facts:
         """Load one checkpoint on all ranks, or raise RankError on all. Nothing is touched before all is verified."""

@@ -49,7 +49,7 @@ class PendingSteps(AbstractContextManager["PendingSteps"]):
         somebody waits to see them: after the first step, while steps are skipped, so that what is wrong is known before
         more are launched, and while a save waits to know whether its weights are good."""
         waited_for = bool(self.after_step) or launched.known.step == self.log.first_step + 1
-        waited_for = waited_for or self.checkpoints.undecided
+        waited_for = waited_for or self.checkpoints.flight.undecided
         self._open.append((launched, batch, typical))
         while len(self._open) > (0 if waited_for or self.state.skipped_in_row else 1):
             self._log()
@@ -82,7 +82,7 @@ class PendingSteps(AbstractContextManager["PendingSteps"]):
         """Raises TrainingError NUM001 if too many steps in a row were skipped."""
         stats, batch = self._write()
         if not stats.skipped:
-            self.checkpoints.confirm(good=True)
+            self.checkpoints.flight.confirm(good=True)
         if self.state.skipped_in_row > (allowed := self.job.recipe.run.max_skipped_steps):
             close(self.checkpoints, self.log)
             count = f"{self.state.skipped_in_row} steps in a row (run.max_skipped_steps is {allowed})"
