@@ -297,3 +297,12 @@ def test_a_disk_without_room_for_what_is_offloaded_is_told_before_anything_start
     assert problem.code == "OUT003" and "offload.directory=" in (problem.fix or "")
     assert problem.what.startswith("offload of optimizer and activations needs 1,000,000.0 TB, ")
     assert (problem.fix or "").endswith(", or `offload.optimizer=host offload.activations=host`")
+
+
+def test_a_log_that_is_none_is_told_before_anything_starts(tmp_path: Path) -> None:
+    for name, make in (("metrics.jsonl", Path.mkdir), ("events.jsonl", lambda path: path.symlink_to(path.name))):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        make(tmp_path / name)
+        with pytest.raises(OutputError, match="OUT002"), rundir.owned(tmp_path, print):
+            pass
+        (tmp_path / name).unlink() if (tmp_path / name).is_symlink() else (tmp_path / name).rmdir()
