@@ -300,9 +300,9 @@ def test_a_disk_without_room_for_what_is_offloaded_is_told_before_anything_start
 
 
 def test_a_log_that_is_none_is_told_before_anything_starts(tmp_path: Path) -> None:
-    for name, make in (("metrics.jsonl", Path.mkdir), ("events.jsonl", lambda path: path.symlink_to(path.name))):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        make(tmp_path / name)
-        with pytest.raises(OutputError, match="OUT002"), rundir.owned(tmp_path, print):
+    (tmp_path / "a" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "events.jsonl").symlink_to("events.jsonl")
+    for run in (tmp_path / "a", tmp_path / "b"):
+        with pytest.raises(OutputError, match="OUT002"), rundir.owned(run, print):
             pass
-        (tmp_path / name).unlink() if (tmp_path / name).is_symlink() else (tmp_path / name).rmdir()
