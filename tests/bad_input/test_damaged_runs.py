@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from shardwise.runtime.metrics.log import keep_until
 from shardwise.runtime.state import RunFacts
 from shardwise.spec.load import dump_recipe, load_recipe
 from shardwise.spec.recipe import Checkpoint, Recipe
+from tests.bad_input.damage import places
 from tests.runtime.checkpoint.checkpoint_ranks import same, values
 
 NASTY = [
@@ -35,14 +36,6 @@ NASTY = [
 """What is put in place of a value, as it stands in the file."""
 MARK = "the value to be replaced"
 ROUNDS = 22
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, its own first."""
-    yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in inner:
-        yield from places(each, (*path, key))
 
 
 def mutated(text: str, pick: random.Random, round_: int) -> str:

@@ -79,7 +79,7 @@ def test_a_file_of_a_run_that_is_compared(kind: str, name: str, capsys: pytest.C
 @pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "events.jsonl", ".owner-3", "plan.yaml"])
 def test_a_run_does_not_begin_beside_one(kind: str, name: str) -> None:
     run = run_with(name, kind)
-    if kind == "larger than":
+    if kind == "larger than" and not name.endswith(".jsonl"):
         name = ".owner-3"  # the others are written, or read with their own bounds
         endless(run / name)
     with pytest.raises(OutputError, match=rf"OUT002.*{name}.* is {kind}"), owned(run, print):

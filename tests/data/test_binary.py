@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shardwise.data import read, tokens
+from shardwise.data.binary import index_of
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared
 from shardwise.errors import DataError, MissingInputError
@@ -123,3 +124,10 @@ def test_ids_need_their_tokenizer(settings: Make, tmp_path: Path, documents: lis
         prepare(settings(path, tokenizer=TokenizerSection()))
     with pytest.raises(DataError, match=r"DATA005\]: a.bin .*token ids.*sft and dpo"):
         prepare(settings(path, validation_share=0.0), sample_tokens=64)
+
+
+def test_an_index_that_is_larger_than_any_is_not_summed(tmp_path: Path) -> None:
+    with (tmp_path / "a.idx").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(DataError, match="DATA010"):
+        index_of(tmp_path / "a.bin")

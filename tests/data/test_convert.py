@@ -219,3 +219,23 @@ def test_a_disk_that_fails_while_a_file_is_converted_is_told_as_that(
         monkeypatch.setattr(place, fail)
     with pytest.raises(MissingInputError, match=rf"DATA001\]: .*{name} .*: Input/output error"):
         to_jsonl(source, tmp_path / "cache")
+
+
+def test_columns_that_point_outside_of_the_file_are_refused(tmp_path: Path) -> None:
+    """They were read there, and the process ended with SIGBUS."""
+    offsets = pa.array([0, 2**30, 4], pa.int32()).buffers()[1]
+    column = pa.Array.from_buffers(pa.utf8(), 2, [None, offsets, pa.py_buffer(b"abcd")])
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_file(path, pa.schema([("text", pa.utf8())])) as out:
+        out.write_batch(pa.record_batch([column], ["text"]))
+    [source] = find(str(path), records=True)
+    with pytest.raises(DataError, match="DATA008"):
+        to_jsonl(source, tmp_path / "cache")
+
+
+def test_a_table_without_an_end_of_line_is_not_read_whole(tmp_path: Path) -> None:
+    with (tmp_path / "a.csv").open("wb") as file:
+        file.truncate(2**40)
+    [source] = find(str(tmp_path / "a.csv"), records=True)
+    with pytest.raises(DataError, match="DATA007"):
+        to_jsonl(source, tmp_path / "cache")

@@ -358,7 +358,7 @@ class Failing(io.RawIOBase):
         raise OSError(errno.EIO, "Input/output error")
 
 
-@pytest.mark.parametrize("place", ["read", "store", "source"])
+@pytest.mark.parametrize("place", ["read", "sums", "source"])
 @pytest.mark.parametrize("vocab_size", [None, 300], ids=["tokenizer", "trained"])
 def test_a_disk_that_fails_while_data_are_read_is_told_as_that(
     corpus: Path, settings: Callable[..., Data], monkeypatch: pytest.MonkeyPatch, place: str, vocab_size: int | None

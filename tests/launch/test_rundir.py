@@ -303,3 +303,12 @@ def test_a_disk_without_room_for_what_is_offloaded_is_told_before_anything_start
     assert problem.code == "OUT003" and "offload.directory=" in (problem.fix or "")
     assert problem.what.startswith("offload of optimizer and activations needs 1,000,000.0 TB, ")
     assert (problem.fix or "").endswith(", or `offload.optimizer=host offload.activations=host`")
+
+
+def test_a_log_that_is_none_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "a" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "events.jsonl").symlink_to("events.jsonl")
+    for run in (tmp_path / "a", tmp_path / "b"):
+        with pytest.raises(OutputError, match="OUT002"), rundir.owned(run, print):
+            pass

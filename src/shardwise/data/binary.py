@@ -24,9 +24,13 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def index_of(path: Path) -> Path | None:
-    """The ``.idx`` beside a ``.bin``, where there is one."""
+    """The ``.idx`` beside a ``.bin``, where there is one. Raises DATA010 for one that no data can have."""
     index = path.with_suffix(".idx")
-    return index if index.is_file() else None
+    if not index.is_file():
+        return None
+    if (size := index.stat().st_size) > _INDEX_BYTES:
+        raise _fault(index, f"size {size:,} is larger than {_INDEX_BYTES:,} (limit)")
+    return index
 
 
 def _fault(path: Path, what: str) -> DataError:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 from uuid import UUID
 
 from shardwise.data.faults import FAULT_KEY, not_utf8
@@ -35,7 +35,7 @@ harm."""
 ROOM = 0.9
 """The share of the free disk that one file may take."""
 HEAD_BYTES = 2**16
-_BLOCK_BYTES = 2**20
+_BLOCK_BYTES, _LINE_CHARACTERS = 2**20, 64 * 2**20
 _LEAVE_OUT = "leave the column out of the file"
 _NO_RECORD = object()
 """Becomes an empty line, so that line numbers stay those of the source file."""
@@ -182,9 +182,11 @@ def _json(source: Source) -> Iterator[Any]:
 
 
 def _csv(source: Source) -> Iterator[Any]:
-    csv.field_size_limit(64 * 2**20)
+    csv.field_size_limit(_LINE_CHARACTERS)
     with source.path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t" if source.path.suffix == ".tsv" else ",", strict=True)
+        rows = csv.DictReader(
+            _lines(source, file), delimiter="\t" if source.path.suffix == ".tsv" else ",", strict=True
+        )
         line = 0
         try:
             for row in rows:
@@ -200,6 +202,17 @@ def _csv(source: Source) -> Iterator[Any]:
             raise DataError(Problem("DATA004", what, str(source.path), "repair the line")) from error
         except UnicodeDecodeError as error:  # which counts in blocks of the file
             raise _not_utf8(source) from error
+
+
+def _lines(source: Source, file: TextIO) -> Iterator[str]:
+    """The lines of a text, none longer than a field may be: a file need not have an end of line at all."""
+    number = 0
+    while line := file.readline(_LINE_CHARACTERS):
+        number += 1
+        if len(line) == _LINE_CHARACTERS:
+            what = f"{source.name}:{number} is longer than {_LINE_CHARACTERS:,} characters"
+            raise DataError(Problem("DATA007", what, str(source.path), "repair the line"))
+        yield line
 
 
 def _fields(count: int) -> str:
@@ -238,10 +251,22 @@ def _arrow(source: Source) -> Iterator[dict[str, Any]]:
             reader = pyarrow.ipc.open_stream(mapped) if stream else pyarrow.ipc.open_file(mapped)
             batches = iter(reader) if stream else map(reader.get_batch, range(reader.num_record_batches))
             for batch in batches:
+                _check_offsets(pyarrow, batch)
                 for start in range(0, batch.num_rows, 1024):
                     yield from batch.slice(start, 1024).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise _damaged(source, error) from error
+
+
+def _check_offsets(pyarrow: Any, batch: Any) -> None:
+    """Raise ArrowInvalid for columns that point outside of the file, which would be read there: the process would end
+    with a signal. Text that is not UTF-8 is told later, with its line."""
+    for column in batch.columns:
+        try:
+            column.validate(full=True)
+        except pyarrow.ArrowInvalid as error:
+            if "UTF8" not in str(error):
+                raise
 
 
 def _damaged(source: Source, error: Exception) -> DataError:

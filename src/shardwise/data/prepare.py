@@ -12,7 +12,6 @@ holder dies: a kill leaves nothing half-made, and two processes that prepare the
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.data import convert, remote, shards, source, store, tokens
+from shardwise.data import convert, remote, shards, source, store, sums, tokens
 from shardwise.data.binary import index_of
 from shardwise.data.faults import Faults
 from shardwise.data.fields import Fields
@@ -33,7 +32,6 @@ from shardwise.data.source import Source, Sources
 from shardwise.data.template import find_template
 from shardwise.data.whole import becoming, lock, once, write_whole
 from shardwise.errors import ConfigError, DataError, OutputError, Problem
-from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.host import cores
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Data
 from shardwise.spec.units import typed
@@ -76,9 +74,9 @@ def prepare(
         sources = _sources(data, cache, sample_tokens is not None)
     settings = _settings(data, sample_tokens)
     note = _note(cache, data, sources, settings)
-    if out is None and not force and (known := _noted(note, cache)):
+    if out is None and not force and (known := store.noted(note, cache)):
         return store.load(known)
-    of = _Ingredients(data, sources, store.source_files(sources), settings)
+    of = _Ingredients(data, sources, sums.source_files(sources), settings)
     with _writing(cache):
         tokenizer = _tokenizer(of, cache, said)
         of = replace(of, rules=_rules(data, sample_tokens, tokenizer.directory))
@@ -105,7 +103,7 @@ def already_prepared(data: Data, sample_tokens: int | None) -> store.Prepared | 
     if not all(one.kind != "other" or convert.converted(one, cache).is_dir() for one in found):
         return None
     note = _note(cache, data, _sources(data, cache, sample_tokens is not None), _settings(data, sample_tokens))
-    known = _noted(note, cache)
+    known = store.noted(note, cache)
     return store.load(known, verify=False) if known else None
 
 
@@ -118,15 +116,6 @@ def _inputs(data: Data) -> list[str]:
 def _note(cache: Path, data: Data, sources: Sources, settings: dict[str, Any]) -> Path:
     """The file that names what was prepared from these inputs, by their sizes and times."""
     return cache / "seen" / source.digest([_stats(sources, data), settings, _VERSIONS, SAMPLES_VERSION])
-
-
-def _noted(note: Path, cache: Path) -> Path | None:
-    """The prepared data that a note names by their fingerprint; None where it, or they, cannot be found."""
-    with suppress(OSError, ValueError):
-        name = read_regular(note, NOTE_BYTES).decode()
-        if re.fullmatch("[0-9a-f]{32}", name) and store.is_prepared(known := cache / "data" / name):
-            return known
-    return None
 
 
 def _cache(data: Data) -> Path:
@@ -224,11 +213,11 @@ def _stats(sources: Sources, data: Data) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class _Ingredients:
-    """Everything that goes into prepared data. ``files``: what :func:`store.source_files` returns."""
+    """Everything that goes into prepared data. ``files``: what :func:`sums.source_files` returns."""
 
     data: Data
     sources: Sources
-    files: dict[Path, store.SourceFacts]
+    files: dict[Path, sums.SourceFacts]
     settings: dict[str, Any]
     rules: SampleRules | None = None
 
@@ -241,7 +230,7 @@ class _Ingredients:
             facts += [s.copy, s.keep] if mixed else []
             facts += [convert.VERSION] if s.origin else []
             if s.kind == "ids" and (index := index_of(s.path)):
-                facts.append(store.checksum(index))
+                facts.append(sums.checksum(index))
             told.append(facts)
         return told
 
@@ -324,7 +313,7 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
                 writers[name].add(run)
             done += sum(part.stop - part.start for part in unit)
             said("tokens", done, total)
-        if changed := store.first_change(of.files.values()):
+        if changed := sums.first_change(of.files.values()):
             what = f"{changed} changed while it was being prepared"
             raise DataError(Problem("DATA013", what, str(target), "prepare again when it no longer changes"))
         splits = {name: writer.close(of.rules) for name, writer in writers.items()}
@@ -343,7 +332,7 @@ def _make(target: Path, of: _Ingredients, tokenizer: tokens.Tokenizer, said: Pro
             shutil.rmtree(directory / "validation")
         facts = of.fingerprint(tokenizer), tokenizer.hash, tokenizer.vocab_size, tokenizer.eot_id
         copied = [(f"tokenizer/{path.name}", path) for path in sorted((directory / "tokenizer").iterdir())]
-        copies = tuple(store.FileSum(name, path.stat().st_size, store.checksum(path)) for name, path in copied)
+        copies = tuple(store.FileSum(name, path.stat().st_size, sums.checksum(path)) for name, path in copied)
         manifest = store.DataManifest(*facts, splits, copies, tuple(of.files.values()), of.settings, empty)
         length = of.rules.seq_len if of.rules else None
         made = replace(manifest, counts=dict(+counts), seq_len=length, prefix_tokens=len(tokenizer.prefix))
@@ -356,7 +345,7 @@ def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:
     _check_tokenizer(target, manifest, tokenizer)
     if manifest.fingerprint != fingerprint:
         what = f"{target} was prepared from other files or settings"
-        if changed := store.first_change(manifest.files):
+        if changed := sums.first_change(manifest.files):
             what = f"{changed} changed since it was prepared"
         fix = "another --out; or the same command with --force, which replaces it"
         raise DataError(Problem("DATA013", what, str(target), fix))
@@ -386,7 +375,7 @@ def _open_named(directory: Path, data: Data, sample_tokens: int | None) -> store
         what = f"data prepared with {prepared.manifest.vocab_size} ids, the recipe asks for {data.tokenizer.vocab_size}"
         fix = "leave it out: the prepared data include a tokenizer"
         raise DataError(Problem("TOK002", what, "data.tokenizer.vocab_size", fix))
-    if changed := store.first_change(prepared.manifest.files):
+    if changed := sums.first_change(prepared.manifest.files):
         fix = f"with the recipe that made it: shardwise data prepare RECIPE.yaml --force --out {typed(directory)}"
         raise DataError(Problem("DATA013", f"{changed} changed since it was prepared", str(directory), fix))
     return prepared

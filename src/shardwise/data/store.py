@@ -17,26 +17,27 @@ For preference optimisation samples 2i and 2i + 1 are the chosen and the rejecte
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 from pydantic import Field
 
-from shardwise.data.source import Sources, digest, reading
+from shardwise.data.source import digest, reading
+from shardwise.data.sums import SourceFacts, checksum
 from shardwise.errors import DataError, MissingInputError, Problem, first_line
 from shardwise.spec.complaints import show_value
-from shardwise.spec.files import MANIFEST_BYTES, inside, open_regular, read_regular
+from shardwise.spec.files import MANIFEST_BYTES, NOTE_BYTES, inside, read_regular
 from shardwise.spec.record import Count, from_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_READ_BYTES = 16 * 2**20
 ALWAYS_VERIFIED_BYTES = 4 * 2**30
 """Data of at most this size are verified whenever they are opened (about a second). Verifying more would delay every
 start."""
@@ -48,16 +49,6 @@ class FileSum:
 
     name: str
     size_bytes: Count
-    xxh3: str
-
-
-@dataclass(frozen=True)
-class SourceFacts:
-    """A file that data were prepared from: where it lay, its size, when it was changed, and its xxh3-128."""
-
-    path: str
-    size_bytes: Count
-    mtime_ns: int
     xxh3: str
 
 
@@ -137,40 +128,6 @@ class DataManifest:
         if "tokenizer/tokenizer.json" not in {file.name for file in self.tokenizer_files}:
             return "it lists no tokenizer"
         return next(filter(None, (split.contradiction(self.seq_len) for split in self.splits.values())), None)
-
-
-def checksum(path: Path) -> str:
-    """xxh3-128 of a file, in hex."""
-    summed = xxhash.xxh3_128()
-    with reading(path), open_regular(path) as file:
-        while block := file.read(_READ_BYTES):
-            summed.update(block)
-    return summed.hexdigest()
-
-
-@reading()
-def source_files(sources: Sources) -> dict[Path, SourceFacts]:
-    """Path, size, time and checksum of each source file."""
-    facts: dict[Path, SourceFacts] = {}
-    for path in (s.original for s in (*sources.train, *sources.validation)):
-        if path not in facts:
-            stat = path.stat()
-            facts[path] = SourceFacts(str(path), stat.st_size, stat.st_mtime_ns, checksum(path))
-    return facts
-
-
-@reading()
-def first_change(files: Iterable[SourceFacts]) -> str | None:
-    """The first file whose content has changed. Missing files do not count: prepared data may travel alone."""
-    for facts in files:
-        path = Path(facts.path)
-        if not path.is_file():
-            continue
-        stat = path.stat()
-        same = (stat.st_size, stat.st_mtime_ns) == (facts.size_bytes, facts.mtime_ns)
-        if not same and (stat.st_size != facts.size_bytes or checksum(path) != facts.xxh3):
-            return str(path)
-    return None
 
 
 def write_manifest(directory: Path, manifest: DataManifest) -> None:
@@ -370,6 +327,15 @@ class Prepared:
 def is_prepared(directory: Path) -> bool:
     """Whether ``directory`` holds data prepared by Shardwise."""
     return (directory / MANIFEST).is_file()
+
+
+def noted(note: Path, cache: Path) -> Path | None:
+    """The prepared data that a note names by their fingerprint; None where it, or they, cannot be found."""
+    with suppress(OSError, ValueError):
+        name = read_regular(note, NOTE_BYTES).decode()
+        if re.fullmatch("[0-9a-f]{32}", name) and is_prepared(known := cache / "data" / name):
+            return known
+    return None
 
 
 @reading("the prepared data", _REDO)

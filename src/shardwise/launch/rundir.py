@@ -21,7 +21,7 @@ from shardwise.runtime.checkpoint.manifest import candidates, train_again
 from shardwise.runtime.faults.outcome import read_exit
 from shardwise.runtime.owner import Claim
 from shardwise.spec import finetune
-from shardwise.spec.files import kind_of
+from shardwise.spec.files import kind_of, regular_lines
 from shardwise.spec.keys import dotted
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Plan
@@ -193,13 +193,16 @@ def check_writable(directory: Path) -> None:
 
 def check_kinds(directory: Path) -> None:
     """Raise OutputError (OUT002) where a named pipe or a device lies in a run's directory, or in one of it: whoever
-    opened it, to read or to write, would wait for ever."""
+    opened it, to read or to write, would wait for ever. Raises OSError for a log that is none, such as a directory."""
     for path in (*directory.glob("*"), *directory.glob("*/*")):
         with suppress(FileNotFoundError):  # a link to nowhere, or it has just gone
             mode = path.stat().st_mode
             if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
                 what = f"{path} is {kind_of(mode)}, not a regular file"
                 raise OutputError(Problem("OUT002", what, f"{path}", "remove it, or use another `--run`"))
+    for name in ("metrics.jsonl", "events.jsonl"):  # to which is added
+        if (directory / name).exists() or (directory / name).is_symlink():
+            next(regular_lines(directory / name), None)
 
 
 @contextmanager

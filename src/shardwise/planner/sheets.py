@@ -234,7 +234,7 @@ def shipped() -> Shipped:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptUnit:
     """A file of the cache: the JSON of a packed unit, and the xxh3-128 of it."""
 
     xxh3: str
@@ -244,7 +244,7 @@ class _Kept:
 def _kept(path: Path) -> Unit | None:
     """The unit that :func:`_keep` wrote; None where it cannot be read, or is not what was written: it is made again."""
     try:
-        kept = from_json(_Kept, read_regular(path))
+        kept = from_json(_KeptUnit, read_regular(path))
         return unpack_unit(json.loads(kept.unit)) if kept.xxh3 == _sum(kept.unit) else None
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
@@ -253,7 +253,7 @@ def _kept(path: Path) -> Unit | None:
 def _keep(path: Path, packed: Any) -> None:
     unit = json.dumps(packed, separators=(",", ":"))
     with suppress(OSError):  # without a cache the next run traces again
-        write_whole(path, json.dumps(asdict(_Kept(_sum(unit), unit))))
+        write_whole(path, json.dumps(asdict(_KeptUnit(_sum(unit), unit))))
 
 
 def _sum(text: str) -> str:
