@@ -58,7 +58,8 @@ class Planned:
 
     @cached_property
     def _explained(self) -> Plan:
-        return told(self.search.explained(seconds(self.best).scale), self.recipe)
+        legal = self._families if self.recipe.parallel == Parallel() else []
+        return told(self.search.explained(seconds(self.best).scale, legal), self.recipe)
 
     @cached_property
     def plans(self) -> list[Plan]:
