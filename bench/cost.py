@@ -2,6 +2,7 @@
 
     python bench/cost.py [--plans 1000] [--pairs 30]
     python bench/cost.py --against CHECKOUT [--pairs 5]      # searches, against another version's
+    python bench/cost.py --pages [--pairs 3]                 # the page of a plan, against `import torch`
 
 Prices that many plans of a 70 B Llama with ``techniques.cost``: every setting of every dial (strategy, hybrid shapes,
 precision, recomputation, accumulation, chunks), each with its sheet, then times ``search.choose`` for the same model on
@@ -9,11 +10,15 @@ three clusters. Medians over the repetitions; A/A is that of two neighbouring on
 
 ``--against`` runs both versions in turn, a process for each round and cluster: the first search, which reads the units
 that ship, and the median of those that follow. Ratios are of this version's time over the other's in the same round.
+
+``--pages`` runs `shardwise plan` and `import torch` in turn, a process for each: of the processor, until the verdict is
+printed, and until the page is whole; medians, and their ratios to what torch takes in the same round.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import statistics
@@ -35,6 +40,14 @@ from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Recipe, Train
 
 MODEL = "llama-3.1-70b"
+PAGES = (
+    ("meta-llama/Llama-3.1-8B", "8xH100"),
+    ("meta-llama/Llama-3.1-70B", "2x8xH100"),
+    ("mistralai/Mixtral-8x7B-v0.1", "8xH100"),
+    ("Qwen/Qwen3-30B-A3B", "2x8xH100"),
+    ("meta-llama/Llama-3.1-70B", "64x8xH100"),
+    ("meta-llama/Llama-3.1-405B", "2048x8xH100"),
+)
 CLUSTERS = ("8xH100", "8x8xH100+400Gb/node", "64x8xH100+400Gb/node")
 WORLD = 512
 PRECISIONS = (Precision(), Precision("bf16"), Precision("bf16", reduce="bf16"), Precision("bf16", "bf16"))
@@ -110,13 +123,64 @@ def against(checkout: Path, pairs: int) -> None:
             print(f"{which} search on {name:32} {middle:7.0f} ms, {statistics.median(ratios):.2f} ({span}) of before")
 
 
+class Noted(io.TextIOBase):
+    """An output that notes when the processor had been busy for how long: until the verdict, which names what a rank
+    holds, and at the end."""
+
+    verdict_s = 0.0
+
+    def write(self, text: str) -> int:
+        if " a rank (" in text and not self.verdict_s:
+            self.verdict_s = time.process_time()
+        return len(text)
+
+
+def page(model: str, cluster: str) -> tuple[float, float]:
+    """Seconds of the processor, imports included, until the verdict and until the end of a page."""
+    kept, noted = sys.stdout, Noted()
+    sys.argv, sys.stdout = ["shardwise", "plan", "--model", model, "--cluster", cluster], noted
+    try:
+        from shardwise.__main__ import main as command
+
+        command()
+    except SystemExit:
+        pass
+    finally:
+        sys.stdout = kept
+    return noted.verdict_s, time.process_time()
+
+
+def pages(rounds: int) -> None:
+    """Prints the table of pages."""
+    torch = "import torch, time; print(time.process_time())"
+    print(f"{'':44} {'torch':>7} {'verdict':>17} {'page':>17}")
+    for model, cluster in PAGES:
+        taken = []
+        for _ in range(rounds):
+            imported = float(subprocess.check_output([sys.executable, "-c", torch]))
+            told = subprocess.check_output([sys.executable, __file__, "--page", model, cluster])
+            taken.append((imported, *json.loads(told)))
+        columns = [statistics.median(column) for column in zip(*taken, strict=True)]
+        ratios = [statistics.median(row[place] / row[0] for row in taken) for place in (1, 2)]
+        both = "".join(f" {s:9.2f} s {ratio:4.1f} x" for s, ratio in zip(columns[1:], ratios, strict=True))
+        print(f"{f'{model} on {cluster}':44} {columns[0]:5.2f} s{both}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=1000)
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with the version in this directory")
     parser.add_argument("--search", metavar="CLUSTER", help=argparse.SUPPRESS)
+    parser.add_argument("--pages", action="store_true", help="the page of a plan, against `import torch`")
+    parser.add_argument("--page", nargs=2, metavar=("MODEL", "CLUSTER"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.page:
+        print(json.dumps(page(*chosen.page)))
+        return
+    if chosen.pages:
+        pages(min(chosen.pairs, 3))
+        return
     if chosen.search:
         print(json.dumps(searches(parse_cluster(chosen.search), 9)))
         return

@@ -1,6 +1,6 @@
 """``devices.json`` of the planner, from what ``shardwise doctor -o FILE`` wrote on machines with these GPUs.
 
-    python bench/devices.py h100.yaml h200.yaml > src/shardwise/planner/seconds/devices.json
+python bench/devices.py h100.yaml h200.yaml > src/shardwise/planner/seconds/devices.json
 """
 
 from __future__ import annotations

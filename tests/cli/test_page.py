@@ -11,7 +11,7 @@ from shardwise.cli.length import Asked
 from shardwise.cli.planned import Planned, change_parts, page_parts, planned
 from shardwise.cli.render import label
 from shardwise.models.load import load_spec
-from shardwise.planner.compare import seconds
+from shardwise.planner.compare import fits, seconds
 from shardwise.planner.search import Search
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
@@ -56,3 +56,17 @@ def test_changes_are_the_same_one_by_one() -> None:
     parts = [*change_parts(asked, each=True)]
     assert [line.split() for part in parts for line in part] == whole
     assert len(parts) == len(asked.alternatives) + 1 > 3
+
+
+@pytest.mark.prove
+def test_no_reason_names_what_is_slower_than_a_row_of_the_table() -> None:
+    """Of a pipeline, which the search for the best plan does not look for where another is faster."""
+    model = "Qwen/Qwen3-30B-A3B"
+    asked = planned(
+        load_recipe(None, [f"model={model}"]), load_spec(model), parse_cluster("2x8xH100"), Asked(), here=False
+    )
+    assert asked.best.layout.ep > 1
+    without = min(seconds(plan).step_s for plan in asked.plans if plan.layout.ep == 1 and fits(plan))
+    named = asked.search.reasons(1.0, asked.plans).others["layout.ep"]
+    assert named is not None and seconds(named).step_s <= without
+    assert f"without it {show_seconds(seconds(named).step_s)}" in asked.chosen.why["layout.ep"]

@@ -481,8 +481,8 @@ def test_32_an_optimizer_on_the_host_costs_seconds_and_not_a_share(rows: int, m:
     """Overruled: it does not halve the speed, but adds so many seconds to a step, however long that is. Of an 8B on a
     node: 40 bytes a parameter at the 110 GB/s of its CPUs, and what it waits for copies, 3.03 s. That halves the speed
     of 8 H100 at 48 rows of 4,096 tokens a step, quarters it at 16, and costs a tenth at 512. Gradients leave beside
-    backward; if they did not, another 0.08 s, and of both ways a third is hidden. New weights come in forward, rounded by the same CPUs. Of disks nothing
-    is said here."""
+    backward; if they did not, another 0.08 s. New weights come in forward, rounded by the same CPUs. Of both ways a
+    third is hidden. Of disks nothing is said here."""
     plan = replace(
         sharded(EIGHT_B, 8, "zero2"), batch=Batch(rows // 8 // m, m, 4096, 512), remat=Remat("selective"), compile=True
     )

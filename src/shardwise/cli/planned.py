@@ -65,7 +65,8 @@ class Planned:
 
     @cached_property
     def _explained(self) -> Plan:
-        return self._told(self.search.explained(seconds(self.best).scale))
+        legal = self._families if self.recipe.parallel == Parallel() else []
+        return self._told(self.search.explained(seconds(self.best).scale, legal))
 
     @cached_property
     def plans(self) -> list[Plan]:

@@ -10,7 +10,7 @@ degrees and schedule are not ruled out by the best plan without one.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,15 +131,18 @@ class Search:
         """The plan to run, with why. Raises ConfigError where none fits and the recipe's pins rule out others."""
         return self.explained()
 
-    def explained(self, scale: float = 1.0) -> Plan:
-        """The same, with reasons in seconds that are multiplied by ``scale``."""
+    def explained(self, scale: float = 1.0, others: Sequence[Plan] = ()) -> Plan:
+        """The same, with reasons in seconds that are multiplied by ``scale``; beside ``others`` too, that are legal and
+        have been found elsewhere."""
         with uncollected():
-            return self.reasons(scale).explained
+            return self.reasons(scale, others).explained
 
-    def reasons(self, scale: float = 1.0) -> Reasons:
+    def reasons(self, scale: float = 1.0, others: Sequence[Plan] = ()) -> Reasons:
         """Why the best plan, in seconds that are multiplied by ``scale``."""
         tried = bool(self.pipelines)
-        return Reasons(self.recipe, self.known, self.all, self.fitting, self.best, tried, scale)
+        share = MARGIN if fits(self.best) else TIGHT
+        beside = [plan for plan in others if self.fitting and peak_share(plan) <= share]
+        return Reasons(self.recipe, self.known, self.all, [*self.fitting, *beside], self.best, tried, scale)
 
     @cached_property
     def best(self) -> Plan:
