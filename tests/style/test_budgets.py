@@ -7,21 +7,21 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 2_528,
-    "models": 3_814,
-    "data": 3_186,
-    "distributed": 459,
-    "methods": 288,
-    "techniques": 5_345,
-    "planner": 4_495,
-    "runtime": 5_475,
-    "prove": 1_841,
-    "launch": 957,
+    "spec": 2_680,
+    "models": 3_850,
+    "data": 3_350,
+    "distributed": 492,
+    "methods": 296,
+    "techniques": 5_424,
+    "planner": 4_940,
+    "runtime": 5_645,
+    "prove": 1_845,
+    "launch": 975,
     "interop": 699,
-    "cli": 2_494,
+    "cli": 2_810,
 }
-"""Lines of code by package: docs/decisions/0013, what later decisions gave for each feature, and 0029, which took 454
-away: a sum of 31,581. One is raised only by taking from another."""
+"""Lines of code by package: docs/decisions/0013, what later decisions gave for each feature, 0029, which took 454
+away, and 0030: a sum of 33,006. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

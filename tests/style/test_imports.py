@@ -52,6 +52,7 @@ WITH_TORCH = {
     "shardwise.techniques.cp.exchange",
     "shardwise.techniques.cp.ulysses",
     "shardwise.techniques.ep.dispatch",
+    "shardwise.techniques.lora.joint",
     "shardwise.techniques.offload.activations",
     "shardwise.techniques.offload.filed",
     "shardwise.techniques.offload.weights",
