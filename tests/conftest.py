@@ -15,6 +15,8 @@ import pytest
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from shardwise.planner import sheets
+from shardwise.planner.seconds import rates
+from shardwise.planner.seconds.constants import shipped
 from shardwise.prove.pool import RankPool
 from shardwise.techniques.variant import Variant
 from tests.covering import covering
@@ -135,3 +137,11 @@ def ranks() -> Iterator[RankPool]:
     """Four gloo ranks that live through the whole test run (one pool for each pytest worker)."""
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def by_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been measured on any device, and our steps are those of published runs: for tests that compute by
+    hand what the table says of both."""
+    monkeypatch.setattr(rates, "measured_on", lambda name: None)
+    monkeypatch.setitem(shipped(), "own era", shipped()["era:fsdp2"])

@@ -188,10 +188,10 @@ GPT_3 = ModelSpec("gpt-175b", 50_257, 12_288, 32_768, 96, 96, 96, 128)
 """As many parameters, in blocks of today's kind."""
 
 
-@pytest.mark.parametrize(("cluster", "times"), [("1xH100", 9.3), ("1xRTX-4090", 2.25)])
+@pytest.mark.parametrize(("cluster", "times"), [("1xH100", 8), ("1xRTX-4090", 2)])
 def test_22_a_175b_on_one_gpu(cluster: str, times: float) -> None:
     """Feasible, and slow: in bf16 326 GiB of weights and as much of gradients are on the host, and 979 GiB of weights
-    and moments in a file, which takes 9 times as long as an H100 computes 16 rows. A card of 24 GB holds the rest."""
+    and moments in a file, which takes 8 times as long as an H100 computes 16 rows. A card of 24 GB holds the rest."""
     node = replace(parse_cluster(cluster), host_memory_bytes=1024 * GIB)
     offload = {"optimizer": "nvme", "weights": "host", "activations": "host"}
     precision = {"compute": "bf16", "weights": "bf16"}
@@ -476,13 +476,13 @@ def test_31_tensor_parallelism_over_pcie(name: str, times: float) -> None:
     assert pcie_s / nvlink_s == pytest.approx(times, rel=0.2)
 
 
-@pytest.mark.parametrize(("rows", "m", "slower"), [(16, 1, 4.4), (48, 3, 2.2), (512, 32, 1.1)])
+@pytest.mark.parametrize(("rows", "m", "slower"), [(16, 1, 3.9), (48, 3, 2.0), (512, 32, 1.1)])
 def test_32_an_optimizer_on_the_host_costs_seconds_and_not_a_share(rows: int, m: int, slower: float) -> None:
     """Overruled: it does not halve the speed, but adds so many seconds to a step, however long that is. Of an 8B on a
-    node: 40 bytes a parameter at the 110 GB/s of its CPUs, and what it waits for copies, 3.03 s. That halves the speed
+    node: 40 bytes a parameter at the 110 GB/s of its CPUs, and what it waits for copies, 3.0 s. That halves the speed
     of 8 H100 at 48 rows of 4,096 tokens a step, quarters it at 16, and costs a tenth at 512. Gradients leave beside
-    backward; if they did not, another 0.08 s. New weights come in forward, rounded by the same CPUs. Of both ways a
-    third is hidden. Of disks nothing is said here."""
+    backward; if they did not, another 0.08 s. New weights come in forward, rounded by the same CPUs. Of disks nothing
+    is said here."""
     plan = replace(
         sharded(EIGHT_B, 8, "zero2"), batch=Batch(rows // 8 // m, m, 4096, 512), remat=Remat("selective"), compile=True
     )
@@ -492,10 +492,10 @@ def test_32_an_optimizer_on_the_host_costs_seconds_and_not_a_share(rows: int, m:
     )
     way_s = 4 * parameter_count(EIGHT_B) / 8 / (0.8 * 63e9)
     added_s = 40 * parameter_count(EIGHT_B) / 110e9 + found.offload_s
-    assert added_s == pytest.approx(3.03, abs=0.01) and way_s == pytest.approx(0.08, abs=0.001)
+    assert added_s == pytest.approx(3.0, abs=0.01) and way_s == pytest.approx(0.08, abs=0.001)
     assert found.step_s - without.step_s == pytest.approx(added_s, rel=0.02)
     assert found.step_s / without.step_s == pytest.approx(slower, rel=0.06)
-    assert 2 * way_s > 1.4 * found.offload_s, "of both ways a third is hidden"
+    assert way_s > found.offload_s, "most is hidden"
 
 
 @pytest.mark.parametrize(("name", "at_35_percent"), [("RTX-5090", 11_400), ("RTX-PRO-6000", 27_400)])

@@ -209,6 +209,7 @@ def seconds(shared: int, plan: Plan = SPREAD) -> Seconds:
     return found
 
 
+@pytest.mark.usefixtures("by_table")
 @pytest.mark.parametrize("shared", [512, 1280, 16_384])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_layer_takes_the_longer_of_an_exchange_and_its_shared_expert(

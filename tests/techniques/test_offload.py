@@ -288,6 +288,7 @@ def test_on_a_cpu_the_device_is_the_host() -> None:
     assert found.estimate.host == {} and found.estimate.host_bytes == 0
 
 
+@pytest.mark.usefixtures("by_table")
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_seconds_by_hand(ranks: int) -> None:
     """4 bytes a parameter cross a bus of 63 GB/s at four fifths of that, and of what is narrow 2 come back. The update
