@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd, prod
 from typing import Literal
 
@@ -93,8 +93,15 @@ class Layout:
 
     def size(self, group: str) -> int:
         """How many ranks a group has."""
-        name, _, part = group.partition("/")
-        return int(part) if part else prod(self.degree(axis) for axis in GROUPS[name])
+        if (found := self._sizes.get(group)) is None:
+            name, _, part = group.partition("/")
+            found = self._sizes[group] = int(part) if part else prod(self.degree(axis) for axis in GROUPS[name])
+        return found
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Those that have been asked for: a search asks millions of times."""
+        return {}
 
     def index(self, rank: int, group: str) -> int:
         """The number of ``rank`` within its group."""

@@ -87,7 +87,7 @@ class _Channel:
     free_s: float = 0.0
 
 
-class _Progress:
+class Progress:
     """Ranks that do their actions in order, each as far as it can."""
 
     def __init__(self, lists: Sequence[Sequence[Action]], seconds: Seconds, transfer_s: float, after: Seconds):
@@ -103,6 +103,14 @@ class _Progress:
         self.ready_s: list[dict[Message | None, float]] = [{} for _ in lists]  # when a rank has a tensor
         self.channels = defaultdict[tuple[int, int], _Channel](_Channel)  # by who sends and who receives
         self.awake = dict.fromkeys(range(len(lists)))  # ranks that may go on, in order: what they wait for may be there
+
+    def finish(self) -> None:
+        """All ranks do what they can. Raises ValueError where that is not everything."""
+        while self.awake:
+            del self.awake[rank := next(iter(self.awake))]
+            self.advance(rank)
+        if left := self.left():
+            raise ValueError("; ".join(left))
 
     def advance(self, rank: int) -> None:
         """The rank does what it can."""
@@ -173,13 +181,9 @@ def replay(
     gives is there, and leaves, ``after(action)`` before it ends, or at its end. ``begin_s``: before when each rank does
     nothing. Sends never block; a rank waits only for what its next computation takes. Raises ValueError where ranks
     wait for ever, where the two sides of a channel have different orders, or where one side is missing."""
-    run = _Progress(lists, seconds, transfer_s, after or (lambda action: 0.0))
+    run = Progress(lists, seconds, transfer_s, after or (lambda action: 0.0))
     run.clock_s = [*begin_s] or run.clock_s
-    while run.awake:
-        del run.awake[rank := next(iter(run.awake))]
-        run.advance(rank)
-    if left := run.left():
-        raise ValueError("; ".join(left))
+    run.finish()
     return Replay(
         lists=lists,
         makespan_s=max(run.clock_s),
