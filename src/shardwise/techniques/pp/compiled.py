@@ -4,14 +4,13 @@ Plans that share a schedule share it; what :func:`replay.replay` finds with the 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.techniques.pp.actions import Action, Kind, Lists, Message, actions
-from shardwise.techniques.pp.replay import Progress
+from shardwise.techniques.pp.actions import SEND, Action, Kind, Lists, Message, actions
 
 NONE, NOBODY = 0, 1
 """Where a computation that takes nothing looks, and one that gives nothing leaves it."""
@@ -58,60 +57,76 @@ class Program:
         return clock
 
 
-class _Compiler(Progress):
-    """Goes through the actions as a replay does, and writes down in which order."""
+class _Code:
+    """What :class:`Program` has, of the lists of all ranks, in an order in which each action can be timed."""
 
     def __init__(self, lists: Lists) -> None:
-        super().__init__(lists, lambda action: 0.0, 0.0, lambda action: 0.0)
-        self.code: list[tuple[int, int, int, int]] = []
-        self.places: dict[tuple[int, Message], int] = {}
-        self.numbers: dict[tuple[int, int], int] = {}  # of channels
-        self.waiting = defaultdict[tuple[int, int], tuple[deque[Message], deque[int]]](lambda: (deque(), deque()))
-        self.latest, self.ended = [*range(len(lists))], len(lists)  # of each rank the number of its last end
+        whole = [action for order in lists for action in order if action.computes]
+        first = {action.stage: action for action in reversed(whole) if action.kind == "F"}
+        last = {action.stage: action for action in whole if action.kind != "F"}
+        given = {action.stage: action for action in whole if action.kind in ("B", "I")}
+        self.marked = [set(each.values()) for each in (first, last, given)]
+        self.known = {action.gives for action in whole} - {None}
         self.kinds: dict[Computation, int] = {}
-        whole = [action for order in lists for action in order]
-        self.first = {action.stage: action for action in reversed(whole) if action.kind == "F"}
-        self.last = {action.stage: action for action in whole if action.kind in ("B", "I", "W")}
-        self.last_given = {action.stage: action for action in whole if action.kind in ("B", "I")}
+        self.code: list[tuple[int, int, int, int]] = []
+        self.places = 2
+        self.ready: list[dict[Message | None, int]] = [{} for _ in lists]  # where a rank has what has come to it
+        self.channels: dict[tuple[int, int], tuple[int, deque[Message], deque[int]]] = {}
+        self.latest, self.ended = [*range(len(lists))], len(lists)  # of each rank the number of its last end
+        steps, awake = [0] * len(lists), dict.fromkeys(range(len(lists)))
+        while awake:
+            del awake[rank := next(iter(awake))]
+            order, step = lists[rank], steps[rank]
+            while step < len(order):
+                action = order[step]
+                if action.peer >= 0:
+                    if (to := self.moves(rank, action)) not in (None, rank):
+                        awake[to] = None
+                elif not self.computes(rank, action):
+                    break
+                step += 1
+            steps[rank] = step
+        if any(step < len(order) for step, order in zip(steps, lists, strict=True)):
+            raise ValueError("the ranks of a pipeline wait for one another for ever")
 
-    def kind_of(self, action: Action) -> int:
-        """The number of its kind."""
-        ends = (each.get(action.stage) == action for each in (self.first, self.last, self.last_given))
-        return self.kinds.setdefault(Computation(action.kind, action.stage, *ends), len(self.kinds))
-
-    def at(self, rank: int, message: Message) -> int:
-        """The place where a rank has it."""
-        return self.places.setdefault((rank, message), len(self.places) + 2)
-
-    def compute(self, rank: int, action: Action, takes: Message | None, gives: Message | None) -> bool:
-        if not super().compute(rank, action, takes, gives):
+    def computes(self, rank: int, action: Action) -> bool:
+        """Whether what it takes has come, so that it could be timed."""
+        takes, gives, ready = action.takes, action.gives, self.ready[rank]
+        source = ready.get(takes, NONE)
+        if source == NONE and takes in self.known:
             return False
-        source = self.at(rank, takes) if takes in self.given and takes else NONE
-        self.code.append((rank, self.kind_of(action), source, self.at(rank, gives) if gives else NOBODY))
+        kind = Computation(action.kind, action.stage, *(action in each for each in self.marked))
+        target = NOBODY
+        if gives:
+            target = ready[gives] = self.places
+            self.places += 1
+        self.code.append((rank, self.kinds.setdefault(kind, len(self.kinds)), source, target))
         self.latest[rank] = self.ended
         self.ended += 1
         return True
 
-    def transfer(self, rank: int, peer: int, wanted: Message | None, sent: Message | None) -> None:
-        super().transfer(rank, peer, wanted, sent)
-        channel = (rank, peer) if sent else (peer, rank)
-        sends, receives = self.waiting[channel]
-        if sent:
-            sends.append(sent)
+    def moves(self, rank: int, action: Action) -> int | None:
+        """One side of a message; if the other was there before, which rank it has come to."""
+        sends = action.kind in SEND.values()
+        way = (rank, action.peer) if sends else (action.peer, rank)
+        number, sent, posted = self.channels.setdefault(way, (len(self.channels), deque(), deque()))
+        if sends and action.gives:
+            sent.append(action.gives)
         else:
-            receives.append(self.latest[rank])
-        if sends and receives:
-            number = self.numbers.setdefault(channel, len(self.numbers))
-            message = sends.popleft()
-            places = self.at(channel[0], message), self.at(channel[1], message)
-            self.code.append((number, -1 - receives.popleft(), *places))
+            posted.append(self.latest[rank])
+        if not (sent and posted):
+            return None
+        message = sent.popleft()
+        self.code.append((number, -1 - posted.popleft(), self.ready[way[0]][message], self.places))
+        self.ready[way[1]][message] = self.places
+        self.places += 1
+        return way[1]
 
 
 @lru_cache(maxsize=128)
 def program(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int, trained: tuple[bool, ...]) -> Program:
     """Of a schedule. Raises ValueError where its ranks wait for ever."""
     lists = actions(schedule, ranks, stages_per_rank, micro_batches, trained)
-    run = _Compiler(lists)
-    run.finish()
+    made = _Code(lists)
     last = tuple(next(action.stage for action in reversed(order) if action.computes) for order in lists)
-    return Program(tuple(run.kinds), tuple(run.code), len(run.places) + 2, len(run.numbers), last)
+    return Program(tuple(made.kinds), tuple(made.code), made.places, len(made.channels), last)

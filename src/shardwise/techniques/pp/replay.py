@@ -87,7 +87,7 @@ class _Channel:
     free_s: float = 0.0
 
 
-class Progress:
+class _Progress:
     """Ranks that do their actions in order, each as far as it can."""
 
     def __init__(self, lists: Sequence[Sequence[Action]], seconds: Seconds, transfer_s: float, after: Seconds):
@@ -181,7 +181,7 @@ def replay(
     gives is there, and leaves, ``after(action)`` before it ends, or at its end. ``begin_s``: before when each rank does
     nothing. Sends never block; a rank waits only for what its next computation takes. Raises ValueError where ranks
     wait for ever, where the two sides of a channel have different orders, or where one side is missing."""
-    run = Progress(lists, seconds, transfer_s, after or (lambda action: 0.0))
+    run = _Progress(lists, seconds, transfer_s, after or (lambda action: 0.0))
     run.clock_s = [*begin_s] or run.clock_s
     run.finish()
     return Replay(
