@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import gcd, prod
 from typing import Literal
 
@@ -93,15 +93,11 @@ class Layout:
 
     def size(self, group: str) -> int:
         """How many ranks a group has."""
-        if (found := self._sizes.get(group)) is None:
+        known: dict[str, int] = vars(self).setdefault("_sizes", {})  # of no field: a search asks millions of times
+        if group not in known:
             name, _, part = group.partition("/")
-            found = self._sizes[group] = int(part) if part else prod(self.degree(axis) for axis in GROUPS[name])
-        return found
-
-    @cached_property
-    def _sizes(self) -> dict[str, int]:
-        """Those that have been asked for: a search asks millions of times."""
-        return {}
+            known[group] = int(part) if part else prod(self.degree(axis) for axis in GROUPS[name])
+        return known[group]
 
     def index(self, rank: int, group: str) -> int:
         """The number of ``rank`` within its group."""
