@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardwise.cli.length import Asked
 from shardwise.cli.planned import Planned, change_parts, page_parts, planned
 from shardwise.cli.render import label
 from shardwise.models.load import load_spec
+from shardwise.planner import compare
 from shardwise.planner.compare import fits, seconds
 from shardwise.planner.search import Search
 from shardwise.spec.cluster import parse_cluster
@@ -70,3 +72,28 @@ def test_no_reason_names_what_is_slower_than_a_row_of_the_table() -> None:
     named = asked.search.reasons(1.0, asked.plans).others["layout.ep"]
     assert named is not None and seconds(named).step_s <= without
     assert f"without it {show_seconds(seconds(named).step_s)}" in asked.chosen.why["layout.ep"]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "prices", "plays"),
+    [("meta-llama/Llama-3.1-8B", "8xH100", 100, 100), ("Qwen/Qwen3-30B-A3B", "2x8xH100", 60, 25)],
+)
+def test_a_verdict_prices_and_plays_few_plans(
+    model: str, cluster: str, prices: int, plays: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts, since seconds depend on the machine: what lower bounds leave."""
+    done = Counter[str]()
+
+    def counted(name: str) -> Callable[..., Any]:
+        known = getattr(compare, name)
+
+        def call(*words: object, **more: object) -> object:
+            done[name] += 1
+            return known(*words, **more)
+
+        return call
+
+    for name in ("price", "timed"):
+        monkeypatch.setattr(compare, name, counted(name))
+    planned(load_recipe(None, [f"model={model}"]), load_spec(model), parse_cluster(cluster), Asked(), here=False)
+    assert 0 < done["price"] <= prices and 0 < done["timed"] <= plays, done

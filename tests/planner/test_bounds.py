@@ -87,7 +87,7 @@ def test_some_plans_of_a_page(page: str) -> None:
     check(Recipe(), spec_of(model), parse_cluster(cluster), 12, page, most_ranks=8)
 
 
-@pytest.mark.rare(1)
+@pytest.mark.prove
 @pytest.mark.parametrize("page", PAGES)
 def test_many_plans_of_a_page(page: str) -> None:
     model, cluster = PAGES[page]

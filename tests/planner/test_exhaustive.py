@@ -129,7 +129,7 @@ def test_the_table_and_the_reason_agree() -> None:
         if "the fastest that fits; " in why:
             others = [plan for plan in plans if kind(plan) != kind(search.chosen)]
             next_ = next(plan for plan in others if plan.layout.pp == 1)
-            assert f"; {name(next_)}: {show_seconds(seconds(next_).step_s)}" in why
+            assert f"; {name(next_)}" in why and why.endswith(f": {show_seconds(seconds(next_).step_s)}")
 
 
 def test_adapters_on_slow_links_are_replicated_between_nodes() -> None:

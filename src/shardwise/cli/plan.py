@@ -89,7 +89,7 @@ def run(options: Options) -> None:
             what = "the plan has no pipeline, whose schedule could be drawn"
             raise misused(what, "leave it out, or pin one: parallel.pp=2", "--plot")
         check_new(options.plot)
-        options.plot.write_text(svg(schedule_of(answer).step), encoding="utf-8")
+        options.plot.write_text(svg(schedule_of(answer)), encoding="utf-8")
     if options.json:
         return print_json(as_json(answer))
     say(*head_lines(answer))

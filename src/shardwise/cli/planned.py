@@ -19,13 +19,14 @@ from shardwise.planner.compare import TIE, fits, in_order, kind, same_program, s
 from shardwise.planner.length import Length
 from shardwise.planner.remedy import Remedy, alternatives, remedies
 from shardwise.planner.search import Search, dials
-from shardwise.planner.seconds.pipeline import PipelineTimes, pipeline_times
+from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.spec import finetune
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe
 from shardwise.spec.units import show_seconds
+from shardwise.techniques.pp.replay import Replay
 
 WIDTH = 100
 """Characters of a row of a drawing."""
@@ -190,11 +191,10 @@ def page_parts(answer: Planned, explain: str | None) -> Iterator[list[str]]:
     yield from plan_parts(best, lambda: answer.plans, lambda: answer.chosen, explain)
 
 
-def schedule_of(answer: Planned) -> PipelineTimes:
+def schedule_of(answer: Planned) -> Replay:
     """When each rank of the chosen plan's pipeline computes what, by the clock of its seconds."""
-    scale = seconds(answer.best).scale
     times = pipeline_times(answer.spec, answer.best, answer.cluster, own_traits())
-    return replace(times, step=times.step.scaled(scale), makespan_s=scale * times.makespan_s)
+    return times.step.scaled(seconds(answer.best).scale)
 
 
 def schedule_lines(answer: Planned) -> list[str]:
@@ -202,11 +202,11 @@ def schedule_lines(answer: Planned) -> list[str]:
     chosen = answer.best
     if chosen.layout.pp == 1:
         return ["the plan has no pipeline: every rank has all blocks, and no schedule is needed", ""]
-    times = schedule_of(answer)
-    played = 1 + max(one.action.micro for computed in times.step.computed for one in computed)
+    step = schedule_of(answer)
+    played = 1 + max(one.action.micro for computed in step.computed for one in computed)
     some = f", the first {played} of {chosen.batch.accumulation} micro-batches" * (played < chosen.batch.accumulation)
-    head = f"the schedule of a step ({chosen.pipeline.schedule}{some}): {show_seconds(times.step.makespan_s)}"
-    return [head, *text(times.step, WIDTH), ""]
+    head = f"the schedule of a step ({chosen.pipeline.schedule}{some}): {show_seconds(step.makespan_s)}"
+    return [head, *text(step, WIDTH), ""]
 
 
 def plan_parts(

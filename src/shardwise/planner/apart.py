@@ -58,7 +58,9 @@ def _ended(process: subprocess.Popen[str], said: IO[str]) -> str:
 @cache
 def _process(kept_in: Path) -> tuple[subprocess.Popen[str], IO[str]]:
     """It, and what it says on stderr. It ends when this process does, if not before."""
-    print(f"tracing the units of a model that is new here: once, some seconds; kept in {kept_in}", file=sys.stderr)
+    begun = "\r\x1b[K" * sys.stderr.isatty()  # over a line that tells what is being done
+    told = f"tracing the units of a model that is new here: once, some seconds; kept in {kept_in}"
+    print(begun + told, file=sys.stderr)
     said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
     command = [sys.executable, "-P", "-m", "shardwise.planner.tracer"]
     with safe_path():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -114,14 +115,18 @@ class LeastMemory:
             costed = costed_of(self.figures.spec, whole)
             least = min(costed.blocks, key=lambda one: _kept_bytes(one, batch.micro_batch_size, plan.row_tokens))
             state, gathered = sum(on_device(costed.with_ends(stem=False, head=False), whole).values()), 0
-            weights = [weight for kind in costed.order for weight in costed.blocks[kind].weights]
-            trained = [(weight.name, prod(map(int, weight.shape))) for weight in weights if weight.trained]
-            own_share = [n // plan.layout.size(slices_over(name, plan)) if plan.sharded else n for name, n in trained]
-            gradients = sum(own_share) * BYTES[plan.precision.weights]
+            times = Counter(costed.order)
+            weights = [
+                (times[kind] * prod(map(int, w.shape)), w) for kind in times for w in costed.blocks[kind].weights
+            ]
+            trained = [(n, weight) for n, weight in weights if weight.trained]
+            slices = [plan.layout.size(slices_over(w.name, plan)) if plan.sharded else 1 for _, w in trained]
+            own_share = sum(n // each for (n, _), each in zip(trained, slices, strict=True))
+            gradients = own_share * BYTES[plan.precision.weights]
             if plan.sharded and plan.shard.strategy in ("zero1", "zero2"):
-                gathered = sum(prod(map(int, weight.shape)) * BYTES[weight.used_as] for weight in weights)
+                gathered = sum(n * BYTES[weight.used_as] for n, weight in weights)
             if plan.sharded and plan.shard.strategy == "zero1":
-                gradients = sum(n for _, n in trained) * BYTES[plan.precision.reduce]
+                gradients = sum(n for n, _ in trained) * BYTES[plan.precision.reduce]
             first = costed.blocks[0]
             even = all(b.weights[0].shape == first.weights[0].shape and not b.stays for b in costed.blocks)
             count = len(costed.order) if even and len(costed.blocks) < 3 else float("inf")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from shardwise import techniques
@@ -20,20 +21,27 @@ from shardwise.planner.tape import folded_pass
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of, places
-from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Pipeline, Plan, Traffic
+from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Optim, Pipeline, Plan, Traffic
 from shardwise.spec.sheet import EXPERT_ROWS, Sheet, is_control
 from shardwise.techniques import offload
+
+KEPT_PASSES = 4096
+"""A page prices fewer plans."""
 
 
 def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float("inf")) -> Plan:
     """``plan`` of a model with its estimate: that of the fullest of its places, or of the first of them that takes more
     than ``most`` of the memory."""
-    found, passes, rates = [], {}, rates_of(plan, cluster, own_traits())
+    found, rates, known = [], rates_of(plan, cluster, own_traits()), _passes()
+    computes = replace(plan, optim=Optim(), estimate=Estimate(), why={}, model="", cluster="")
     for costed in at_places(spec, plan):
-        alike = costed.units, costed.place.stages, costed.place.coordinate("ring")
-        if alike not in passes:
-            passes[alike] = micro_batches(costed, plan, Passes.of(costed, plan, cluster.kind, rates))
-        span = around(costed, plan, passes[alike])
+        alike = costed.units, costed.order, costed.place.stages, costed.place.coordinate("ring"), costed.trained
+        key = computes, cluster.kind, costed.tied, alike
+        if key not in known:
+            if len(known) >= KEPT_PASSES:
+                known.clear()
+            known[key] = micro_batches(costed, plan, Passes.of(costed, plan, cluster.kind, rates))
+        span = around(costed, plan, known[key])
         memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
         if rows := span.top.get(EXPERT_ROWS, 0):
             memory["activations"] += rows
@@ -64,6 +72,13 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
     if plan.layout.pp > 1:
         fullest = replace(fullest, flops_per_step=_flops_of_stages(spec, plan, cluster, rates))
     return replace(plan, estimate=replace(fullest, disk_capacity_bytes=cluster.disk_bytes if fullest.disk_bytes else 0))
+
+
+@cache
+def _passes() -> dict[object, Span]:
+    """What micro-batches come to, for all searches: in bytes, messages and operations the same on every device of a
+    kind and under every optimizer."""
+    return {}
 
 
 def most_rows(spec: ModelSpec, plan: Plan) -> float:

@@ -93,8 +93,11 @@ class Layout:
 
     def size(self, group: str) -> int:
         """How many ranks a group has."""
-        name, _, part = group.partition("/")
-        return int(part) if part else prod(self.degree(axis) for axis in GROUPS[name])
+        known: dict[str, int] = vars(self).setdefault("_sizes", {})  # of no field: a search asks millions of times
+        if group not in known:
+            name, _, part = group.partition("/")
+            known[group] = int(part) if part else prod(self.degree(axis) for axis in GROUPS[name])
+        return known[group]
 
     def index(self, rank: int, group: str) -> int:
         """The number of ``rank`` within its group."""

@@ -122,3 +122,14 @@ def test_messages_between_nodes_share_their_cards() -> None:
         assert wires.message_s(2**28) == pytest.approx(2**28 / (400e9 / sharing), rel=0.05)
     inside = wires_of(Layout(pp=2, tp=4, ranks_per_node=8), cluster)
     assert inside.message_s(2**28) < wires_of(Layout(pp=2, tp=8, ranks_per_node=8), cluster).message_s(2**28)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_program_is_what_a_replay_comes_to(schedule: str, chained: bool) -> None:
+    """Exactly: the same sums and maxima. Of stages that take differently long, and messages that take some time."""
+    for ranks, m in ((2, 4), (4, 8), (4, 12)):
+        plan = staged(schedule, ranks, m, "zero3", dp_shard=2)
+        apart = line(plan, [1.0 + n % 3 for n in range(ranks * STAGES[schedule])], chained=chained)
+        for found in (apart, replace(apart, message_s=0.25)):
+            assert found.makespan_s(m) == found.ends_s(found.step(m))

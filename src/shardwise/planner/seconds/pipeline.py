@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from shardwise.models.config import ModelSpec
@@ -24,6 +25,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques import pp
 from shardwise.techniques.pp.actions import SCHEDULES, Action, Lists
+from shardwise.techniques.pp.compiled import Computation, program
 from shardwise.techniques.pp.replay import Replay, replay
 from shardwise.techniques.pp.split import trained_stages
 
@@ -51,16 +53,22 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """``sheets``: of each rank of a pipeline; ``stages``: the times of each stage. ``step``: when ranks compute,
-    perhaps of some micro-batches; ``makespan_s`` is of all. ``message_s``: what a message between neighbours takes;
+    """``sheets``: of each rank of a pipeline; ``stages``: the times of each stage. ``line`` replays a step: of so many
+    micro-batches as were ``played``; ``makespan_s`` is of all. ``message_s``: what a message between neighbours takes;
     ``slowest``: the rank that computes longest."""
 
     sheets: tuple[Sheet, ...]
     stages: tuple[StageTimes, ...]
-    step: Replay
+    line: PipelineReplay
+    played: int
     makespan_s: float
     message_s: float
     micro_batches: int
+
+    @cached_property
+    def step(self) -> Replay:
+        """When ranks compute, perhaps of some micro-batches."""
+        return self.line.step(self.played)
 
     @property
     def slowest(self) -> int:
@@ -99,8 +107,7 @@ def pipeline_times(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits
     parts = plan.layout.tp if traits.scattered and not plan.sequence_parallel else 1
     message_s = wires_of(plan.layout, cluster).message_s(border_bytes(sheets[0], plan) // parts)
     line = PipelineReplay(plan, trained_stages(spec, plan), stages, message_s, traits.chained and plan.sharded)
-    step, makespan_s = line.replayed()
-    return PipelineTimes(sheets, stages, step, makespan_s, message_s, plan.batch.accumulation)
+    return PipelineTimes(sheets, stages, line, *line.replayed(), message_s, plan.batch.accumulation)
 
 
 def border_bytes(sheet: Sheet, plan: Plan) -> int:
@@ -125,11 +132,34 @@ class PipelineReplay:
         """The step of so many micro-batches."""
         batch = replace(self.plan.batch, accumulation=micro_batches)
         lists = pp.orders(replace(self.plan, batch=batch), self.trained)
-        waiting_s = [0.0] * len(lists)
-        for number, stage in enumerate(self.stages):
-            waiting_s[stage_rank(self.plan.layout, number)] += stage.waiting_s
         after = self._after(lists) if self.chained else None
-        return replay(lists, self._seconds(lists), self.message_s, after, waiting_s)
+        return replay(lists, self._seconds(lists), self.message_s, after, self._waiting_s())
+
+    def _waiting_s(self) -> list[float]:
+        found = [0.0] * self.plan.layout.pp
+        for number, stage in enumerate(self.stages):
+            found[stage_rank(self.plan.layout, number)] += stage.waiting_s
+        return found
+
+    def makespan_s(self, micro_batches: int) -> float:
+        """When all ranks are done with a step of so many micro-batches: what :meth:`step` comes to, found by the
+        schedule's program."""
+        asked = self.plan.pipeline
+        steps = program(asked.schedule, self.plan.layout.pp, asked.stages_per_rank, micro_batches, self.trained)
+        ends_s = steps.ends_s([*map(self._takes, steps.kinds)], self.message_s, self._waiting_s())
+        if self.chained:
+            return max(ends_s)
+        closed_s = (end_s + self.stages[stage].closing_s for end_s, stage in zip(ends_s, steps.last, strict=True))
+        return max(stage.opening_s for stage in self.stages) + max(closed_s)
+
+    def _takes(self, kind: Computation) -> tuple[float, float]:
+        """Seconds of a computation, and how long it goes on after what it gives another stage is there."""
+        stage = self.stages[kind.stage]
+        seconds = stage.each_s[kind.kind if kind.kind in stage.each_s else "B"]
+        if not self.chained:
+            return seconds, 0.0
+        seconds += stage.opening_s if kind.first else stage.closing_s if kind.last else 0.0
+        return seconds, stage.after_s[kind.last_given] if kind.kind in ("B", "I") else 0.0
 
     def _seconds(self, lists: Lists) -> Callable[[Action], float]:
         more = dict[Action, float]()
@@ -163,18 +193,17 @@ class PipelineReplay:
         closed_s = (one.end_s + self.stages[one.action.stage].closing_s for one in last)
         return max(stage.opening_s for stage in self.stages) + max(closed_s)
 
-    def replayed(self) -> tuple[Replay, float]:
-        """The step of some micro-batches, and how long that of all takes."""
+    def replayed(self) -> tuple[int, float]:
+        """Of how many micro-batches the step was replayed, and how long that of all takes."""
         ranks, count = self.plan.layout.pp, self.plan.batch.accumulation
         rounds, more = ROUNDS, count % ranks  # of the rounds that many are a micro-batch larger
         while (few := ranks * (rounds + more) + more) < count:
-            steps = [self.step(few - less * ranks) for less in (2, 1, 0)]
-            before_s, after_s = (self.ends_s(late) - self.ends_s(early) for early, late in pairwise(steps))
+            ends_s = [self.makespan_s(few - less * ranks) for less in (2, 1, 0)]
+            before_s, after_s = (late - early for early, late in pairwise(ends_s))
             if abs(after_s - before_s) <= ALIKE * after_s:
-                return steps[-1], self.ends_s(steps[-1]) + (count - few) // ranks * after_s
+                return few, ends_s[-1] + (count - few) // ranks * after_s
             rounds *= 2
-        step = self.step(count)
-        return step, self.ends_s(step)
+        return count, self.makespan_s(count)
 
 
 def _stage_times(clock: StepClock, step: Step, plan: Plan, *, trained: bool, waits: bool) -> StageTimes:

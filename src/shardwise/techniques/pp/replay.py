@@ -104,6 +104,14 @@ class _Progress:
         self.channels = defaultdict[tuple[int, int], _Channel](_Channel)  # by who sends and who receives
         self.awake = dict.fromkeys(range(len(lists)))  # ranks that may go on, in order: what they wait for may be there
 
+    def finish(self) -> None:
+        """All ranks do what they can. Raises ValueError where that is not everything."""
+        while self.awake:
+            del self.awake[rank := next(iter(self.awake))]
+            self.advance(rank)
+        if left := self.left():
+            raise ValueError("; ".join(left))
+
     def advance(self, rank: int) -> None:
         """The rank does what it can."""
         order, moved, place = self.lists[rank], self.moved[rank], self.place[rank]
@@ -175,11 +183,7 @@ def replay(
     wait for ever, where the two sides of a channel have different orders, or where one side is missing."""
     run = _Progress(lists, seconds, transfer_s, after or (lambda action: 0.0))
     run.clock_s = [*begin_s] or run.clock_s
-    while run.awake:
-        del run.awake[rank := next(iter(run.awake))]
-        run.advance(rank)
-    if left := run.left():
-        raise ValueError("; ".join(left))
+    run.finish()
     return Replay(
         lists=lists,
         makespan_s=max(run.clock_s),
