@@ -41,9 +41,12 @@ def screen(command: str) -> list[str]:
 
 
 def lasting(lines: list[str]) -> list[str]:
-    """What stays of lines that were drawn again and again: of each bar its last state."""
+    """What stays of lines that were drawn again and again: of each bar its last state, and what was wiped away is not
+    there."""
     kept: list[str] = []
     for line in lines:
+        if (line := line.rpartition("\r\x1b[K")[2]) == "" and kept and kept[-1] == "":
+            continue  # nothing but what was wiped
         states = {state.split()[0]: state for state in re.sub(r"\x1b\[\d*[AK]", "", line).split("\r") if state.strip()}
         kept += states.values() or [""]
     return [line for number, line in enumerate(kept) if not number or line != kept[number - 1] or not line]
