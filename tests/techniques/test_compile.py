@@ -137,7 +137,7 @@ def test_what_a_machine_lacks_is_said_before_the_start() -> None:
     assert problem.what == "torch.compile needs GPUs of capability 7.0 or later, and the P100's is 6.0"
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.prove
 @pytest.mark.parametrize(("mode", "tier"), [("full", "host"), ("none", "nvme")])
 def test_compiled_blocks_fetch_their_frozen_weights(ranks: RankPool, mode: Any, tier: Any) -> None:
     """Loss and norm of two steps are those with all weights in place; 1e-9 in fp64 is the order of sums."""
