@@ -106,8 +106,8 @@ def test_large_logits_and_nothing_supervised(soft_cap: float | None) -> None:
 
 
 def test_a_chunk_makes_its_logits_their_gradient_and_no_wide_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products have buffers of their own, which are not as large as one wide tensor; of several threads each has
-    some."""
+    """Products have buffers of their own, as large as a processor's kernels want them, and smaller than a wide tensor;
+    of several threads each has some."""
     monkeypatch.setattr(inductor.cpp, "threads", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
