@@ -26,8 +26,6 @@ from shardwise.techniques import optim
 from shardwise.techniques.pp.actions import actions
 from shardwise.techniques.pp.replay import replay
 
-pytestmark = pytest.mark.usefixtures("by_table")
-
 GIB, GB = 2**30, 1e9
 EIGHT_B, SEVENTY_B = load_spec("meta-llama/Llama-3.1-8B"), load_spec("meta-llama/Llama-3.1-70B")
 FOUR_HUNDRED_B = load_spec("meta-llama/Llama-3.1-405B")
@@ -188,10 +186,10 @@ GPT_3 = ModelSpec("gpt-175b", 50_257, 12_288, 32_768, 96, 96, 96, 128)
 """As many parameters, in blocks of today's kind."""
 
 
-@pytest.mark.parametrize(("cluster", "times"), [("1xH100", 8), ("1xRTX-4090", 2)])
+@pytest.mark.parametrize(("cluster", "times"), [("1xH100", 9.4), ("1xRTX-4090", 2.25)])
 def test_22_a_175b_on_one_gpu(cluster: str, times: float) -> None:
     """Feasible, and slow: in bf16 326 GiB of weights and as much of gradients are on the host, and 979 GiB of weights
-    and moments in a file, which takes 8 times as long as an H100 computes 16 rows. A card of 24 GB holds the rest."""
+    and moments in a file, which takes 9 times as long as an H100 computes 16 rows. A card of 24 GB holds the rest."""
     node = replace(parse_cluster(cluster), host_memory_bytes=1024 * GIB)
     offload = {"optimizer": "nvme", "weights": "host", "activations": "host"}
     precision = {"compute": "bf16", "weights": "bf16"}
@@ -207,8 +205,8 @@ def test_22_a_175b_on_one_gpu(cluster: str, times: float) -> None:
 
 @pytest.mark.prove
 def test_21_fifteen_million_tokens_on_32_gpus() -> None:
-    """Of an 8B 8 M fit, the inputs of whose blocks are 496 GiB on each host; 15 M do not, though their host would hold
-    them: what one block computes is 93 GiB a rank, which would have to be computed in tiles."""
+    """Of an 8B 8 M fit in eager blocks, the inputs of which are 496 GiB on each host; 15 M do not, though their host
+    would hold them: what one block computes is 93 GiB a rank, which would have to be computed in tiles."""
     eight, fifteen = (
         plans(
             EIGHT_B,
@@ -216,6 +214,7 @@ def test_21_fifteen_million_tokens_on_32_gpus() -> None:
             train={"seq_len": tokens, "global_batch_size": 1},
             precision={"compute": "bf16"},
             offload={"activations": "host"},
+            compile=False,
         ).chosen
         for tokens in (2**23, 15_000_000 // 64 * 64)
     )
@@ -243,14 +242,16 @@ def test_14_7b_to_30b_on_a_few_nodes() -> None:
 
 def test_13_experts_are_spread_within_a_node() -> None:
     """On four nodes with 400 Gb/s between them, rows that go to experts of other nodes wait for the network for longer
-    than everything else of a step takes; spread within a node they save most of what weights wait for."""
+    than everything else of a step takes; spread within a node they save a tenth of what weights wait for, and send rows
+    for as long."""
     spec, cluster = load_spec("Qwen/Qwen3-30B-A3B"), parse_cluster("4x8xH100+400Gb/node")
     found = {}
     for degree in (1, 8, 16, 32):
         layout = Layout(dp_shard=32, ep=degree, ranks_per_node=8)
         plan = Plan(layout, Batch(2, 4, 4096, 512), Shard("zero1"), Precision("bf16"), Remat("full"), model=spec.name)
         found[degree] = seconds(timed(spec, plan, cluster))
-    assert found[8].step_s < found[1].step_s < 0.8 * min(found[16].step_s, found[32].step_s)
+    assert found[8].step_s == pytest.approx(found[1].step_s, rel=0.02)
+    assert found[1].step_s < 0.8 * min(found[16].step_s, found[32].step_s)
     assert found[16].exposed_s["ep"] > 0.5 * found[16].step_s > 5 * found[8].exposed_s["ep"]
     assert found[8].exposed_s["expert_fsdp"] < 0.9 * found[1].exposed_s["dp_shard"]
 
@@ -309,13 +310,17 @@ def test_8_a_405b_on_64_gpus() -> None:
         assert fits(able) and able.remat.mode == "full", cluster
 
 
+OTHERS = replace(own_traits(), measured=False, efficiency=shipped()["era:fsdp2"])
+"""Another program, whose kernels are those of published runs."""
+
+
 def test_9_a_405b_on_16384_gpus() -> None:
     """TP 8, PP 16 and 128 data-parallel ranks, as published: 400 TFLOP/s a GPU, 6.2 s. Reproduced within a fifth for
     software that sends tp's traffic beside kernels and sums gradients after all stages are done, without recomputation,
     in four stages a rank; 1f1b without them idles twice as long as it computes."""
     tokens = 2048 * 8192
     published_s = 6 * parameter_count(FOUR_HUNDRED_B) * tokens / (16_384 * 400e12)
-    traits, found_s = replace(own_traits(), chained=False, hidden=shipped()["tp hidden"]), {}
+    traits, found_s = replace(OTHERS, chained=False, hidden=shipped()["tp hidden"]), {}
     for schedule, stages in (("1f1b", 1), ("interleaved", 4)):
         parallel = {"tp": 8, "pp": 16, "strategy": "zero1", "schedule": schedule, "stages_per_rank": stages}
         train = {"seq_len": 8192, "global_batch_size": 2048}
@@ -337,7 +342,7 @@ def test_10_the_same_at_131072_tokens() -> None:
     parallel = {"tp": 8, "pp": 16, "cp": 16, "strategy": "zero1", "schedule": "interleaved", "stages_per_rank": 4}
     train, cluster = {"seq_len": length, "global_batch_size": tokens // length}, "2048x8xH100+3.2Tb/node"
     search = plans(FOUR_HUNDRED_B, cluster, train=train, parallel=parallel, recompute={"mode": "none"})
-    traits = replace(own_traits(), chained=False, hidden=shipped()["tp hidden"])
+    traits = replace(OTHERS, chained=False, hidden=shipped()["tp hidden"])
     assert search.chosen.layout.dp == 8 and peak_share(search.chosen) == pytest.approx(1.7, abs=0.05)
     step_s = seconds(timed(FOUR_HUNDRED_B, search.chosen, search.cluster, traits)).step_s
     spec = FOUR_HUNDRED_B
@@ -476,13 +481,13 @@ def test_31_tensor_parallelism_over_pcie(name: str, times: float) -> None:
     assert pcie_s / nvlink_s == pytest.approx(times, rel=0.2)
 
 
-@pytest.mark.parametrize(("rows", "m", "slower"), [(16, 1, 3.9), (48, 3, 2.0), (512, 32, 1.1)])
+@pytest.mark.parametrize(("rows", "m", "slower"), [(16, 1, 5.0), (48, 3, 2.4), (512, 32, 1.1)])
 def test_32_an_optimizer_on_the_host_costs_seconds_and_not_a_share(rows: int, m: int, slower: float) -> None:
     """Overruled: it does not halve the speed, but adds so many seconds to a step, however long that is. Of an 8B on a
-    node: 40 bytes a parameter at the 110 GB/s of its CPUs, and what it waits for copies, 3.0 s. That halves the speed
-    of 8 H100 at 48 rows of 4,096 tokens a step, quarters it at 16, and costs a tenth at 512. Gradients leave beside
-    backward; if they did not, another 0.08 s. New weights come in forward, rounded by the same CPUs. Of disks nothing
-    is said here."""
+    node: 40 bytes a parameter at the 110 GB/s of its CPUs, and what it waits for copies, 3.07 s. That takes 8 H100 2.4
+    times as long at 48 rows of 4,096 tokens a step, 5 times at 16, and a tenth longer at 512. Gradients leave beside
+    backward; if they did not, another 0.08 s. New weights come in the first forward, rounded by the same CPUs in 0.4 s,
+    of which a third is waited for. Of disks nothing is said here."""
     plan = replace(
         sharded(EIGHT_B, 8, "zero2"), batch=Batch(rows // 8 // m, m, 4096, 512), remat=Remat("selective"), compile=True
     )
@@ -492,10 +497,11 @@ def test_32_an_optimizer_on_the_host_costs_seconds_and_not_a_share(rows: int, m:
     )
     way_s = 4 * parameter_count(EIGHT_B) / 8 / (0.8 * 63e9)
     added_s = 40 * parameter_count(EIGHT_B) / 110e9 + found.offload_s
-    assert added_s == pytest.approx(3.0, abs=0.01) and way_s == pytest.approx(0.08, abs=0.001)
+    assert added_s == pytest.approx(3.07, abs=0.01) and way_s == pytest.approx(0.08, abs=0.001)
     assert found.step_s - without.step_s == pytest.approx(added_s, rel=0.02)
     assert found.step_s / without.step_s == pytest.approx(slower, rel=0.06)
-    assert way_s > found.offload_s, "most is hidden"
+    rounded_s = 6 * parameter_count(EIGHT_B) / 110e9
+    assert 0.4 * rounded_s > found.offload_s, "most is hidden"
 
 
 @pytest.mark.parametrize(("name", "at_35_percent"), [("RTX-5090", 11_400), ("RTX-PRO-6000", 27_400)])
@@ -539,6 +545,6 @@ def test_a_million_tokens() -> None:
         plans(EIGHT_B, cluster, train=train, precision={"compute": "bf16"}) for cluster in ("8x8xA100-80GB", "8xH100")
     )
     assert fits(many.chosen) and many.chosen.layout.cp >= 32
-    assert not fits(few.chosen) and few.chosen.layout.cp == 8
+    assert not fits(few.chosen) and few.chosen.layout.cp * few.chosen.layout.tp == 8
     memory = few.chosen.estimate.memory
     assert memory["activations"] > 0.6 * few.chosen.estimate.peak_bytes

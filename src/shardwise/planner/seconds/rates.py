@@ -117,7 +117,12 @@ class Rates:
         """``groups`` products of m x k by k x n."""
         flops, moved = 2.0 * groups * m * n * k, BYTES[self.dtype] * groups * (m * k + k * n + m * n)
         if self.measured and (known := _of_dtype(self.measured, self.dtype)):
-            return _measured_product_s(known, groups, m, n, k)
+            if groups == 1 or not self.cuda:
+                return _measured_product_s(known, groups, m, n, k)
+            # One kernel computes them all, whose tiles fill the device as one product's of as many rows would or less.
+            filled = [_filled(*each, n, self.multiprocessors) for each in ((1, groups * m), (groups, m))]
+            seconds = _measured_product_s(known, 1, groups * m, n, k) * max(1.0, filled[0] / filled[1])
+            return max(seconds, moved / self.memory_bytes_per_s)
         rate = self.flops_per_s
         if self.cuda:
             rate *= _filled(groups, m, n, self.multiprocessors) * k / (k + self.fill_k)
