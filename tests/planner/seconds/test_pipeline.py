@@ -20,8 +20,6 @@ from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Seconds, Shard
 from shardwise.techniques.pp import even
 from shardwise.techniques.pp.actions import SCHEDULES
 
-pytestmark = pytest.mark.usefixtures("by_table")
-
 EIGHT_B = load_spec("Llama-3.1-8B")
 STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "interleaved_zb": 2, "zbv": 2, "dualpipev": 2}
 

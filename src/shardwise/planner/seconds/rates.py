@@ -163,7 +163,7 @@ class Rates:
     def copy_s(self, copied_bytes: float) -> float:
         """So many bytes read, and as many written elsewhere: into, or out of, a buffer of many tensors."""
         if self.measured and self.measured.pointwise:
-            return measured_bytes_s(self.measured.pointwise, 2 * copied_bytes)
+            return measured_bytes_s(self.measured.pointwise, 2 * copied_bytes) if copied_bytes else 0.0
         return 2 * copied_bytes / self.copy_bytes_per_s
 
     def least_copy_s(self, copied_bytes: float) -> float:
