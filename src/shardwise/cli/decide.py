@@ -116,8 +116,8 @@ def with_history(plan: Plan, cluster: Cluster, spec: ModelSpec, like: Plan | Non
 
 
 def by_history(like: Plan, cluster: Cluster, spec: ModelSpec) -> Callable[[Plan], Plan]:
-    """What corrects the seconds of plans so, by the runs that resemble ``like``, read once: all figures of a page are
-    of one clock, whatever ends meanwhile."""
+    """Return what corrects the seconds of plans so, by the runs that resemble ``like``, read once: all figures of a
+    page are of one clock, whatever ends meanwhile."""
     found, unread = None, ""
     try:
         found = calibration(past_runs(cluster, state_directory()), like, About(spec.family, parameter_count(spec)))

@@ -101,7 +101,7 @@ def known_windows(recipe: Recipe) -> Windows | Packs | None:
 
 
 def known_count(recipe: Recipe) -> int | None:
-    """How many windows there are, where that matters for the batch."""
+    """Return how many windows there are, where that matters for the batch."""
     windows = known_windows(recipe) if finetune.batch_is_open(recipe) else None
     return None if windows is None else len(windows)
 

@@ -1,4 +1,4 @@
-"""What a plan is called in PyTorch, DeepSpeed and Megatron. A system is named only where it has all of the plan's
+"""The names that a plan has in PyTorch, DeepSpeed and Megatron. A system is named only where it has all of the plan's
 parts, in that combination."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _deepspeed(plan: Plan) -> Iterator[str | None]:
 
 
 def _offloaded(plan: Plan, stage: int) -> Iterator[str | None]:
-    """In DeepSpeed's words."""
+    """Return the plan in DeepSpeed's words."""
     outside, where = plan.offload, {"host": "cpu", "nvme": "nvme"}
     if outside.optimizer != "none":
         part = outside.optimizer_fraction < 1

@@ -82,12 +82,12 @@ class Planned:
 
     @cached_property
     def length(self) -> Length:
-        """That of the run."""
+        """The length of the run."""
         return run_length(self.recipe, self.spec, self.best, self.cluster, self.asked)
 
     @cached_property
     def remedies(self) -> list[Remedy]:
-        """What makes the plan fit, where it does not."""
+        """Return what makes the plan fit, where it does not."""
         if fits(self.best):
             return []
         found = remedies(self.recipe, self.spec, self.cluster, self._explained)
@@ -95,7 +95,7 @@ class Planned:
 
     @cached_property
     def alternatives(self) -> list[Remedy]:
-        """What changes a plan that fits."""
+        """Return what changes a plan that fits."""
         return [*self.each_alternative()]
 
     def each_alternative(self) -> Iterator[Remedy]:
@@ -106,7 +106,7 @@ class Planned:
 
     @cached_property
     def corrected(self) -> Callable[[Plan], Plan]:
-        """What gives a plan the seconds that earlier runs taught."""
+        """Return what gives a plan the seconds that earlier runs taught."""
         return by_history(self.search.best, self.cluster, self.spec) if self.here else lambda plan: plan
 
     def _told(self, plan: Plan) -> Plan:
@@ -192,7 +192,7 @@ def page_parts(answer: Planned, explain: str | None) -> Iterator[list[str]]:
 
 
 def schedule_of(answer: Planned) -> Replay:
-    """When each rank of the chosen plan's pipeline computes what, by the clock of its seconds."""
+    """Return when each rank of the chosen plan's pipeline computes what, by the clock of its seconds."""
     times = pipeline_times(answer.spec, answer.best, answer.cluster, own_traits())
     return times.step.scaled(seconds(answer.best).scale)
 
@@ -239,7 +239,8 @@ def plan_parts(
 
 
 def change_parts(answer: Planned, *, each: bool) -> Iterator[list[str]]:
-    """What would make it fit, or would change it: ``each`` change as soon as it is known, or all in one table."""
+    """Return what would make it fit, or would change it: ``each`` change as soon as it is known, or all in one
+    table."""
     if answer.remedies:
         yield [
             *render.remedy_lines(answer.remedies, answer.best.estimate),

@@ -118,7 +118,7 @@ def say(*lines: str) -> None:
 
 @contextmanager
 def working(words: str) -> Iterator[None]:
-    """Where stderr is a terminal, a line that tells what is being done while it is."""
+    """Show, where stderr is a terminal, a line that tells what is being done while it is."""
     shown = sys.stderr.isatty()
     if shown:
         print(f"{words} ...", end="", file=sys.stderr, flush=True)

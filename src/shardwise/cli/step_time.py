@@ -1,4 +1,4 @@
-"""How long a step takes and what it waits for, as lines of text."""
+"""These lines of text say how long a step takes and what it waits for."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def step_lines(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[str]:
 
 
 def assumed_rates(plan: Plan, cluster: Cluster) -> str | None:
-    """At which rates the host, the way there and the disks of a node are assumed to work, where the plan uses them;
-    None where nothing is assumed."""
+    """Tell at which rates the host, the way there and the disks of a node are assumed to work, where the plan uses
+    them; None where nothing is assumed."""
     if not plan.offload.words:
         return None
     rates, ranks, measured = rates_of(plan, cluster, own_traits()), cluster.devices_per_node, cluster.measured

@@ -39,7 +39,7 @@ class _Bounds:
 
 
 class _OutOfTime(BaseException):
-    """No Exception: jinja passes over those while it computes the constant parts of a template."""
+    """This is no Exception: jinja passes over those while it computes the constant parts of a template."""
 
 
 def refused(why: str) -> PolicyError:

@@ -55,7 +55,7 @@ def lay(data: Data, seed: int, records: bool) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class _Told:
-    """What stream.json says: the settings that must stay; the files of each portion; of each visit so far how many
+    """The content of stream.json: the settings that must stay; the files of each portion; of each visit so far how many
     samples it had, and their fingerprint."""
 
     settings: dict[str, Any]

@@ -72,7 +72,7 @@ class Split:
     pairs: bool = False
 
     def contradiction(self, seq_len: int | None) -> str | None:
-        """What in it cannot be so, or not with samples of windows of ``seq_len`` tokens; None if all fits."""
+        """Return what in it cannot be so, or not with samples of windows of ``seq_len`` tokens; None if all fits."""
         packed, width = self.packs is not None, np.dtype(self.dtype).itemsize
         if packed != (seq_len is not None) or (not packed and (self.masks or self.windows or self.pairs)):
             return "it is of samples in windows, and of text"
@@ -120,7 +120,7 @@ class DataManifest:
     prefix_tokens: Count = 0
 
     def contradiction(self) -> str | None:
-        """What in it cannot be so; None if all fits."""
+        """Return what in it cannot be so; None if all fits."""
         if "train" not in self.splits:
             return "it has no train split"
         if self.eot_id >= self.vocab_size:

@@ -58,7 +58,7 @@ def refuse_name(source: str) -> None:
 
 
 def parameters_of(config: dict[str, Any]) -> int | None:
-    """How many parameters a decoder has, whose attention may be latent and whose blocks may have experts, as
+    """Return how many parameters a decoder has, whose attention may be latent and whose blocks may have experts, as
     DeepSeek's; None where the config does not tell."""
     try:
         hidden, blocks, heads = (config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))

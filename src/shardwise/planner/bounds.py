@@ -88,8 +88,8 @@ class Through:
 
 @dataclass
 class LowerBounds:
-    """Those of the plans of one model on one cluster. Of a pipeline they are found without its stages' sheets: what the
-    plan would be without stages is divided among its ranks, of which the largest has no less than the mean."""
+    """The bounds of the plans of one model on one cluster. Of a pipeline they are found without its stages' sheets:
+    what the plan would be without stages is divided among its ranks, of which the largest has no less than the mean."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -153,7 +153,7 @@ class LowerBounds:
         return self.slower * step_s + once_s / plan.layout.pp
 
     def _computed_s(self, plan: Plan) -> float:
-        """Of the plan without stages, what its micro-batches take, and copies of weights and gradients."""
+        """Return what, without stages, the plan's micro-batches take, and copies of weights and gradients."""
         key, batch, through = alike(plan), plan.batch, self._through(plan)
         device_s, host_s = (self.slower * each for each in (through.device_s, through.host_s))
         if self.cluster.kind == "cuda":
@@ -208,7 +208,7 @@ class LowerBounds:
 
 
 def _rounds(plan: Plan) -> tuple[int, int, int]:
-    """How often the dial gathers all weights in a step, and those of blocks again for backward, and how often it
+    """Return how often the dial gathers all weights in a step, and those of blocks again for backward, and how often it
     reduces gradients."""
     strategy, m = plan.shard.strategy, plan.batch.accumulation
     gathers, reduces = m if strategy == "zero3" else 1, 1 if strategy == "zero1" else m

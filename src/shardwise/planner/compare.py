@@ -41,7 +41,8 @@ def fits(plan: Plan) -> bool:
 
 
 def in_order(plan: Plan) -> tuple[object, ...]:
-    """Of a table of plans: those that fit, by the time of a step, then those that are tight, then others."""
+    """A table of plans has this order: those that fit, by the time of a step, then those that are tight, then
+    others."""
     return not fits(plan), peak_share(plan) > 1, seconds(plan).step_s
 
 
@@ -87,13 +88,13 @@ def kind(plan: Plan) -> str:
 
 
 def twins(one: Plan, other: Plan) -> bool:
-    """Whether one has zero1, the other zero2, and both one micro-batch a step: then these are the same."""
+    """Return whether one has zero1, the other zero2, and both one micro-batch a step: then these are the same."""
     once = one.batch.accumulation == other.batch.accumulation == 1
     return once and {kind(one), kind(other)} == {"zero1", "zero2"}
 
 
 def same_program(one: Plan, other: Plan) -> bool:
-    """Whether two plans are one program: of one micro-batch, zero1 and zero2 are."""
+    """Return whether two plans are one program: of one micro-batch, zero1 and zero2 are."""
     both = {one.shard.strategy, other.shard.strategy} == {"zero1", "zero2"}
     once = one.batch.accumulation == other.batch.accumulation == 1
     shard = replace(one.shard, strategy=other.shard.strategy)

@@ -1,5 +1,5 @@
-"""What plans have in common that differ in how they shard, in their micro-batches and in their stages: sheets, sizes
-and what they hold, each found once."""
+"""Figures that plans have in common that differ in how they shard, in their micro-batches and in their stages: sheets,
+sizes and what they hold, each found once."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ _settings = attrgetter(*(each.name for each in fields(Plan) if each.name not in 
 
 
 def alike(plan: Plan) -> object:
-    """What plans have in common that compute the same in micro-batches of another size, and shard it over others."""
+    """Return what plans have in common that compute the same in micro-batches of another size, and shard it over
+    others."""
     layout = plan.layout
     return _settings(plan), layout.tp, layout.cp, layout.ep, layout.ulysses, plan.sharded, plan.batch.seq_len
 
 
 class Own(NamedTuple):
-    """Of some weights: the bytes that are gathered, how many numbers are trained, and the bytes of their gradients as
-    backward makes them."""
+    """Sizes of some weights: the bytes that are gathered, how many numbers are trained, and the bytes of their
+    gradients as backward makes them."""
 
     gathered: int
     trained: int
@@ -56,11 +57,11 @@ class Own(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What plans have in common that differ in the dial and in their micro-batches: operations of products a token, the
-    bytes of all weights as they are gathered (four-bit codes stay so) and of those in blocks, and the numbers in
-    weights that are trained, before they are sharded, and in those that the device updates where the host updates
-    others. Experts that other ranks have than those of ``fsdp`` are told apart, those of all blocks and of the last.
-    ``ahead``: what is gathered of the smallest block, if there are several."""
+    """Sizes that plans have in common that differ in the dial and in their micro-batches: operations of products a
+    token, the bytes of all weights as they are gathered (four-bit codes stay so) and of those in blocks, and the
+    numbers in weights that are trained, before they are sharded, and in those that the device updates where the host
+    updates others. Experts that other ranks have than those of ``fsdp`` are told apart, those of all blocks and of the
+    last. ``ahead``: what is gathered of the smallest block, if there are several."""
 
     flops: int
     gathered: int
@@ -101,7 +102,7 @@ class PlanFigures:
         return self.known_sheets[key]
 
     def sizes(self, plan: Plan) -> Sizes:
-        """Of all that compute the same, in micro-batches of whatever size."""
+        """Return the sizes of all that compute the same, in micro-batches of whatever size."""
         key = alike(plan)
         if key not in self.known_sizes:
             costed = self.sheet(plan)
@@ -137,7 +138,7 @@ class PlanFigures:
         return self.known_sizes[key]
 
     def state(self, plan: Plan) -> Standing:
-        """Of the plan without stages, whatever its micro-batches."""
+        """Return what the plan holds without stages, whatever its micro-batches."""
         key = plan.layout.fsdp, alike(plan)
         if key not in self.known_states:
             whole = unstaged(plan)
@@ -153,7 +154,7 @@ def costed_of(spec: ModelSpec, whole: Plan) -> Sheet:
 
 
 def on_device(costed: Sheet, plan: Plan) -> dict[str, int]:
-    """What of weights and moments the device holds."""
+    """Return what of weights and moments the device holds."""
     state, moved = (optim.state_bytes(each, plan) for each in (costed, elsewhere(costed)))
     return offload.on_device(state, moved["moments"], costed, plan)
 

@@ -1,4 +1,4 @@
-"""What no plan can do without, found without pricing it: bytes that are there at one moment."""
+"""The memory that no plan can do without, found without pricing it: bytes that are there at one moment."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class PassBytes(NamedTuple):
 
 @dataclass
 class LeastMemory:
-    """Of the plans whose ``figures`` are known."""
+    """The least memory of the plans whose ``figures`` are known."""
 
     figures: PlanFigures
     known: dict[object, PassBytes] = field(default_factory=dict)
     blocks: dict[object, tuple[float, float, float, Unit]] = field(default_factory=dict)
 
     def stand(self, plan: Plan, share: float) -> bool:
-        """Whether weights, moments, and gradients or gathered weights leave room in the memory: most plans of large
-        models need no more to be ruled out."""
+        """Return whether weights, moments, and gradients or gathered weights leave room in the memory: most plans of
+        large models need no more to be ruled out."""
         sizes, slices = self.figures.sizes(plan), plan.layout.fsdp if plan.sharded else 1
         gathered = sizes.gathered * (plan.shard.strategy in ("zero1", "zero2"))
         gradients = sizes.trained * BYTES[plan.precision.weights] // slices
@@ -59,7 +59,7 @@ class LeastMemory:
         return state + self._passes_bytes(plan, sizes, gradients) <= room
 
     def _passes_bytes(self, plan: Plan, sizes: Sizes, gradients: int) -> int:
-        """What the last micro-batch holds at least of a plan without stages, besides its state: when the loss is
+        """Return what the last micro-batch holds at least of a plan without stages, besides its state: when the loss is
         computed, when the last block's backward begins, for which its forward may have run again, and when the
         gradients of that block, or of its experts before them, have been copied to be reduced. By then what the tail
         has gathered and added up may be gone."""
@@ -95,7 +95,7 @@ class LeastMemory:
         )
 
     def _held(self, plan: Plan) -> PassBytes:
-        """What the passes of a micro-batch hold."""
+        """Return what the passes of a micro-batch hold."""
         key = plan.batch.micro_batch_size, plan.batch.loss_chunk_tokens, alike(plan)
         if key not in self.known:
             costed, b, s = self.figures.sheet(plan), plan.batch.micro_batch_size, plan.row_tokens
@@ -107,8 +107,8 @@ class LeastMemory:
         return self.known[key]
 
     def _first_rank_bytes(self, plan: Plan) -> float:
-        """What the first rank of a pipeline holds at least when most of its micro-batches are alive: the state of its
-        blocks, their weights and gradients where they are kept whole, and what its blocks keep for backward."""
+        """Return what the first rank of a pipeline holds at least when most of its micro-batches are alive: the state
+        of its blocks, their weights and gradients where they are kept whole, and what its blocks keep for backward."""
         whole, batch = unstaged(plan), plan.batch
         key = plan.layout.fsdp, plan.shard, batch.micro_batch_size, alike(plan)
         if key not in self.blocks:
@@ -147,7 +147,8 @@ class LeastMemory:
 
 
 def _alive(plan: Plan) -> int:
-    """How many forwards of a stage the first rank of a pipeline has done at some time before it does a backward."""
+    """Return how many forwards of a stage the first rank of a pipeline has done at some time before it does a
+    backward."""
     ranks, each, m = plan.layout.pp, plan.pipeline.stages_per_rank, plan.batch.accumulation
     if SCHEDULES[plan.pipeline.schedule].shape == "v" or plan.pipeline.schedule == "gpipe":
         return m if plan.pipeline.schedule == "gpipe" else min(m, 2 * ranks - 1)
@@ -156,7 +157,7 @@ def _alive(plan: Plan) -> int:
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
 def _kept_bytes(block: Unit, b: int, s: int) -> int:
-    """What a block keeps of a micro-batch from forward to backward, its input included."""
+    """Return what a block keeps of a micro-batch from forward to backward, its input included."""
     ops = [op for i, op in enumerate(block.forward) if not block.recompute or i in block.saved_ops]
     freed = {tensor for op in ops for tensor in op.frees} if not block.recompute else set()
     made = {tensor for op in ops for tensor in op.allocates} - freed - {block.output}
@@ -166,6 +167,6 @@ def _kept_bytes(block: Unit, b: int, s: int) -> int:
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
 def _saved_bytes(block: Unit, b: int, s: int) -> int:
-    """What a block's own operations have made that is there when its backward begins."""
+    """Return what a block's own operations have made that is there when its backward begins."""
     made = {tensor for op in recomputed(block) for tensor in op.allocates} & block.saved
     return sum(block.tensors[tensor].bytes(b, s) for tensor in made)

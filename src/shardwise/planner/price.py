@@ -76,8 +76,8 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
 
 @cache
 def _passes() -> dict[object, Span]:
-    """What micro-batches come to, for all searches: in bytes, messages and operations the same on every device of a
-    kind and under every optimizer."""
+    """A store of what micro-batches come to, for all searches: in bytes, messages and operations the same on every
+    device of a kind and under every optimizer."""
     return {}
 
 

@@ -176,7 +176,7 @@ def alternatives(
 
 
 def _better(plan: Plan, chosen: Plan) -> bool:
-    """Whether it trains on more tokens a second, or on as many in less memory."""
+    """Return whether it trains on more tokens a second, or on as many in less memory."""
     faster = tokens_per_s(plan) / tokens_per_s(chosen)
     return faster > 1 + TIE or (faster >= 1 and peak_share(plan) < (1 - TIE) * peak_share(chosen))
 
@@ -240,7 +240,7 @@ def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | N
 
 
 def _faster_by(plan: Plan, chosen: Plan) -> str:
-    """Where more is on the host and a step is shorter all the same, what makes it so."""
+    """Say, where more is on the host and a step is shorter all the same, what makes it so."""
     moved = plan.layout.world == chosen.layout.world and len(plan.offload.words) > len(chosen.offload.words)
     if not moved or tokens_per_s(plan) <= tokens_per_s(chosen):
         return ""

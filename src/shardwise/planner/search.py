@@ -132,8 +132,8 @@ class Search:
         return self.explained()
 
     def explained(self, scale: float = 1.0, others: Sequence[Plan] = ()) -> Plan:
-        """The same, with reasons in seconds that are multiplied by ``scale``; beside ``others`` too, that are legal and
-        have been found elsewhere."""
+        """Return the same, with reasons in seconds that are multiplied by ``scale``; beside ``others`` too, that are
+        legal and have been found elsewhere."""
         with uncollected():
             return self.reasons(scale, others).explained
 
@@ -189,7 +189,7 @@ class Search:
 
 
 def dials(search: Search, chosen: Plan) -> list[Plan]:
-    """Where ``chosen`` splits the model too, the best plans of its degrees with what fits of the other ways to
+    """Return, where ``chosen`` splits the model too, the best plans of its degrees with what fits of the other ways to
     shard over the rest."""
     if kind(chosen) in (*STRATEGIES, "hybrid"):
         return []

@@ -35,7 +35,7 @@ OF_A_SPLIT = {"cp_kind", "remat.mode"}
 
 
 def difference(plan: Plan, other: Plan) -> str:
-    """What ``plan`` is called beside ``other``: its split of the ranks, unless both have the same, and what else
+    """Return what ``plan`` is called beside ``other``: its split of the ranks, unless both have the same, and what else
     differs."""
     words = [name(plan)] if name(plan) != name(other) else []
     if plan.layout.pp > 1 and plan.pipeline.stages_per_rank != other.pipeline.stages_per_rank:
@@ -100,12 +100,13 @@ class Reasons:
 
     @cached_property
     def others(self) -> dict[str, Plan | None]:
-        """By the keys of settings that were searched, the fastest plan that fits and has another; None without one."""
+        """Return, by the keys of settings that were searched, the fastest plan that fits and has another; None without
+        one."""
         return {key: self._fastest(has) for key, has in self._had.items()}
 
     @cached_property
     def _had(self) -> dict[str, Callable[[Plan], bool]]:
-        """By the same keys, whether a plan is as the best in that."""
+        """Return, by the same keys, whether a plan is as the best in that."""
         asked, best, layout = self.recipe.parallel, self.best, self.best.layout
         had: dict[str, Callable[[Plan], bool]] = {}
         if layout.tp > 1 and not asked.tp:
@@ -130,7 +131,7 @@ class Reasons:
         return had
 
     def _recomputes_less(self, plan: Plan) -> bool:
-        """Whether it is the same split, and computes less again."""
+        """Return whether it is the same split, and computes less again."""
         same = plan.layout == self.best.layout and plan.shard == self.best.shard
         same = same and plan.pipeline == self.best.pipeline and plan.offload.optimizer == self.best.offload.optimizer
         return same and MODES.index(plan.remat.mode) < MODES.index(self.best.remat.mode)

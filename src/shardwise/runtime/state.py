@@ -179,8 +179,8 @@ class TrainState:
             self.scale.value, self.scale.good_steps = scaling[0], int(scaling[1])
 
     def finite(self) -> bool:
-        """Whether all weights and moments of this rank are. A loss does not show that: rows of an embedding take part
-        in it only where their tokens do."""
+        """Return whether all weights and moments of this rank are. A loss does not show that: rows of an embedding take
+        part in it only where their tokens do."""
         own = (local(tensor.detach()) for tensor in self.tensors().values())
         ends = (end for one in own if one.is_floating_point() and one.numel() for end in one.aminmax())
         return all(bool(end.isfinite()) for end in ends)

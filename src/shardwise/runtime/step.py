@@ -121,9 +121,9 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
 
 
 def sound(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> bool:
-    """Whether the weights are finite, and give a finite loss and finite gradients of these micro-batches: the same on
-    all ranks. It takes a step's time without its update, and changes nothing. In fp16 the loss scale is 1, or what
-    overflows could be its fault."""
+    """Return whether the weights are finite, and give a finite loss and finite gradients of these micro-batches: the
+    same on all ranks. It takes a step's time without its update, and changes nothing. In fp16 the loss scale is 1, or
+    what overflows could be its fault."""
     scale = state.scale
     state.scale = replace(scale, value=1.0, live=None)
     loss, _ = accumulate(state, batches, supervised, rules)

@@ -1,4 +1,4 @@
-"""What a machine has beside its GPUs: host memory and disks, as they are said, or as they are assumed."""
+"""The parts of a machine beside its GPUs: host memory and disks, as they are said, or as they are assumed."""
 
 from __future__ import annotations
 

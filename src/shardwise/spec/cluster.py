@@ -78,8 +78,8 @@ class Cluster:
         return f"{self.nodes}x{self.devices_per_node}x{name}{network}{beside}"
 
     def resized(self, nodes: int, each: int, device: Device | None = None) -> Cluster:
-        """As many ``nodes`` of ``each`` of these devices, or of others. A network, or host memory, other than what is
-        assumed stays as it is; but other kinds of machines have hosts and disks of their own."""
+        """Return as many ``nodes`` of ``each`` of these devices, or of others. A network, or host memory, other than
+        what is assumed stays as it is; but other kinds of machines have hosts and disks of their own."""
         usual = self.network_bytes_per_s == network_of(self.device, self.devices_per_node)
         other = device or self.device
         network = network_of(other, each) if usual else self.network_bytes_per_s
@@ -158,7 +158,8 @@ def _check_counts(nodes: int, each: int, text: str) -> None:
 
 
 def beyond_all(nodes: int, each: int) -> str:
-    """What is wrong with so many nodes of so many devices ``each``, beside that there are none; empty if nothing is."""
+    """Return what is wrong with so many nodes of so many devices ``each``, beside that there are none; empty if nothing
+    is."""
     if each > MOST_A_NODE:
         return f"{each:,} devices a node; the limit is {MOST_A_NODE:,}"
     return f"{nodes * each:,} devices; the limit is {MOST_DEVICES:,}" if nodes * each > MOST_DEVICES else ""

@@ -40,7 +40,7 @@ class Device:
 
     @property
     def computes_bf16(self) -> bool:
-        """Whether it has bf16 instructions: NVIDIA's GPUs have them from Ampere on."""
+        """Return whether it has bf16 instructions: NVIDIA's GPUs have them from Ampere on."""
         return self.capability is None or self.capability >= (8, 0)
 
 
@@ -96,8 +96,8 @@ def find_device(name: str) -> Device:
 
 
 def begins(name: str, device: str) -> bool:
-    """Whether ``name`` is the device's without what tells sizes and forms apart: A100 is A100-PCIe-40GB's, and H20 no
-    H200's."""
+    """Return whether ``name`` is the device's without what tells sizes and forms apart: A100 is A100-PCIe-40GB's, and
+    H20 no H200's."""
     words = re.findall(r"[a-z0-9]+", device.lower())
     return plain(name) in ("".join(words[:count]) for count in range(1, len(words) + 1))
 
@@ -108,7 +108,7 @@ def host_of(device: Device, count: int) -> tuple[int, str]:
 
 
 def sold_on(device: Device) -> str:
-    """On which kind of machine a device is sold, as the table says it."""
+    """Tell on which kind of machine a device is sold, as the table says it."""
     return next((row["host"] for row in _rows() if row["name"] == device.name), "cloud")
 
 

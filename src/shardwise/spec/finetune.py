@@ -62,8 +62,8 @@ def with_epochs(recipe: Recipe, records: int) -> Recipe:
 
 
 def batch_is_open(recipe: Recipe) -> bool:
-    """Whether the batch is fine-tuning's to choose: of none of its sizes does the recipe say anything, and the length
-    of an epoch can be known."""
+    """Return whether the batch is fine-tuning's to choose: of none of its sizes does the recipe say anything, and the
+    length of an epoch can be known."""
     train, fine_tunes = recipe.train, recipe.method.name != "pretrain" or _adapters(recipe)
     sizes = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
     return fine_tunes and not recipe.data.streaming and sizes == (None, None, None)

@@ -81,7 +81,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """What the compiler drops is not counted; what it holds longer is."""
+    """The sheet counts what the compiler holds longer, and what it drops as if it were held."""
     if not plan.compile or not any(block.recompute for block in sheet.blocks):
         return sheet
     return replace(sheet, blocks=tuple(_fused(block) for block in sheet.blocks))

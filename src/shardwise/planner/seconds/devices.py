@@ -1,6 +1,7 @@
-"""What ``shardwise doctor`` measured on GPUs that others have too: ``devices.json`` beside this file, by their names in
-``spec/hardware.csv``. It stands in for the table where a user has such a GPU and no file of his own. Only what a device
-computes is there: hosts, disks and links differ. ``python bench/devices.py FILE ...`` makes it from files of doctor."""
+"""Measurements of ``shardwise doctor`` on GPUs that others have too: ``devices.json`` beside this file, by their names
+in ``spec/hardware.csv``. It stands in for the table where a user has such a GPU and no file of his own. Only what a
+device computes is there: hosts, disks and links differ. ``python bench/devices.py FILE ...`` makes it from files of
+doctor."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ KINDS: dict[str, type[Product] | type[AttentionTime] | type[Pointwise]] = {
 
 @cache
 def measured_on(name: str) -> Measured | None:
-    """What was measured on the device of this name; None where nobody has."""
+    """Return what was measured on the device of this name; None where nobody has."""
     known = _known().get(name)
     if known is None:
         return None

@@ -34,8 +34,9 @@ ALIKE_SIZES = 4
 
 @dataclass(frozen=True)
 class About:
-    """What a run trained: a model of which family, and of how many parameters; and ``expert_imbalance``, how many times
-    its share of the rows the fullest of ranks with different experts got. Empty, or 0, where that is not known."""
+    """Facts of what a run trained: a model of which family, and of how many parameters; and ``expert_imbalance``, how
+    many times its share of the rows the fullest of ranks with different experts got. Empty, or 0, where that is not
+    known."""
 
     family: str = ""
     parameters: int = 0
@@ -58,7 +59,7 @@ class PastRun:
     parameters: int = 0
 
     def like(self, model: str, about: About) -> bool:
-        """Whether it trained this model, or one of the same family that is not much larger or smaller."""
+        """Return whether it trained this model, or one of the same family that is not much larger or smaller."""
         sizes = sorted((self.parameters, about.parameters))
         alike = self.family == about.family and 0 < sizes[1] <= ALIKE_SIZES * sizes[0]
         return self.model == model or alike
@@ -158,8 +159,9 @@ def imbalance(past: PastRuns, model: str) -> float | None:
 
 
 def calibration(past: PastRuns, plan: Plan, about: About = About()) -> Calibration | None:
-    """What earlier runs say of predictions for ``plan``, of a model ``about`` which that is known: those of the same
-    model and split, else of models like it and the same split, else of models like it, else all. None without any."""
+    """Return what earlier runs say of predictions for ``plan``, of a model ``about`` which that is known: those of
+    the same model and split, else of models like it and the same split, else of models like it, else all. None
+    without any."""
     split = plan.shard.strategy, plan.layout.tp
     alike = [run for run in past.runs if run.like(plan.model, about)]
     same = [run for run in alike if (run.strategy, run.tp) == split]

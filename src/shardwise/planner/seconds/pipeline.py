@@ -67,7 +67,7 @@ class PipelineTimes:
 
     @cached_property
     def step(self) -> Replay:
-        """When ranks compute, perhaps of some micro-batches."""
+        """Return when ranks compute, perhaps of some micro-batches."""
         return self.line.step(self.played)
 
     @property
@@ -142,7 +142,7 @@ class PipelineReplay:
         return found
 
     def makespan_s(self, micro_batches: int) -> float:
-        """When all ranks are done with a step of so many micro-batches: what :meth:`step` comes to, found by the
+        """Return when all ranks are done with a step of so many micro-batches: what :meth:`step` comes to, found by the
         schedule's program."""
         asked = self.plan.pipeline
         steps = program(asked.schedule, self.plan.layout.pp, asked.stages_per_rank, micro_batches, self.trained)
@@ -194,7 +194,7 @@ class PipelineReplay:
         return max(stage.opening_s for stage in self.stages) + max(closed_s)
 
     def replayed(self) -> tuple[int, float]:
-        """Of how many micro-batches the step was replayed, and how long that of all takes."""
+        """Return of how many micro-batches the step was replayed, and how long that of all takes."""
         ranks, count = self.plan.layout.pp, self.plan.batch.accumulation
         rounds, more = ROUNDS, count % ranks  # of the rounds that many are a micro-batch larger
         while (few := ranks * (rounds + more) + more) < count:

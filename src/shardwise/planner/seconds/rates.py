@@ -167,7 +167,7 @@ class Rates:
         return 2 * copied_bytes / self.copy_bytes_per_s
 
     def least_copy_s(self, copied_bytes: float) -> float:
-        """The same in pieces of whatever size, at the best rate of any."""
+        """Return the same in pieces of whatever size, at the best rate of any."""
         if self.measured and self.measured.pointwise:
             return 2 * copied_bytes * min(one.seconds / one.bytes for one in self.measured.pointwise)
         return self.copy_s(copied_bytes)

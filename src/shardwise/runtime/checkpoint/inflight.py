@@ -1,4 +1,4 @@
-"""What becomes of a save: whether what it has copied is wanted, and how it ended. No torch here."""
+"""The fate of a save: whether what it has copied is wanted, and how it ended. No torch here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class InFlight:
 
     @property
     def undecided(self) -> bool:
-        """Whether a save waits for ``confirm``."""
+        """Return whether a save waits for ``confirm``."""
         return not self._decided.is_set()
 
     def confirm(self, good: bool) -> None:

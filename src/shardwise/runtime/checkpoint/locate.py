@@ -64,7 +64,7 @@ def locate(path: Path) -> list[tuple[int, Path]]:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a later start needs of ``run.json``: the run's id, and the fingerprint of its data."""
+    """The fields that a later start needs of ``run.json``: the run's id, and the fingerprint of its data."""
 
     run_id: str
     data: str

@@ -73,12 +73,12 @@ def write_exit(run_directory: Path, outcome: Exit) -> None:
 
 
 def is_cause_of(standing: Exit, outcome: Exit) -> bool:
-    """Whether ``standing`` is a consequence, and ``outcome`` may be what it follows from."""
+    """Return whether ``standing`` is a consequence, and ``outcome`` may be what it follows from."""
     return standing.kind == "peer_lost" and outcome.kind != "peer_lost"
 
 
 def explained_by(standing: Exit, outcome: Exit) -> bool:
-    """Whether both are of one process, which could only say at first that it had crashed."""
+    """Return whether both are of one process, which could only say at first that it had crashed."""
     same = (standing.rank, standing.pid) == (outcome.rank, outcome.pid)
     return same and standing.kind == "crash" and not standing.problems and bool(outcome.problems)
 

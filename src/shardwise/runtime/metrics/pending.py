@@ -60,8 +60,8 @@ class PendingSteps(AbstractContextManager["PendingSteps"]):
             self._log()
 
     def settle(self, upload: Upload, rules: StepRules) -> bool:
-        """Whether the weights are good, where no further step is to show it: by the batch of the last good step. Every
-        rank calls this alike, once all is logged."""
+        """Return whether the weights are good, where no further step is to show it: by the batch of the last good step.
+        Every rank calls this alike, once all is logged."""
         assert self.newest_good is not None, "no step was logged"
         batch, supervised = self.newest_good
         good = sound(self.state, upload(batch.micro_batches), supervised, rules)

@@ -45,7 +45,8 @@ class _Joint(torch.autograd.Function):
 
 
 def joins(module: nn.Module) -> bool:
-    """Whether the layer's product is that of ``nn.Linear`` and nothing else, with a weight that is not trained."""
+    """Return whether the layer's product is that of ``nn.Linear`` and nothing else, with a weight that is not
+    trained."""
     plain = type(module) is nn.Linear and "forward" not in vars(module)
     return plain and module.bias is None and not module.weight.requires_grad
 

@@ -17,7 +17,7 @@ NONE, NOBODY = 0, 1
 
 
 class Computation(NamedTuple):
-    """What computations have in common that take as long: whether it is the ``first`` forward of its stage, the
+    """Traits that computations have in common that take as long: whether it is the ``first`` forward of its stage, the
     ``last`` of its backwards, and the ``last_given`` of those that have a gradient of the input."""
 
     kind: Kind
@@ -40,8 +40,8 @@ class Program:
     last: tuple[int, ...]
 
     def ends_s(self, takes: Sequence[tuple[float, float]], transfer_s: float, begin_s: Sequence[float]) -> list[float]:
-        """When each rank is done. ``takes``: of each kind, its seconds, and how long before its end what it gives is
-        there."""
+        """Return when each rank is done. ``takes``: of each kind, its seconds, and how long before its end what it
+        gives is there."""
         clock, at, free, ends = [*begin_s], [0.0] * self.places, [0.0] * self.channels, [*begin_s]
         for rank, kind, source, target in self.code:
             if kind >= 0:
@@ -58,7 +58,7 @@ class Program:
 
 
 class _Code:
-    """What :class:`Program` has, of the lists of all ranks, in an order in which each action can be timed."""
+    """The parts of a :class:`Program`, of the lists of all ranks, in an order in which each action can be timed."""
 
     def __init__(self, lists: Lists) -> None:
         whole = [action for order in lists for action in order if action.computes]
@@ -90,7 +90,7 @@ class _Code:
             raise ValueError("the ranks of a pipeline wait for one another for ever")
 
     def computes(self, rank: int, action: Action) -> bool:
-        """Whether what it takes has come, so that it could be timed."""
+        """Return whether what it takes has come, so that it could be timed."""
         takes, gives, ready = action.takes, action.gives, self.ready[rank]
         source = ready.get(takes, NONE)
         if source == NONE and takes in self.known:
@@ -125,7 +125,7 @@ class _Code:
 
 @lru_cache(maxsize=128)
 def program(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int, trained: tuple[bool, ...]) -> Program:
-    """Of a schedule. Raises ValueError where its ranks wait for ever."""
+    """Return the program of a schedule. Raises ValueError where its ranks wait for ever."""
     lists = actions(schedule, ranks, stages_per_rank, micro_batches, trained)
     made = _Code(lists)
     last = tuple(next(action.stage for action in reversed(order) if action.computes) for order in lists)

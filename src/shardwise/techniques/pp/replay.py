@@ -41,7 +41,7 @@ class Replay:
     computed: tuple[tuple[Timed, ...], ...]
 
     def scaled(self, factor: float) -> Replay:
-        """The same step where all takes ``factor`` times as long."""
+        """Return the same step where all takes ``factor`` times as long."""
         computed = (tuple(Timed(a, factor * start, factor * end) for a, start, end in each) for each in self.computed)
         busy_s = tuple(factor * each for each in self.busy_s)
         return replace(self, makespan_s=factor * self.makespan_s, busy_s=busy_s, computed=tuple(computed))
