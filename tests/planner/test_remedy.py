@@ -89,9 +89,9 @@ def test_what_is_named_fits_when_it_is_typed(words: list[str], cluster: str, exp
 @pytest.mark.prove
 def test_where_no_single_change_is_enough_the_closest_are_named() -> None:
     asked = load_recipe(None, [MODEL, "seq_len=4096"])
-    cluster = parse_cluster("1x4090")
+    cluster = parse_cluster("1x4090,host=1000GB")
     found = remedies(asked, SEVENTY_B, cluster, choose(asked, SEVENTY_B, cluster))
-    closest = ["offload.optimizer=host offload.weights=host", "--cluster 4x8xRTX-4090+100Gb/node"]
+    closest = ["offload.optimizer=nvme offload.weights=nvme", "--cluster 4x8xRTX-4090+100Gb/node,host=1000GiB"]
     assert [remedy.change for remedy in found[:2]] == closest and len(found) == 3
     assert 1 < share(found[0].plan) <= share(found[1].plan) <= share(found[2].plan)
 

@@ -106,7 +106,9 @@ def test_a_file_without_any_one_line_is_refused_or_means_the_same(tmp_path: Path
             assert {problem.code for problem in error.problems} == {"CLU003"}
             continue
         key = lines[index].strip().partition(":")[0]
-        if f"measured.{key}" in LATER:
+        if key in LATER:
+            assert found == replace(CLUSTER, **{key: 0})
+        elif f"measured.{key}" in LATER:
             assert found == replace(CLUSTER, measured=replace(MEASURED, **{key: 0.0}))
         else:
             assert found == CLUSTER and key.startswith(("#", "-"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -83,3 +84,16 @@ def test_products_of_many_groups_are_one_kernel() -> None:
         128 * (rates.product_s(1, 512, 768, 2048)),
     )
     assert one <= many < 2 * one < alone
+
+
+@pytest.mark.parametrize("name", ["1xH100", "1xH200"])
+def test_more_rows_take_no_longer_each(name: str) -> None:
+    """As many of an 8B's layers and of its adapters, forward and in the gradients of weights; on that bounds rest."""
+    rates = rates_of(Plan(precision=BF16), parse_cluster(name), own_traits())
+    for n, k in ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (16, 4096), (4096, 16)):
+        for count in (1, 8):
+            rows = [
+                (rates.product_s(count, 2**power, n, k) / 2**power, rates.product_s(1, n, k, 2**power) / 2**power)
+                for power in range(8, 18)
+            ]
+            assert all(later[i] <= before[i] * (1 + 1e-9) for before, later in pairwise(rows) for i in (0, 1))

@@ -119,9 +119,9 @@ class Rates:
         if self.measured and (known := _of_dtype(self.measured, self.dtype)):
             if groups == 1 or not self.cuda:
                 return _measured_product_s(known, groups, m, n, k)
-            # One kernel computes them all, whose tiles fill the device as one product's of as many rows would or less.
-            filled = [_filled(*each, n, self.multiprocessors) for each in ((1, groups * m), (groups, m))]
-            seconds = _measured_product_s(known, 1, groups * m, n, k) * max(1.0, filled[0] / filled[1])
+            # One kernel computes them all, and its last wave and edges leave more of the device idle.
+            filled = _filled(groups, m, n, self.multiprocessors)
+            seconds = _measured_product_s(known, 1, groups * m, n, k) / filled
             return max(seconds, moved / self.memory_bytes_per_s)
         rate = self.flops_per_s
         if self.cuda:
@@ -261,13 +261,24 @@ def _of_dtype(measured: Measured, dtype: str) -> tuple[Product, ...]:
     return tuple(product for product in measured.products if product.dtype == dtype)
 
 
-@lru_cache(maxsize=4096)
 def _measured_product_s(known: tuple[Product, ...], groups: int, m: int, n: int, k: int) -> float:
-    """At a rate between those of the measured shapes, the nearer the more."""
+    """Return the seconds of a product at :func:`_measured_rate`."""
+    return 2.0 * groups * m * n * k / _measured_rate(known, m, n, k)
+
+
+@lru_cache(maxsize=16384)
+def _measured_rate(known: tuple[Product, ...], m: int, n: int, k: int) -> float:
+    """Return a rate between those of the measured shapes, the nearer the more; but none that a product of half as many
+    rows, or of half as long a sum, has more of: on that lower bounds of plans rest."""
     rates: dict[tuple[float, ...], float] = {
         (log(one.m), log(one.n), log(one.k)): log(2.0 * one.m * one.n * one.k / one.seconds) for one in known
     }
-    return 2.0 * groups * m * n * k / exp(_between(rates, (log(m), log(n), log(k))))
+    found = [exp(_between(rates, (log(m), log(n), log(k))))]
+    if m % 2 == 0 and m // 2 >= min(one.m for one in known):
+        found.append(_measured_rate(known, m // 2, n, k))
+    if k % 2 == 0 and k // 2 >= min(one.k for one in known):
+        found.append(_measured_rate(known, m, n, k // 2))
+    return max(found)
 
 
 def _attention_rate(known: list[AttentionTime], shape: tuple[int, int], *, backward: bool) -> float:
