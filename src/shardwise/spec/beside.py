@@ -30,7 +30,7 @@ def read_beside(part: str) -> Mapping[str, float]:
     ten. Raises ConfigError (CLU001)."""
     key, _, value = (each.strip() for each in part.partition("="))
     if key not in _SAID:
-        raise _unreadable(f"a machine has no `{key}`", " and ".join(_SAID.values()) + " may be said")
+        raise _unreadable(f"a machine has no `{key}`", f"write {', '.join(_SAID.values())}")
     size, at, rate = (each.strip() for each in value.partition("@"))
     found, per_s = _bytes(size, binary=key == "host"), _bytes(rate.removesuffix("/s"), binary=False)
     if not found or (at and not per_s) or (at and key == "host"):
