@@ -116,7 +116,7 @@ def damage(run: Path, name: str, pick: random.Random, round_: int) -> None:
 FILES = ("metrics.jsonl", "events.jsonl", "run.json", "exit.json", ".owner-1", "recipe.yaml", MANIFEST, STATE)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_with_a_damaged_file_is_listed_compared_and_resumed(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

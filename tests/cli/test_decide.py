@@ -225,6 +225,7 @@ def test_the_machines_of_a_file_and_this_one_by_its_word(tmp_path: Path, monkeyp
         sort_words(["cluster=local"])
 
 
+@pytest.mark.prove
 def test_the_imbalance_of_experts_that_a_run_measured_is_reserved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_no_reason_names_what_is_slower_than_a_row_of_the_table() -> None:
     assert f"without it {show_seconds(seconds(named).step_s)}" in asked.chosen.why["layout.ep"]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("model", "cluster", "prices", "plays"),
     [("meta-llama/Llama-3.1-8B", "8xH100", 100, 100), ("Qwen/Qwen3-30B-A3B", "2x8xH100", 60, 25)],

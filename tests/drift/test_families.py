@@ -26,6 +26,7 @@ PLANS = {
 }
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
 def test_plans(family: str, plan: str) -> None:

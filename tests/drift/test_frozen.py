@@ -66,6 +66,7 @@ def test_frozen_with_every_setting(what: str, dial: str) -> None:
         check(frozen_plan(dial, frozen, precision, remat, m), spec)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("what", ODD)
 def test_where_backward_begins_late(what: str) -> None:
     spec, frozen = ODD[what]

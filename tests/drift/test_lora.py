@@ -36,7 +36,7 @@ def lora_plan(dial: str, lora: Lora, precision: str, remat: str, m: int) -> Plan
     return replace(plan, lora=lora)
 
 
-@pytest.mark.matrix(7)
+@pytest.mark.matrix(13)
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("what", ADAPTERS)
 def test_adapters(what: str, dial: str) -> None:

@@ -14,7 +14,7 @@ from shardwise.techniques.offload.narrow import narrows
 from tests.parity.offloading import CASES, NARROW, Case
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_setting_that_it_meets(case: Case) -> None:
     """On the first rank and the last. Of a fraction, the first stage may have nothing on the host."""
@@ -31,7 +31,7 @@ def test_every_setting_that_it_meets(case: Case) -> None:
             assert out == times * home > 0
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_weights(name: str) -> None:
     spec, plan = NARROW[name]

@@ -105,6 +105,7 @@ def test_large_logits_and_nothing_supervised(soft_cap: float | None) -> None:
             assert bool(one.isfinite().all()) and relative(one.double(), truth) < 1e-4
 
 
+@pytest.mark.prove
 def test_a_chunk_makes_its_logits_their_gradient_and_no_wide_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products have buffers of their own, as large as a processor's kernels want them, and smaller than a wide tensor;
     of several threads each has some."""

@@ -81,7 +81,7 @@ def test_bit_by_bit_what_it_is_without(ranks: RankPool, case: Case) -> None:
     bit_by_bit(ranks, case.spec, case.plan)
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("name", NARROW)
 def test_of_narrow_weights_too(ranks: RankPool, name: str) -> None:
     bit_by_bit(ranks, *NARROW[name])

@@ -81,6 +81,7 @@ def below(bounds: LowerBounds, plan: Plan) -> None:
     assert bounds.stand(plan, peak_share(priced) * (1 + 1e-12)), plan
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("page", PAGES)
 def test_some_plans_of_a_page(page: str) -> None:
     model, cluster = PAGES[page]

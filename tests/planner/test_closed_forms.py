@@ -112,7 +112,7 @@ def check(model: str, mode: str, adapters: str, ranks: int) -> None:
         assert found == multiplied_flops(spec, plan, first=first)
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("model", "mode", "adapters", "ranks"), pairwise(MODELS, MODES, ADAPTERS, (1, 2, 4, 8), legal=legal)
 )
@@ -161,6 +161,7 @@ FAULTS: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
 them faithfully, and so would the drift test; parity would see the first alone."""
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_real_program_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mode, name, planted = FAULTS[fault]

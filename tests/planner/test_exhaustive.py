@@ -132,6 +132,7 @@ def test_the_table_and_the_reason_agree() -> None:
             assert f"; {name(next_)}" in why and why.endswith(f": {show_seconds(seconds(next_).step_s)}")
 
 
+@pytest.mark.prove
 def test_adapters_on_slow_links_are_replicated_between_nodes() -> None:
     """ZeRO-3 over four nodes with 10 Gb/s gathers for half a minute what replicas need not send."""
     recipe, spec, cluster = asked(THREE[0])

@@ -161,7 +161,7 @@ def line(number: int) -> str:
     return f"{number} {estimate.peak_bytes} {total} {sha256(told.encode()).hexdigest()[:16]} {words}"
 
 
-@pytest.mark.matrix(15)
+@pytest.mark.matrix(40)
 @pytest.mark.parametrize("number", range(COUNT))
 def test_a_generated_plan_takes_and_sends_what_it_did(number: int) -> None:
     assert line(number) == GOLDEN.read_text("utf-8").splitlines()[number]

@@ -27,6 +27,7 @@ def recipe(sequences: int = 64, **sections: object) -> Recipe:
     return Recipe.model_validate({"train": {"seq_len": 4096, "global_batch_size": sequences}, **sections})
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize(("spec", "cluster"), [(EIGHT_B, "2x8xH100+400Gb/node"), (ONE_B, "8xL40S")])
 def test_bounds_of_pipelines_are_below_what_they_bound(schedule: str, spec: Any, cluster: str) -> None:

@@ -52,7 +52,7 @@ def costed(spec: ModelSpec, plan: Plan) -> told.Sheet:
     return techniques.cost(sheet_of(spec, plan), plan)
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("dial", "remat", "what", "model"), pairwise(DIALS, REMATS, ("full", "five times", "adapters"), MODELS)
 )

@@ -72,7 +72,7 @@ def told(unit: Unit, numbers: dict[str, int]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("case", CASES)
 def test_symbols_come_to_what_a_trace_with_own_numbers_sees(case: str) -> None:
     name, plan = CASES[case]

@@ -130,7 +130,7 @@ def _traced_anew() -> Iterator[None]:
     sheets._sheet.cache_clear()
 
 
-@pytest.mark.matrix(14)
+@pytest.mark.matrix(28)
 @pytest.mark.parametrize("name", DRIFT)
 def test_planted_drift_is_found_and_its_smallest_layout_is_right(name: str, _traced_anew: None) -> None:
     fault = DRIFT[name]

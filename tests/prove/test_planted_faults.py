@@ -39,7 +39,7 @@ def controls() -> dict[str, list[str]]:
     return {}
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("name", DRIFT)
 def test_drift_sees(name: str, controls: dict[str, list[str]]) -> None:
     fault = DRIFT[name]

@@ -73,7 +73,7 @@ def quickstart_model(directory: Path) -> str:
     return f"model.path={directory}"
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_recipe_can_be_planned_and_fits(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path, [quickstart_model(tmp_path)] if path.stem == "sft-tiny" else [])
@@ -135,6 +135,7 @@ def small_words(directory: Path, records: list[dict[str, str]]) -> list[str]:
     return [*words, "precision.compute=fp32", "train.seq_len=64", "train.max_steps=3"]
 
 
+@pytest.mark.prove
 def test_preference_run_small(tmp_path: Path) -> None:
     """The recipe's own settings, in this process."""
     records = [{"prompt": f"is {i} odd? ", "chosen": "who knows", "rejected": f"{i % 2}"} for i in range(40)]

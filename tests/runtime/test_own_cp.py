@@ -30,7 +30,7 @@ ROWS = [8, 8 + 3, 16, 16 + 1, 24, 32]
 """Where documents end in four rows of eight tokens, the first of one document."""
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_float64(ranks: RankPool, case: str) -> None:
     world, strategy, settings = SETTINGS[case]

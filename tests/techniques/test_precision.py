@@ -54,6 +54,7 @@ def test_replicas_that_shard_over_nobody_compute_what_ddp_does(ranks: RankPool) 
         assert all(torch.equal(value, expected.weights[key]) for key, value in found.weights.items())
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("name", "precision"), PRECISIONS.items())
 def test_the_plan_of_one_rank_says_what_it_holds(name: str, precision: Precision) -> None:
     remat = Remat("selective" if name == "own types" else "none")

@@ -82,6 +82,7 @@ def test_what_it_applies_is_what_it_costs(layout: Layout, precision: Precision, 
     assert not found.differences()
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_it_sends_as_much_as_arithmetic_says(dtype: str) -> None:
     """At each edge between units, of which there is one more than blocks, the stream is scattered and gathered, once in

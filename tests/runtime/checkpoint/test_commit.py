@@ -77,6 +77,7 @@ def test_no_death_leaves_a_torn_checkpoint(ask: Ask, tmp_path: Path) -> None:
     assert deaths >= 20 and wrong == []
 
 
+@pytest.mark.prove
 def test_without_temporary_directory_and_rename_the_same_deaths_do(ask: Ask, tmp_path: Path) -> None:
     _, wrong = enumerate_kills(ask, tmp_path, naive=True)
     assert len(wrong) >= 5

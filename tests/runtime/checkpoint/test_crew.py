@@ -7,6 +7,7 @@ import pytest
 from tests.runtime.nursery import Ask
 
 
+@pytest.mark.prove
 def test_what_fails_on_one_rank_is_spared_on_all(ask: Ask) -> None:
     children = ask("tests.runtime.checkpoint.crew_work:spare", 3, True)
     assert [child.result[0] for child in children] == ["spared ValueError: rank 1 cannot"] * 3

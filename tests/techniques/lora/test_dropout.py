@@ -10,7 +10,7 @@ from shardwise.techniques.lora.dropout import dropped
 from tests.techniques.lora import dropout_ranks as draws
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("how", ["plain", "full", "selective", "compiled"])
 def test_masks_of_ranks_and_of_recomputation(ranks: RankPool, how: str) -> None:
     """Alike where ranks hold the same tensor, before and after one of which they hold parts, where they are

@@ -176,6 +176,7 @@ def test_bytes(dial: str) -> None:
         assert not drift(SPEC, plan, rank).differences()
 
 
+@pytest.mark.prove
 def test_no_layout_changes_it(ranks: RankPool, tmp_path: Path) -> None:
     """Rows are updated alike wherever they are; saved from four shards, it loads whole and goes on as if never cut."""
     one = ranks.run(moment_ranks.train, "ddp", 6, "", world=1)[0]

@@ -191,6 +191,7 @@ def test_a_small_model_trains_as_with_fp32_moments() -> None:
     assert nearest[1] > 2 * wide[1]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("dial", "weights", "moments"),
     [("ddp", "fp32", "bf16"), ("zero3", "bf16", "bf16"), ("hsdp-zero2", "fp32", "bf16"), ("zero1", "bf16", "fp32")],
