@@ -15,7 +15,7 @@ PACKAGE_LINES = {
     "techniques": 5_525,
     "planner": 4_975,
     "runtime": 5_645,
-    "prove": 1_845,
+    "prove": 1_863,
     "launch": 975,
     "interop": 699,
     "cli": 2_810,
