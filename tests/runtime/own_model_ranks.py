@@ -90,7 +90,7 @@ def saved(rank: int, world: int, kind: str, strategy: str, directory: str, tp: i
         own.backward(model, loss)
         optimizer.step()
         optimizer.zero_grad()
-        checkpoints.save(1)
+        checkpoints.save(1, validation=float(loss))
         checkpoints.close()
         own.save_pretrained(model, f"{directory}/saved", tokenizer())
         return output(kind, model)

@@ -36,9 +36,9 @@ def test_transformers_reads_what_was_written_and_what_is_exported(
     """Of four ranks under tp, of two else. A tied output layer is in the files once."""
     world = 2 * tp
     right = ranks.run(own_model_ranks.saved, kind, strategy, str(tmp_path), tp, world=world, timeout_s=120)
-    assert main(["export", str(tmp_path)]) == 0
-    assert main(["export", str(tmp_path), "--step", "1", "-o", str(tmp_path / "other")]) == 0
-    for directory in ("saved", "hf", "other"):
+    assert main(["export", str(tmp_path), "--step", "1"]) == 0
+    assert main(["export", str(tmp_path), "--best", "-o", str(tmp_path / "best")]) == 0
+    for directory in ("saved", "hf", "best"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / directory)
         found = output("llama", model)
         for logits in right:
