@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         optimizer,
         parallelize,
         plan,
+        save_pretrained,
         world,
     )
     from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Problem", "ShardwiseError", "__version__"]
 __all__ += ["Checkpoints", "backward", "clip_grad_norm", "cut_rows", "load_weights", "optimizer", "parallelize"]
-__all__ += ["certify", "plan", "world"]
+__all__ += ["certify", "plan", "save_pretrained", "world"]
 __all__ += ["Cluster", "Plan", "Recipe", "local_cluster", "parse_cluster"]
 __all__ += ["dump_plan", "dump_recipe", "load_plan", "load_recipe"]
 _PLACES = {

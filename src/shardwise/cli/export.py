@@ -14,7 +14,7 @@ from shardwise.data.tokens import open_directory
 from shardwise.errors import MissingInputError, Problem
 from shardwise.launch import rundir
 from shardwise.models.resolve import resolve
-from shardwise.runtime.checkpoint.locate import locate_best
+from shardwise.runtime.checkpoint.locate import is_own, locate_best
 from shardwise.runtime.checkpoint.manifest import candidates, train_again
 from shardwise.spec.load import load_recipe
 
@@ -38,22 +38,28 @@ class Options(Common):
 def run(options: Options) -> None:
     """Write the directory."""
     from shardwise.runtime.export import export_run
+    from shardwise.runtime.own_model import export_own
 
     if options.best and options.step is not None:
         raise misused("--best and --step both name a checkpoint", "drop one")
-    recipe = load_recipe(recipe_file(options.run))
+    own = is_own(options.run)
+    recipe = None if own else load_recipe(recipe_file(options.run))
     target = options.out or options.run / "hf"
     if options.out is not None:
         rundir.check_new(options.out)
-    source = options.run if options.step is None else options.run / "checkpoints" / f"step-{options.step:08d}"
-    steps = [step for step, _ in candidates(options.run / "checkpoints")]
+    directory = options.run if own else options.run / "checkpoints"
+    source = options.run if options.step is None else directory / f"step-{options.step:08d}"
+    steps = [step for step, _ in candidates(directory)]
     if not steps or options.step not in (None, *steps):
         what = "no checkpoint" + (f" of step {options.step}" if options.step is not None else " is there yet")
         fix = f"`--step {steps[0]}`; there are {', '.join(map(str, steps))}" if steps else train_again(options.run)
         raise MissingInputError(Problem("CKPT001", what, str(options.run), fix))
     source = locate_best(options.run) if options.best else source
-    tokenizer = open_directory(options.run / "tokenizer")
-    merged = export_run(source, recipe, resolve(recipe), tokenizer, target)
+    if recipe is None:
+        export_own(options.run, source, target)
+        merged = ""
+    else:
+        merged = export_run(source, recipe, resolve(recipe), open_directory(options.run / "tokenizer"), target)
     if options.json:
         print_json({"directory": str(target)})
     else:

@@ -11,9 +11,10 @@ from typer import Argument, Option
 from shardwise.cli.options import Common, misused, recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import Tokenizer, open_directory
+from shardwise.errors import MissingInputError, Problem
 from shardwise.models.load import load_spec
 from shardwise.models.resolve import resolve
-from shardwise.runtime.checkpoint.locate import locate_best, newest
+from shardwise.runtime.checkpoint.locate import is_own, locate_best, newest
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -80,6 +81,9 @@ def _load(path: Path, device: torch.device, best: bool) -> tuple[Model, Tokenize
     from shardwise.runtime.export import load_run
 
     model = path / "hf" if (path / "hf" / "config.json").is_file() else path
+    if is_own(path) and (best or model == path):
+        fix = f"`shardwise export {path}{' --best' * best}`, then generate" + " without --best" * best
+        raise MissingInputError(Problem("CKPT001", "the model of an own loop is read from its hf/", str(path), fix))
     last, config = newest(path / "checkpoints"), model / "config.json"
     stale = last is not None and config.is_file() and last.stat().st_mtime > config.stat().st_mtime
     if config.is_file() and not best and not stale:

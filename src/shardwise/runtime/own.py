@@ -19,6 +19,7 @@
             if checkpoints.stopping:
                 break
         checkpoints.close()
+        shardwise.save_pretrained(model, "runs/mine/hf")
 
 A rank's loss is a mean over its own rows; gradients are means over the ranks, as DistributedDataParallel's are, so
 ranks with equally many rows train as one process with all of them. Started by ``torchrun``, or alone as one process.
@@ -55,6 +56,8 @@ from shardwise.runtime.checkpoint import save as checkpoint
 from shardwise.runtime.checkpoint.inflight import SaveResult
 from shardwise.runtime.checkpoint.stateful import Objects
 from shardwise.runtime.faults.guard import stop_requests
+from shardwise.runtime.own_model import describe
+from shardwise.runtime.own_model import save_pretrained as save_pretrained
 from shardwise.runtime.own_optim import optimizer as optimizer
 from shardwise.runtime.own_optim import watch
 from shardwise.runtime.own_plan import NO_STAGES
@@ -223,7 +226,8 @@ class Checkpoints:
 
     ``keep``: what else has a state, as ``scheduler=scheduler, sampler=sampler``: anything with ``state_dict()`` and
     ``load_state_dict()`` of JSON values and tensors. The first rank's state is saved; for names in ``per_rank`` every
-    rank's own, which can be loaded by the same number of ranks only."""
+    rank's own, which can be loaded by the same number of ranks only. A ``tokenizer`` of transformers is written beside
+    them, for ``shardwise export``."""
 
     def __init__(
         self,
@@ -236,6 +240,7 @@ class Checkpoints:
         **keep: Any,
     ) -> None:
         self.module, self.optimizer = module, optimizer
+        describe(module, Path(directory), keep.pop("tokenizer", None))
         self._objects = Objects(keep, per_rank, optimizer)
         self._kept = checkpoint.RunCheckpoints(directory, settings or Checkpoint(), "own loop")
         self._kept.guard(optimizer)

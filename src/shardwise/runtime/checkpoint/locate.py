@@ -62,6 +62,11 @@ def locate(path: Path) -> list[tuple[int, Path]]:
     raise MissingInputError(Problem("CKPT001", what, str(path), fix))
 
 
+def is_own(run: Path) -> bool:
+    """Return True if ``run`` is a user's own training loop's: its checkpoints are in it, and no recipe."""
+    return not (run / "recipe.yaml").exists() and bool(candidates(run))
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """The fields that a later start needs of ``run.json``: the run's id, and the fingerprint of its data."""
@@ -169,7 +174,7 @@ def best(directory: Path) -> tuple[float, int, Path] | None:
 def locate_best(run: Path) -> Path:
     """The best checkpoint of a run. Raises MissingInputError (CKPT021) if none was validated at its step."""
     locate(run)
-    found = best(run / "checkpoints")
+    found = best(run if is_own(run) else run / "checkpoints")
     if found is None:
         fix = "train with `checkpoint.keep_best: true`, or leave out --best for the newest"
         raise MissingInputError(Problem("CKPT021", "no checkpoint of this run has a validation loss", str(run), fix))
