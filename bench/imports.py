@@ -21,6 +21,7 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import read_settings
 
 LEFT_OUT = {"model.path": "meta-llama/Llama-3.1-8B", "train.seq_len": "4096", "data.path": "data.jsonl"}
+VARIABLES = {"PATH_STORAGE": "/data"}
 MACHINES = "8xH100"
 REFUSED = ("IMP001", "IMP002")
 
@@ -29,7 +30,7 @@ def outcome(path: Path, *, planned: bool) -> tuple[str, str]:
     """``read``, ``refused`` or ``failed``, and why."""
     cluster = parse_cluster(MACHINES)
     try:
-        found = read_files([path], cluster.world)
+        found = read_files([path], cluster.world, variables=VARIABLES)
         given = [f"{key}={LEFT_OUT[key]}" for key in found.asked]
         recipe = read_settings(as_given(found.settings), given).recipe
         if planned:

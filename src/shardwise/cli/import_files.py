@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Option
 
-from shardwise.cli.imported import given
+from shardwise.cli.imported import Foreign, given
 from shardwise.cli.options import Common, RecipeWords, misused, sort_words
 from shardwise.cli.show import note, print_json, say
 from shardwise.launch.rundir import check_new
@@ -17,14 +17,13 @@ from shardwise.spec.load import dump_settings
 
 
 @dataclass
-class Options(Common):
+class Options(Foreign, Common):
     """Write a recipe from the configuration files of another system, each line with its origin.
 
     Several files are read together, as that system merges them: an accelerate YAML and a script's arguments.
     """
 
     arguments: RecipeWords = field(default_factory=list)
-    system: Annotated[str | None, Option("--from", help="Whose files they are, where it could be two.")] = None
     cluster: Annotated[
         str | None, Option("--cluster", help="The machines: batches depend on how many ranks there are.")
     ] = None
@@ -37,7 +36,7 @@ def run(options: Options) -> None:
     words = sort_words(options.arguments, Options, several=True)
     if not words.files:
         raise misused("no file to import", "`shardwise import config.yaml -o recipe.yaml`")
-    found = given(words, options.cluster, options.system, data=False)
+    found = given(words, options.cluster, options, data=False)
     imported = found.imported
     if imported is None:
         raise misused(f"{words.path} is a recipe already", "`shardwise plan` reads it, or `--from SYSTEM`")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from typer import Option
 
 from shardwise.cli import render
 from shardwise.cli.decide import cluster_of
@@ -18,7 +20,12 @@ from shardwise.spec.load import Loaded, load_recipe, read_recipe, read_settings
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import columns, show_seconds
 
-NEEDED = {"model.path": "`model=org/name`", "train.seq_len": "`seq_len=4096`", "data.path": "`data=file.jsonl`"}
+NEEDED = {
+    "model.path": "`model=org/name`",
+    "model.config": "`model.config.vocab_size=32000`",
+    "train.seq_len": "`seq_len=4096`",
+    "data.path": "`data=file.jsonl`",
+}
 """What files may leave out, and how it is given."""
 MACHINES = ("run.nproc=", "run.nodes=", "run.device=", "nproc=", "nodes=", "device=")
 
@@ -34,10 +41,22 @@ class GivenRecipe:
     pinned: Loaded | None = None
 
 
-def given(words: Words, cluster: str | None = None, system: str | None = None, *, data: bool = True) -> GivenRecipe:
-    """The recipe that ``words`` name, or what other systems' files say on such machines. ``data``: whether the command
-    needs data, which a plan does not. Raises ConfigError (IMP001 to IMP006), and what a recipe raises."""
-    theirs = [path for path in words.files if path.is_file() and (system is not None or foreign(path))]
+@dataclass(kw_only=True)
+class Foreign:
+    """How the files of other systems are read."""
+
+    system: Annotated[
+        str | None, Option("--from", help="Whose files they are (axolotl, trl, deepspeed ...), where it could be two.")
+    ] = None
+    set: Annotated[list[str], Option("--set", metavar="NAME=VALUE", help="A variable of another system's script.")] = (
+        field(default_factory=list)
+    )
+
+
+def given(words: Words, cluster: str | None, files: Foreign, *, data: bool = True) -> GivenRecipe:
+    """The recipe that ``words`` name, or what other systems' ``files`` say on such machines. ``data``: whether the
+    command needs data, which a plan does not. Raises ConfigError (IMP001 to IMP006), and what a recipe raises."""
+    theirs = [path for path in words.files if path.is_file() and (files.system is not None or foreign(path))]
     if not theirs:
         if words.more:
             what = f"two recipes: `{words.path}` and `{words.more[0]}`"
@@ -50,7 +69,8 @@ def given(words: Words, cluster: str | None = None, system: str | None = None, *
             raise misused(what, "`--from SYSTEM`, or leave it out: settings of ours are written key=value")
     here = [word for word in words.overrides if word.startswith(MACHINES)]
     world = cluster_of(load_recipe(None, here), cluster).world
-    imported = read_files(theirs, world, system)
+    variables = dict(word.partition("=")[::2] for word in files.set)
+    imported = read_files(theirs, world, files.system, variables=variables)
     learned = read_settings(as_given(imported.settings), words.overrides)
     ask(imported, learned, data=data)
     pinned = read_settings(as_given(imported.settings | imported.pins), words.overrides)

@@ -11,7 +11,7 @@ from typing import Annotated
 from typer import Option
 
 from shardwise.cli.decide import beyond, cluster_of, far, with_measured_experts
-from shardwise.cli.imported import beside_theirs, given
+from shardwise.cli.imported import Foreign, beside_theirs, given
 from shardwise.cli.length import Asked
 from shardwise.cli.options import Common, RecipeWords, machine_words, misused, sort_words
 from shardwise.cli.planned import (
@@ -36,7 +36,7 @@ TOPICS = ("memory", "network", "time", "schedule", "why", "keys")
 
 
 @dataclass
-class Options(Common):
+class Options(Foreign, Common):
     """Show how a training run would be split, what it needs, and whether it fits. Nothing is downloaded but a
     config.json.
 
@@ -56,9 +56,6 @@ class Options(Common):
         Option("--explain", help="More about: memory, network, time, schedule, why, keys (how they were read)."),
     ] = None
     plot: Annotated[Path | None, Option("--plot", help="Draw the schedule of a pipeline into this SVG file.")] = None
-    system: Annotated[
-        str | None, Option("--from", help="Whose files they are (axolotl, trl, deepspeed ...), where it could be two.")
-    ] = None
     out: Annotated[Path | None, Option("-o", "--out", "--output", help="Write the chosen plan to this YAML file.")] = (
         None
     )
@@ -76,7 +73,7 @@ def run(options: Options) -> None:
         parts = plan_parts(plan, lambda: [plan], lambda: plan, options.explain)
         return print_json(asdict(plan)) if options.json else say(*(line for part in parts for line in part))
     words = sort_words(options.arguments, Options, several=True)
-    found = given(words, options.cluster, options.system, data=False)
+    found = given(words, options.cluster, options, data=False)
     loaded, path = found.loaded, found.path
     for notice in loaded.notices if options.explain == "keys" else loaded.told:
         note(notice, as_json=options.json)
@@ -119,6 +116,7 @@ def _print_next(files: list[Path], overrides: list[str], options: Options, clust
     words = asked = [*map(str, files), *overrides]
     if not options.out:
         flags = [("--cluster", options.cluster), ("--tokens", options.tokens), ("--from", options.system)]
+        flags += [("--set", word) for word in options.set]
         flags += [*(("--price", p) for p in options.price)]
         given = [word for flag, value in flags if value for word in (flag, value)]
         again = shlex.join(["shardwise", "plan", *words, *given, "-o", "plan.yaml"])

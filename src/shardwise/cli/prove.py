@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from shardwise.cli.decide import cluster_of, plan_of, suited
-from shardwise.cli.imported import given
+from shardwise.cli.imported import Foreign, given
 from shardwise.cli.length import known_count
 from shardwise.cli.options import Common, RecipeWords, misused, sort_words
 from shardwise.cli.render import label, title
@@ -37,7 +37,7 @@ MOST_RANKS = 16
 
 
 @dataclass
-class Options(Common):
+class Options(Foreign, Common):
     """Prove a recipe and its layout on this machine, without GPUs, and write a certificate.
 
     What its ranks send and hold is compared with the plan at its own size, in a fake world; what they compute, with one
@@ -56,7 +56,6 @@ class Options(Common):
     thorough: Annotated[bool, Option("--thorough", help="Drift on all ranks, parity on up to 4 along each axis.")] = (
         False
     )
-    system: Annotated[str | None, Option("--from", help="Whose files they are, if they are another system's.")] = None
     out: Annotated[Path | None, Option("-o", "--out", help="Where to write (default: certificates/NAME-PLAN).")] = None
 
 
@@ -66,7 +65,7 @@ def run(options: Options) -> int:
         raise misused("--quick and --thorough are opposites", "one of them")
     words = sort_words(options.arguments, Options, several=True)
     planned_for = load_plan(options.plan).cluster or None if options.plan else None
-    of = given(words, options.cluster or planned_for, options.system)
+    of = given(words, options.cluster or planned_for, options)
     path, recipe = of.path, with_adapter(of.loaded.recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster or planned_for)
     plan = plan_of(recipe, spec, cluster, options.plan)

@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from shardwise.cli import render
 from shardwise.cli.decide import beyond, cluster_of, far, plan_of, slower, suited, with_measured_experts
-from shardwise.cli.imported import given
+from shardwise.cli.imported import Foreign, given
 from shardwise.cli.length import known_count
 from shardwise.cli.lengths import epoch, few_steps, many_epochs
 from shardwise.cli.options import Words, sort_words
@@ -42,7 +42,7 @@ from shardwise.techniques import lora
 
 
 @dataclass
-class Options:
+class Options(Foreign):
     """Train a model. Without a recipe: the quickstart, a small Llama on Python's own sources.
 
     Any key of the recipe may follow as key=value or --key value (--max-steps 5, --report-to wandb, --profile
@@ -61,7 +61,6 @@ class Options:
     allow_fresh_start: Annotated[bool, Option("--allow-fresh-start", help="Start over if no checkpoint is intact.")] = (
         False
     )
-    system: Annotated[str | None, Option("--from", help="Whose files they are, if they are another system's.")] = None
     json: Annotated[bool, Option("--json", help="Results and errors as JSON.")] = False
     debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
     port: Annotated[
@@ -100,7 +99,7 @@ def _load(options: Options, words: Words) -> Loaded:
     if words.path is not None and os.path.isdir(words.path):
         run = words.path if words.path.name not in ("", "..") else words.path.resolve()  # `.` has another name
         overrides = [f"run.out={run.parent}", f"run.name={run.name}", *overrides]
-    found = given(Words(words.path, overrides, words.more), None, options.system)
+    found = given(Words(words.path, overrides, words.more), None, options)
     if found.imported is not None:
         words.path = found.path
         for line in found.imported.lines:

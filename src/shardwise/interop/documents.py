@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, Problem, first_line
 from shardwise.interop.record import Said
+from shardwise.interop.scripts import read_flags
 from shardwise.spec.document import Document, KeyPath, parse, read_text
 
 DEPTH = 32
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+REFERENCE = re.compile(r"\$\{?([\w.]+)\}?")
 
 
-def read_entries(path: Path) -> tuple[dict[str, Said], list[str]]:
-    """Each key of a YAML, JSON or TOML file, dotted, and notes about how it was read. Raises ConfigError CFG007,
-    MissingInputError CFG011 or PolicyError SEC001 and SEC002."""
+SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
+
+
+def read_entries(path: Path, variables: Mapping[str, str]) -> tuple[dict[str, Said], list[str]]:
+    """Each key of a YAML, JSON or TOML file, dotted, or each flag of a script, whose ``variables`` may be given, and
+    notes about how it was read. Raises ConfigError CFG007, MissingInputError CFG011 or PolicyError SEC001 and
+    SEC002."""
     text = read_text(path)
+    if path.suffix in SCRIPTS or text.startswith("#!"):
+        return read_flags(text, str(path), variables), []
     document = _toml(text, str(path)) if path.suffix == ".toml" else parse(text, str(path), interpolated=True)
     if not isinstance(document.data, dict):
         what = f"{path} must hold keys and values, got {type(document.data).__name__}"
@@ -27,7 +34,8 @@ def read_entries(path: Path) -> tuple[dict[str, Said], list[str]]:
     notes = [f"{problem.where}: {problem.what}; the last counts, as there" for problem in document.problems]
     entries = dict[str, Said]()
     _flatten(document.data, (), document, entries)
-    return {key: _referred(entry, entries) for key, entry in entries.items()}, notes
+    known = {**entries, **{name: Said(name, value, "--set") for name, value in variables.items()}}
+    return {key: _referred(entry, known) for key, entry in entries.items()}, notes
 
 
 def _flatten(value: dict[str, Any], path: KeyPath, document: Document, into: dict[str, Said]) -> None:
@@ -44,7 +52,7 @@ def _flatten(value: dict[str, Any], path: KeyPath, document: Document, into: dic
 
 def _referred(entry: Said, entries: dict[str, Said], depth: int = 0) -> Said:
     """``${batch_size}`` as the value of that key, where the file has it."""
-    if not isinstance(entry.value, str) or "${" not in entry.value or depth > DEPTH:
+    if not isinstance(entry.value, str) or "$" not in entry.value or depth > DEPTH:
         return entry
     whole = REFERENCE.fullmatch(entry.value)
     if whole and whole.group(1) in entries:
@@ -72,9 +80,3 @@ def _toml(text: str, name: str) -> Document:
         elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
             document.lines.setdefault((*section, *key.group(1).split(".")), index)
     return document
-
-
-def beside(path: Path, name: str) -> Path:
-    """A file that another names, looked for beside it and from the shell's directory."""
-    near = path.parent / name
-    return near if os.path.isfile(near) else Path(name)

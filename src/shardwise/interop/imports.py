@@ -7,7 +7,8 @@ without the pins learns the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from shardwise.interop.systems import SYSTEMS, named, recognise
 
 PINS = ("parallel.", "offload.", "recompute.", "train.micro_batch_size", "train.gradient_accumulation_steps", "compile")
 """Keys of ours, and beginnings of them, that do not change what is learned."""
+UNKNOWN = re.compile(r"\$\{?(\w+)?[^}\s]*\}?")
+"""What a script, or a file with references, leaves to somebody else."""
 NAMED = 4
 """More keys than these that are refused for one reason are counted."""
 ASKED = {"model.path": "the model", "data.path": "the data"}
@@ -63,17 +66,27 @@ class _Opened:
 def foreign(path: Path) -> bool:
     """Whether a file is one of another system's. A file that cannot be read is not."""
     try:
-        entries, _ = read_entries(path)
+        entries, _ = read_entries(path, {})
     except (OSError, ConfigError):
         return False
     return bool(recognise(set(entries)))
 
 
-def read_files(paths: Sequence[Path], world: int, system: str | None = None, strict: bool = False) -> Imported:
+def read_files(
+    paths: Sequence[Path],
+    world: int,
+    system: str | None = None,
+    *,
+    strict: bool = False,
+    variables: Mapping[str, str] | None = None,
+) -> Imported:
     """What the files say together, on so many processes; those whose system cannot be told are of ``system``.
-    ``strict``: keys that are left to the plan, or have no effect, are errors. Raises ConfigError with everything that
-    is refused (IMP001), may change the mathematics and is not known (IMP002), or cannot be told apart (IMP003)."""
-    files = sorted((_open(path, system) for path in paths), key=lambda file: SYSTEMS.index(file.system))
+    ``strict``: keys that are left to the plan, or have no effect, are errors; ``variables``: of scripts. Raises
+    ConfigError with everything that is refused (IMP001), may change the mathematics and is not known (IMP002), cannot
+    be told apart (IMP003), is not in the files (IMP007), or contradicts another file (IMP004)."""
+    files = sorted(
+        (_open(path, system, variables or {}) for path in paths), key=lambda file: SYSTEMS.index(file.system)
+    )
     settings, asked = dict[str, Taken](), dict[str, str]()
     fates: dict[str, list[str]] = {fate: [] for fate in (*FATES, "refused")}
     told, notes, problems = set[str](), list[str](), list[Problem]()
@@ -82,10 +95,13 @@ def read_files(paths: Sequence[Path], world: int, system: str | None = None, str
         found = Import(file.entries, world, settings, fates, [], file.notes, asked, told)
         _sort(found, file.system)
         file.system.settle(found)
+        problems += [_unknown(entry, name) for entry, name in found.unknown]
         problems += _refused(found.refusals, file.system)
         problems += _conflicts(before, settings)
         notes += found.notes
     asked = {key: why for key, why in (ASKED | asked).items() if key not in settings}
+    if "model.config" in settings or "model.config" in asked:
+        asked.pop("model.path", None)
     if strict:
         middle = [(key, title) for key, title in FATES.items() if key != "kept"]
         problems += [_not_strict(name, title) for fate, title in middle for name in fates[fate]]
@@ -96,8 +112,8 @@ def read_files(paths: Sequence[Path], world: int, system: str | None = None, str
     return Imported(tuple(file.system for file in files), learned, pins, fates, notes, asked)
 
 
-def _open(path: Path, system: str | None) -> _Opened:
-    entries, notes = read_entries(path)
+def _open(path: Path, system: str | None, variables: Mapping[str, str]) -> _Opened:
+    entries, notes = read_entries(path, variables)
     likely = recognise(set(entries))
     given = None if system is None else named(system)
     if system is not None and given is None:
@@ -114,7 +130,7 @@ def _open(path: Path, system: str | None) -> _Opened:
 
 def _sort(found: Import, system: System) -> None:
     """Give each key its fate, where its row alone decides."""
-    for key, entry in found.entries.items():
+    for key, entry in list(found.entries.items()):
         row = system.row(key)
         if row is None:
             asks = word(entry.value) not in OFF
@@ -123,10 +139,15 @@ def _sort(found: Import, system: System) -> None:
                 found.refuse(entry, "")
             continue
         if row.fate == "refused":
-            harmless = word(entry.value) in (row.values or OFF)
+            harmless = row.harmless(entry.value)
             found.fates["none" if harmless else "refused"].append(key)
             if not harmless:
                 found.refuse(entry, row.say)
+            continue
+        if row.fate in ("kept", "read") and isinstance(entry.value, str) and (open_ := UNKNOWN.search(entry.value)):
+            found.unknown.append((entry, open_.group(1) or open_.group()))
+            found.fates["refused"].append(key)
+            found.entries[key] = Said(key, None, entry.where)
             continue
         if row.fate == "kept" and entry.value is not None:
             try:
@@ -154,6 +175,11 @@ def _refused(refusals: list[tuple[Said, str]], system: System) -> list[Problem]:
             what = f"{said}{more}: not known of {system.title}, and may change what is learned"
             found.append(Problem("IMP002", what, entries[0].where, "leave out what changes nothing"))
     return found
+
+
+def _unknown(entry: Said, name: str) -> Problem:
+    what = f"`{entry.key}: {show(entry.value)}`: {name} is not in the file"
+    return Problem("IMP007", what, entry.where, f"`--set {name}=VALUE`")
 
 
 def _conflicts(before: dict[str, Taken], after: dict[str, Taken]) -> list[Problem]:

@@ -55,6 +55,12 @@ class Meaning:
             return value
         return resolve(self.values[name])
 
+    def harmless(self, value: Any) -> bool:
+        """Whether a value of a key that is refused asks for nothing."""
+        names = self.values or dict.fromkeys(OFF)
+        found = number(value)
+        return word(value) in names or (found is not None and found in map(number, names))
+
 
 @dataclass(frozen=True)
 class Said:
@@ -76,7 +82,8 @@ class Taken:
 @dataclass
 class Import:
     """A file of an import: its keys by name, and what all files of it have said so far. ``world``: processes;
-    ``told``: what a file beside it decides (``zero``, ``optimizer``, ``schedule``)."""
+    ``told``: what a file beside it decides (``zero``, ``optimizer``, ``schedule``); ``unknown``: keys whose values are
+    variables that it does not set."""
 
     entries: dict[str, Said]
     world: int
@@ -86,6 +93,7 @@ class Import:
     notes: list[str] = field(default_factory=list)
     asked: dict[str, str] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
+    unknown: list[tuple[Said, str]] = field(default_factory=list)
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """The value of the first of ``keys`` that is there and not ``auto`` or empty."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.interop import accelerate, axolotl, deepspeed, hf, torchtitan, torchtune
+from shardwise.interop import accelerate, axolotl, deepspeed, hf, megatron, swift, torchtitan, torchtune
 from shardwise.interop.record import System
 
 SYSTEMS: tuple[System, ...] = (
@@ -11,8 +11,10 @@ SYSTEMS: tuple[System, ...] = (
     hf.FSDP,
     axolotl.SYSTEM,
     hf.LLAMAFACTORY,
+    swift.SYSTEM,
     hf.TRL,
     hf.SYSTEM,
+    megatron.SYSTEM,
     torchtitan.SYSTEM,
     torchtune.SYSTEM,
 )
