@@ -26,6 +26,7 @@ COMMANDS = {
     "train": "Train a model.",
     "plan": "Show how a training run would be split, what it needs, and whether it fits.",
     "prove": "Prove a recipe and its layout on this machine, without GPUs, and write a certificate.",
+    "import": "Write a recipe from the files of other systems: axolotl, TRL, DeepSpeed, Accelerate and others.",
     "doctor": "Describe and measure this machine, and say what is below what it should give.",
     "plan-accuracy": "Compare what the planner predicts with published measurements.",
     "generate": "Continue a text with a run's model, or with any model directory.",
@@ -38,7 +39,9 @@ COMMANDS = {
 
 
 ALIASES = {"verify": "prove"}
-LOOSE = ("train", "plan", "prove", "doctor")
+MODULES = {"import": "import_files"}
+"""Where a command's module has another name, since Python keeps this one."""
+LOOSE = ("train", "plan", "prove", "doctor", "import")
 """Commands that take any key of the recipe as a flag."""
 
 
@@ -54,7 +57,8 @@ class Commands(TyperGroup):
         cmd_name = ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
-        module = import_module(f"shardwise.cli.{cmd_name.replace('-', '_')}")
+        name = MODULES.get(cmd_name, cmd_name.replace("-", "_"))
+        module = import_module(f"shardwise.cli.{name}")
         if cmd_name == "data":
             return typer.main.get_command(module.app)
         from shardwise.cli.options import add_command

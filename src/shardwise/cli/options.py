@@ -62,11 +62,18 @@ class Words:
 
     path: Path | None = None
     overrides: list[str] = field(default_factory=list)
+    more: list[Path] = field(default_factory=list)
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file that was named."""
+        return [*filter(None, [self.path]), *self.more]
 
 
-def sort_words(words: list[str], options: type | None = None) -> Words:
+def sort_words(words: list[str], options: type | None = None, *, several: bool = False) -> Words:
     """Separate the recipe from ``key=value`` and ``--key value``. A mistyped one of the command's own ``options`` is
-    recognised. Raises UsageError (CLI001) or MissingInputError (CFG011)."""
+    recognised. ``several``: other systems' files may be more than one. Raises UsageError (CLI001) or MissingInputError
+    (CFG011)."""
     own = [field.name for field in fields(options)] if options else []
     keys = keys_of(recipe_schema())
     found = Words()
@@ -81,6 +88,8 @@ def sort_words(words: list[str], options: type | None = None) -> Words:
             found.overrides.append(word)
         elif found.path is None:
             found.path = Path(word)
+        elif several:
+            found.more.append(Path(word))
         else:
             raise misused(f"two recipes: `{found.path}` and `{word}`", "name one; settings are written key=value")
     for asked in (word.partition("=")[2] for word in found.overrides if word.startswith("cluster=")):

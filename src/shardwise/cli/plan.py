@@ -11,9 +11,18 @@ from typing import Annotated
 from typer import Option
 
 from shardwise.cli.decide import beyond, cluster_of, far, with_measured_experts
+from shardwise.cli.imported import Foreign, beside_theirs, given
 from shardwise.cli.length import Asked
-from shardwise.cli.options import Common, RecipeWords, machine_words, misused, recipe_or_quickstart, sort_words
-from shardwise.cli.planned import as_json, change_parts, head_lines, page_parts, plan_parts, planned, schedule_of
+from shardwise.cli.options import Common, RecipeWords, machine_words, misused, sort_words
+from shardwise.cli.planned import (
+    as_json,
+    change_parts,
+    head_lines,
+    page_parts,
+    plan_parts,
+    planned,
+    schedule_of,
+)
 from shardwise.cli.show import note, print_json, say, say_as_known, working
 from shardwise.cli.timeline import svg
 from shardwise.launch.rundir import check_new
@@ -21,13 +30,13 @@ from shardwise.models.resolve import resolve, with_adapter
 from shardwise.planner.length import read_prices, read_tokens
 from shardwise.spec.cluster import Cluster, crowding, local_cluster
 from shardwise.spec.cluster_file import LOCAL
-from shardwise.spec.load import dump_plan, load_plan, read_recipe
+from shardwise.spec.load import dump_plan, load_plan
 
 TOPICS = ("memory", "network", "time", "schedule", "why", "keys")
 
 
 @dataclass
-class Options(Common):
+class Options(Foreign, Common):
     """Show how a training run would be split, what it needs, and whether it fits. Nothing is downloaded but a
     config.json.
 
@@ -63,9 +72,9 @@ def run(options: Options) -> None:
         plan = load_plan(options.plan)
         parts = plan_parts(plan, lambda: [plan], lambda: plan, options.explain)
         return print_json(asdict(plan)) if options.json else say(*(line for part in parts for line in part))
-    words = sort_words(options.arguments, Options)
-    path = recipe_or_quickstart(words.path, words.overrides)
-    loaded = read_recipe(path, words.overrides)
+    words = sort_words(options.arguments, Options, several=True)
+    found = given(words, options.cluster, options, data=False)
+    loaded, path = found.loaded, found.path
     for notice in loaded.notices if options.explain == "keys" else loaded.told:
         note(notice, as_json=options.json)
     recipe = with_adapter(loaded.recipe)
@@ -93,18 +102,22 @@ def run(options: Options) -> None:
     if options.json:
         return print_json(as_json(answer))
     say(*head_lines(answer))
+    if found.imported is not None and found.pinned is not None:
+        say(*beside_theirs(answer, found.imported, with_adapter(found.pinned.recipe), keys=options.explain == "keys"))
     say_as_known("looking at plans of other kinds", page_parts(answer, options.explain))
-    if options.explain == "keys":
+    if options.explain == "keys" and found.imported is None:
         say("how keys were read", *(loaded.renamed or ["under their own names"]), "")
     say_as_known("looking for what would change it", change_parts(answer, each=sys.stdout.isatty()))
-    _print_next(path, words.overrides, options, cluster)
+    _print_next(words.files or [*filter(None, [path])], words.overrides, options, cluster)
     return None
 
 
-def _print_next(path: Path | None, overrides: list[str], options: Options, cluster: Cluster) -> None:
-    words = asked = [*([str(path)] if path else []), *overrides]
+def _print_next(files: list[Path], overrides: list[str], options: Options, cluster: Cluster) -> None:
+    words = asked = [*map(str, files), *overrides]
     if not options.out:
-        flags = [("--cluster", options.cluster), ("--tokens", options.tokens), *(("--price", p) for p in options.price)]
+        flags = [("--cluster", options.cluster), ("--tokens", options.tokens), ("--from", options.system)]
+        flags += [("--set", word) for word in options.set]
+        flags += [*(("--price", p) for p in options.price)]
         given = [word for flag, value in flags if value for word in (flag, value)]
         again = shlex.join(["shardwise", "plan", *words, *given, "-o", "plan.yaml"])
         return say(f"next: {again}        more: --explain memory | network | time | schedule | why")

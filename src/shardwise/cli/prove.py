@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from shardwise.cli.decide import cluster_of, plan_of, suited
+from shardwise.cli.imported import Foreign, given
 from shardwise.cli.length import known_count
-from shardwise.cli.options import Common, RecipeWords, misused, recipe_or_quickstart, sort_words
+from shardwise.cli.options import Common, RecipeWords, misused, sort_words
 from shardwise.cli.render import label, title
 from shardwise.cli.show import coloured, note, print_json, say, write_out
 from shardwise.launch.rundir import check_writable
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.prove.pool import RankPool
 from shardwise.spec.host import available_memory_bytes
-from shardwise.spec.load import load_plan, read_recipe
+from shardwise.spec.load import load_plan
 from shardwise.spec.recipe import Run
 from shardwise.spec.units import show_seconds
 
@@ -36,7 +37,7 @@ MOST_RANKS = 16
 
 
 @dataclass
-class Options(Common):
+class Options(Foreign, Common):
     """Prove a recipe and its layout on this machine, without GPUs, and write a certificate.
 
     What its ranks send and hold is compared with the plan at its own size, in a fake world; what they compute, with one
@@ -62,10 +63,10 @@ def run(options: Options) -> int:
     """Prove, print, and write the certificate."""
     if options.quick and options.thorough:
         raise misused("--quick and --thorough are opposites", "one of them")
-    words = sort_words(options.arguments, Options)
-    path = recipe_or_quickstart(words.path, words.overrides)
-    recipe = with_adapter(read_recipe(path, words.overrides).recipe)
+    words = sort_words(options.arguments, Options, several=True)
     planned_for = load_plan(options.plan).cluster or None if options.plan else None
+    of = given(words, options.cluster or planned_for, options)
+    path, recipe = of.path, with_adapter(of.loaded.recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster or planned_for)
     plan = plan_of(recipe, spec, cluster, options.plan)
     planned = None if options.plan else partial(plan_of, spec=spec, cluster=cluster, file=None)
@@ -83,7 +84,7 @@ def run(options: Options) -> int:
     begun, subject = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", certify.subject_of(recipe, spec, plan, ranks, effort)
     with RankPool(subject.ranks) as pool, _bar(hidden=options.json) as tell:
         checks, smallest = certify.certify(subject, effort, pool, tell, _shown(hidden=options.json))
-    asked = [str(words.path or "quickstart")] if path else []
+    asked = [str(file) for file in words.files] or ["quickstart"] * (path is not None)
     machines = title(spec, cluster).partition(" on ")[2]
     facts = certificate.Facts(" ".join([*asked, *words.overrides]), machines, label(plan), effort, begun)
     found = certificate.Certificate(subject, facts, checks, smallest)

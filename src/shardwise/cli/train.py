@@ -16,9 +16,10 @@ from typer import Argument, Option
 
 from shardwise.cli import render
 from shardwise.cli.decide import beyond, cluster_of, far, plan_of, slower, suited, with_measured_experts
+from shardwise.cli.imported import Foreign, given
 from shardwise.cli.length import known_count
 from shardwise.cli.lengths import epoch, few_steps, many_epochs
-from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
+from shardwise.cli.options import Words, sort_words
 from shardwise.cli.preview import report
 from shardwise.cli.show import note, outlive_output, output_to_stderr, print_error, print_json, say
 from shardwise.cli.work import work
@@ -33,7 +34,7 @@ from shardwise.runtime.metrics.trackers import check_installed
 from shardwise.runtime.owner import check_free
 from shardwise.spec import finetune
 from shardwise.spec.cluster import Cluster, crowding
-from shardwise.spec.load import Loaded, dump_plan, dump_recipe, read_recipe
+from shardwise.spec.load import Loaded, dump_plan, dump_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_bytes
@@ -41,7 +42,7 @@ from shardwise.techniques import lora
 
 
 @dataclass
-class Options:
+class Options(Foreign):
     """Train a model. Without a recipe: the quickstart, a small Llama on Python's own sources.
 
     Any key of the recipe may follow as key=value or --key value (--max-steps 5, --report-to wandb, --profile
@@ -71,7 +72,7 @@ def run(options: Options) -> int:
     """Do what the options say; the exit code."""
     die_with_launcher()
     outlive_output()
-    words = sort_words(options.arguments, Options)
+    words = sort_words(options.arguments, Options, several=True)
     if options.resume and words.path is None and options.run:
         words.path = Path(options.out or "runs") / options.run
     loaded = _load(options, words)
@@ -98,7 +99,12 @@ def _load(options: Options, words: Words) -> Loaded:
     if words.path is not None and os.path.isdir(words.path):
         run = words.path if words.path.name not in ("", "..") else words.path.resolve()  # `.` has another name
         overrides = [f"run.out={run.parent}", f"run.name={run.name}", *overrides]
-    return read_recipe(recipe_or_quickstart(words.path, overrides), overrides)
+    found = given(Words(words.path, overrides, words.more), None, options)
+    if found.imported is not None:
+        words.path = found.path
+        for line in found.imported.lines:
+            note(line, as_json=options.json)
+    return found.loaded
 
 
 def _named(options: Options, words: Words, loaded: Loaded) -> Recipe:

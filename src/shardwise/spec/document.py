@@ -46,6 +46,7 @@ class Document:
     data: Any = None
     lines: dict[KeyPath, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    interpolated: bool = False
 
     def place(self, path: KeyPath) -> str:
         """``file:line`` of the entry, or of the nearest entry above it."""
@@ -65,6 +66,11 @@ def resolve(text: str) -> Any:
 
 def read(path: Path) -> Document:
     """Read a file. Raises MissingInputError (CFG011), ConfigError (CFG007) or PolicyError (SEC001 to SEC003)."""
+    return parse(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a small file. Raises as :func:`read`."""
     try:
         with open_regular(path) as stream:
             content = stream.read(MAX_BYTES + 1)
@@ -78,16 +84,15 @@ def read(path: Path) -> Document:
     if len(content) > MAX_BYTES:
         _too_large(str(path), f"is larger than {MAX_BYTES:,} bytes (limit)")
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         what = f"{path} is not UTF-8: byte {content[error.start]:#04x} at {error.start}"
         raise ConfigError(Problem("CFG007", what, fix="save it as UTF-8")) from None
-    return parse(text, str(path))
 
 
-def parse(text: str, name: str) -> Document:
-    """The one document of ``text``. ``name`` is used in messages."""
-    document = Document(name)
+def parse(text: str, name: str, *, interpolated: bool = False) -> Document:
+    """The one document of ``text``. ``name`` is used in messages; ``interpolated``: ``${...}`` is text, not refused."""
+    document = Document(name, interpolated=interpolated)
     try:
         _Composer(text, document).compose()
     except MarkedYAMLError as error:
@@ -129,7 +134,7 @@ class _Composer:
         if aliased:
             return value
         if isinstance(event, events.ScalarEvent):
-            value = _scalar(event, name, line)
+            value = _scalar(event, self.document, line)
         elif len(path) >= MAX_DEPTH:
             _too_large(f"{name}:{line}", f"is nested more than {MAX_DEPTH} deep (limit)")
         else:
@@ -167,8 +172,9 @@ def _line(event: Any) -> int:
     return int(event.start_mark.line) + 1
 
 
-def _scalar(event: events.ScalarEvent, name: str, line: int) -> Any:
-    refuse_interpolation(event.value, f"{name}:{line}")
+def _scalar(event: events.ScalarEvent, document: Document, line: int) -> Any:
+    if not document.interpolated:
+        refuse_interpolation(event.value, f"{document.name}:{line}")
     if any("\ud800" <= character <= "\udfff" for character in event.value):
         raise ValueError(f"line {line}: half of a surrogate pair is not a character")
     return resolve(event.value) if event.style in (None, "") else event.value

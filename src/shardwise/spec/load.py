@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -90,6 +90,16 @@ def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         reading.problems += document.problems
         for dotted, value, where in _flatten(mapping, (), document, reading):
             _take(reading, dotted, value, where, replace=False)
+    return _finished(reading, overrides)
+
+
+def read_settings(settings: Mapping[str, tuple[Any, str]], overrides: Sequence[str] = ()) -> Loaded:
+    """As :func:`read_recipe`, of settings by key, each with the place that it came from."""
+    reading = _Reading(keys_of(recipe_schema()), dict(settings))
+    return _finished(reading, overrides)
+
+
+def _finished(reading: _Reading, overrides: Sequence[str]) -> Loaded:
     for override in overrides:
         _override(reading, override)
     _hold(reading)
@@ -322,6 +332,22 @@ def dump_plan(plan: Plan) -> str:
 
     head = "# A plan: edit any value and run `shardwise train --plan` with it. `why` and `estimate` are for the reader."
     return f"{head}\n{emit(asdict(plan), comment)}"
+
+
+def dump_settings(settings: Mapping[str, tuple[Any, str]], head: str) -> str:
+    """Settings by key as a recipe in YAML, each with where it came from as a comment, after the lines of ``head``."""
+    nested: dict[str, Any] = {}
+    for key, (value, _) in sorted(settings.items()):
+        *sections, leaf = key.split(".")
+        target = nested
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[leaf] = value
+
+    def comment(path: KeyPath, value: Any) -> str:
+        return settings.get(".".join(map(str, path)), (None, ""))[1]
+
+    return "".join(f"# {line}\n" for line in head.splitlines()) + emit(nested, comment)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -1,0 +1,113 @@
+"""Recipes, or the files of other systems in their place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+from shardwise.cli import render
+from shardwise.cli.decide import cluster_of
+from shardwise.cli.options import Words, misused, recipe_or_quickstart
+from shardwise.cli.planned import Planned, planned
+from shardwise.errors import ConfigError, Problem
+from shardwise.interop.imports import FATES, Imported, foreign, read_files
+from shardwise.interop.record import Taken
+from shardwise.planner.compare import seconds, tokens_per_s
+from shardwise.spec.load import Loaded, load_recipe, read_recipe, read_settings
+from shardwise.spec.recipe import Recipe
+from shardwise.spec.units import columns, show_seconds
+
+NEEDED = {
+    "model.path": "`model=org/name`",
+    "model.config": "`model.config.vocab_size=32000`",
+    "train.seq_len": "`seq_len=4096`",
+    "data.path": "`data=file.jsonl`",
+}
+"""What files may leave out, and how it is given."""
+MACHINES = ("run.nproc=", "run.nodes=", "run.device=", "nproc=", "nodes=", "device=")
+
+
+@dataclass(frozen=True)
+class GivenRecipe:
+    """What a command was given: a recipe, or other systems' files as one. ``pinned``: these with their own split, which
+    ``loaded`` leaves to the plan."""
+
+    loaded: Loaded
+    path: Path | None
+    imported: Imported | None = None
+    pinned: Loaded | None = None
+
+
+@dataclass(kw_only=True)
+class Foreign:
+    """How the files of other systems are read."""
+
+    system: Annotated[
+        str | None, Option("--from", help="Whose files they are (axolotl, trl, deepspeed ...), where it could be two.")
+    ] = None
+    set: Annotated[list[str], Option("--set", metavar="NAME=VALUE", help="A variable of another system's script.")] = (
+        field(default_factory=list)
+    )
+
+
+def given(words: Words, cluster: str | None, files: Foreign, *, data: bool = True) -> GivenRecipe:
+    """The recipe that ``words`` name, or what other systems' ``files`` say on such machines. ``data``: whether the
+    command needs data, which a plan does not. Raises ConfigError (IMP001 to IMP006), and what a recipe raises."""
+    theirs = [path for path in words.files if path.is_file() and (files.system is not None or foreign(path))]
+    if not theirs:
+        if words.more:
+            what = f"two recipes: `{words.path}` and `{words.more[0]}`"
+            raise misused(what, "name one; settings are written key=value")
+        path = recipe_or_quickstart(words.path, words.overrides)
+        return GivenRecipe(read_recipe(path, words.overrides), path)
+    for path in words.files:
+        if path not in theirs:
+            what = f"{path} is not a file of another system, as {theirs[0]} is"
+            raise misused(what, "`--from SYSTEM`, or leave it out: settings of ours are written key=value")
+    here = [word for word in words.overrides if word.startswith(MACHINES)]
+    world = cluster_of(load_recipe(None, here), cluster).world
+    variables = dict(word.partition("=")[::2] for word in files.set)
+    imported = read_files(theirs, world, files.system, variables=variables)
+    learned = read_settings(as_given(imported.settings), words.overrides)
+    ask(imported, learned, data=data)
+    pinned = read_settings(as_given(imported.settings | imported.pins), words.overrides)
+    return GivenRecipe(learned, theirs[0], imported, pinned)
+
+
+def ask(imported: Imported, found: Loaded, *, data: bool) -> None:
+    """Raise ConfigError (IMP006) for all that is neither in the files nor on the command line, at once."""
+    missing = [key for key in imported.asked if key not in found.given and (data or key != "data.path")]
+    if missing:
+        problems = [
+            Problem("IMP006", f"the files do not say {imported.asked[key]}", "the files", f"add {NEEDED[key]}")
+            for key in missing
+        ]
+        raise ConfigError(*problems)
+
+
+def as_given(settings: dict[str, Taken]) -> dict[str, tuple[Any, str]]:
+    """Settings with the places they came from."""
+    return {key: (setting.value, setting.origin) for key, setting in settings.items()}
+
+
+def beside_theirs(answer: Planned, imported: Imported, pinned: Recipe, *, keys: bool) -> list[str]:
+    """How the files were read, and the split that they pin beside the best that learns the same."""
+    titles = " and ".join(dict.fromkeys(system.title for system in imported.systems))
+    counts = [f"{len(names)} {FATES[fate]}" for fate, names in imported.fates.items() if names and fate in FATES]
+    lines = [f"keys of {titles}: {', '.join(counts)}" + ("" if keys else "        --explain keys lists them")]
+    lines += [f"  {line}" for line in (imported.lines if keys else imported.notes)]
+    rows = []
+    try:
+        theirs = planned(pinned, answer.spec, answer.cluster, answer.asked, here=answer.here).best
+    except ConfigError as error:
+        lines += [f"as {titles} would split it: {problem.what}" for problem in error.problems]
+        return [*lines, ""]
+    for title, plan in ((f"as {titles} splits it", theirs), ("best, and learns the same", answer.best)):
+        took = f"{show_seconds(seconds(plan).step_s)} a step"
+        rows.append(
+            (title, render.label(plan), took, f"{tokens_per_s(plan):,.0f} tokens/s", render.verdict(plan.estimate))
+        )
+    return [*lines, *columns(rows, "<<>><"), ""]

@@ -1,0 +1,165 @@
+"""axolotl's YAML. Rules: utils/config/__init__.py and core/builders of axolotl at 067b021."""
+
+from __future__ import annotations
+
+from shardwise.interop import shared
+from shardwise.interop.hf import four_bits, recompute
+from shardwise.interop.record import Import, System, show, word
+
+LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target_modules": "targets"}
+OF = "axolotl"
+WARMUP = 0.03
+"""The share of the run that warms up where neither steps nor a share are given; at most 100 steps there."""
+
+
+def settle(found: Import) -> None:
+    """The split, the batch, the optimizer, adapters, the method and the data."""
+    _split(found)
+    _batch(found)
+    found.set("train.seq_len", found.count("sequence_len", default=512), "sequence_len", of=OF)
+    found.set("optim.learning_rate", found.number("learning_rate", default=2e-5), "learning_rate", of=OF)
+    shared.optimizer(found, "optimizer", "adamw_torch_fused", OF)
+    shared.adamw(found, OF)
+    shared.schedule(found, "lr_scheduler", "cosine", OF)
+    _schedule(found)
+    shared.length_of_run(found, "num_epochs", 1.0, OF)
+    shared.compute(found, OF)
+    for name, dtype in (("bfloat16", "bf16"), ("float16", "fp16")):
+        if found.on(name):
+            found.set("precision.compute", dtype, name)
+            found.set("precision.weights", dtype, name)
+    recompute(found)
+    _adapters(found)
+    _method(found)
+    _data(found)
+    _evaluation(found)
+
+
+def _split(found: Import) -> None:
+    for axis, keys in {
+        "tp": ("tensor_parallel_size",),
+        "cp": ("context_parallel_size", "sequence_parallel_degree"),
+        "ep": ("expert_parallel_size",),
+        "dp_shard": ("dp_shard_size",),
+        "dp_replicate": ("dp_replicate_size",),
+    }.items():
+        degree = found.count(*keys)
+        if degree and degree > 1:
+            found.set(f"parallel.{axis}", degree, *keys)
+    if found.on("fsdp") or any(key.startswith("fsdp_config.") for key in found.entries):
+        shared.fsdp_words(found)
+        shared.fsdp_config(found)
+    shared.named_deepspeed(found, beside="zero" in found.told)
+    kinds = {"true": "host", "legacy": "host", "disk": "nvme"}
+    found.set("offload.activations", kinds.get(word(found.get("activation_offloading"))), "activation_offloading")
+
+
+def _batch(found: Import) -> None:
+    """``batch_size`` is micro-batch x accumulation, where accumulation is not given."""
+    whole, micro = found.count("batch_size"), found.count("micro_batch_size")
+    if whole and micro and found.count("gradient_accumulation_steps") is None:
+        found.set("train.micro_batch_size", micro, "micro_batch_size")
+        found.set("train.global_batch_size", max(1, whole // micro) * micro * shared.dp(found), "batch_size")
+        return
+    shared.batch_of_product(found, "micro_batch_size", "gradient_accumulation_steps", 1, OF)
+
+
+def _schedule(found: Import) -> None:
+    share, rate = found.number("cosine_min_lr_ratio"), shared.value_of(found, "optim.learning_rate")
+    if share and rate:
+        found.set("optim.min_learning_rate", share * rate, "cosine_min_lr_ratio")
+    if found.on("cosine_constant_lr_ratio"):
+        found.refuse(found.entries["cosine_constant_lr_ratio"], "a cosine that becomes constant is not there yet")
+    if found.entry("warmup_steps", "warmup_ratio") is None:
+        found.set("optim.warmup_steps", WARMUP, of=f"{OF} (at most 100 steps there)")
+
+
+def _adapters(found: Import) -> None:
+    kind = word(found.get("adapter", default="no"))
+    if kind in ("lora", "qlora"):
+        if found.on("lora_target_linear") and found.entry("lora_target_modules") is None:
+            found.set("lora.targets", "all-linear", "lora_target_linear")
+        shared.adapter(found, None, None, LORA, OF)
+        if kind == "qlora":
+            found.set("lora.frozen", "nf4", "adapter")
+        four_bits(found)
+        found.set("lora.path", found.get("lora_model_dir"), "lora_model_dir")
+    elif kind not in ("no", "none", "null"):
+        found.refuse(found.entries["adapter"], f"the adapter {show(kind)} is not there: lora and qlora are")
+    if found.get("unfrozen_parameters"):
+        found.refuse(found.entries["unfrozen_parameters"], "names what is trained; `model.frozen` names what is not")
+
+
+def _method(found: Import) -> None:
+    kind = word(found.get("rl", default="no"))
+    if found.on("reward_model") or found.on("process_reward_model"):
+        key = "reward_model" if found.on("reward_model") else "process_reward_model"
+        return found.refuse(found.entries[key], "reward models are not there")
+    if kind == "dpo":
+        found.set("method.name", "dpo", "rl")
+        beta = found.number("rl_beta", "dpo_beta", "beta", default=0.1)
+        found.set("method.beta", beta, "rl_beta", "dpo_beta", "beta", of=OF)
+        smoothing = found.number("dpo_label_smoothing")
+        found.set("method.label_smoothing", smoothing, "dpo_label_smoothing")
+        return None
+    if kind not in ("no", "none", "null", "false"):
+        return found.refuse(found.entries["rl"], f"{kind} is not there yet: dpo is")
+    plain = ("pretraining_dataset", "pretraining_dataset.path")
+    kinds = word(found.get("datasets.type", default="")).split(".")[0]
+    pretrain = found.entry(*plain) is not None or kinds in ("completion", "pretrain")
+    found.set("method.name", "pretrain" if pretrain else "sft", *plain, "datasets.type", of=OF)
+    if not pretrain:
+        found.set("data.packing", found.on("sample_packing"), "sample_packing", of=OF)
+        if found.on("train_on_inputs"):
+            found.set("data.train_on", "all", "train_on_inputs")
+    return None
+
+
+def _data(found: Import) -> None:
+    entry = found.entry("datasets.path", "pretraining_dataset.path")
+    if entry is None:
+        found.ask("data.path", "the data: those of several data sets are not read from here")
+    else:
+        name = str(entry.value)
+        local = name.startswith((".", "/")) or name.endswith((".json", ".jsonl", ".parquet", ".txt")) or "/" not in name
+        found.set("data.path", name if local else f"hf://datasets/{name}", entry.key)
+    if isinstance(found.get("datasets.type"), dict) or any(key.startswith("datasets.type.") for key in found.entries):
+        found.notes.append("`datasets.type` writes records by a format of its own; here a chat template writes them")
+    share = found.number("val_set_size", default=0.0) or 0.0
+    if share >= 1:
+        found.notes.append(f"`val_set_size: {share:g}` holds out so many records; here give `data.validation_share`")
+    else:
+        found.set("data.validation_share", share, "val_set_size", of=OF)
+
+
+def _evaluation(found: Import) -> None:
+    for theirs, ours in (
+        ("eval_steps", "evaluate.eval_steps"),
+        ("evals_per_epoch", "evaluate.evals_per_epoch"),
+        ("save_steps", "checkpoint.save_steps"),
+        ("saves_per_epoch", "checkpoint.saves_per_epoch"),
+        ("save_total_limit", "checkpoint.save_total_limit"),
+        ("early_stopping_patience", "evaluate.early_stopping_patience"),
+    ):
+        value = found.number(theirs)
+        held = shared.value_of(found, "data.validation_share", 0.05)
+        if value and value >= 1 and (held or not ours.startswith("evaluate.")):
+            found.set(ours, int(value), theirs)
+
+
+SYSTEM = System(
+    "axolotl",
+    "axolotl",
+    {
+        "base_model": 5,
+        "micro_batch_size": 1,
+        "sequence_len": 2,
+        "datasets.type": 2,
+        "val_set_size": 1,
+        "sample_packing": 1,
+        "dataset_prepared_path": 2,
+        "lora_target_linear": 1,
+    },
+    ("axolotl",),
+    settle,
+)

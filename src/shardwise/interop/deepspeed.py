@@ -1,0 +1,144 @@
+"""DeepSpeed's JSON. ``auto`` is not DeepSpeed's word but that of transformers' Trainer, which fills it from its own
+arguments: here too, it says nothing.
+
+Rules: runtime/config.py and zero/config.py of DeepSpeed at edaa722."""
+
+from __future__ import annotations
+
+from shardwise.interop.record import Import, System, show, word
+from shardwise.interop.shared import clipping, dp, optimizer, value_of
+
+STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
+DEVICES = {"cpu": "host", "nvme": "nvme"}
+SWITCHES = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bf16": "bf16"}
+
+
+def settle(found: Import) -> None:
+    """The stage, the batch whose three numbers must agree, the optimizer, the schedule and the precision."""
+    _sharding(found)
+    _batch(found)
+    _precision(found)
+    _optimizer(found)
+    _schedule(found)
+    entry = found.entries.get("gradient_clipping")
+    if entry is None or word(entry.value) != "auto":
+        clipping(found, found.number("gradient_clipping", default=0.0), "gradient_clipping", "DeepSpeed")
+    kinds = {"zero": "zero_optimization.stage", "optimizer": "optimizer.type", "schedule": "scheduler.type"}
+    found.told |= {"zero", *(what for what, key in kinds.items() if found.entry(key))}
+
+
+def _sharding(found: Import) -> None:
+    zero = "zero_optimization."
+    stage = word(found.get(f"{zero}stage", default="0"))
+    if stage in STAGES:
+        found.set("parallel.strategy", STAGES[stage], f"{zero}stage", of="DeepSpeed: stage 0")
+    elif f"{zero}stage" in found.entries:
+        found.refuse(found.entries[f"{zero}stage"], f"stage {show(stage)} is none of 0 to 3")
+    for part, ours in (("optimizer", "optimizer"), ("param", "weights")):
+        key = f"{zero}offload_{part}.device"
+        if (where := word(found.get(key))) in DEVICES:
+            found.set(f"offload.{ours}", DEVICES[where], key)
+            path = f"{zero}offload_{part}.nvme_path"
+            if where == "nvme":
+                found.set("offload.directory", found.get(path), path)
+    if found.on(f"{zero}cpu_offload"):
+        found.set("offload.optimizer", "host", f"{zero}cpu_offload")
+    ratio = found.number(f"{zero}offload_optimizer.ratio")
+    if ratio is not None and 0 < ratio < 1:
+        found.set("offload.optimizer_fraction", ratio, f"{zero}offload_optimizer.ratio")
+    for axis, key in (("cp", "sequence_parallel_size"), ("tp", "tensor_parallel.autotp_size")):
+        degree = found.count(key)
+        if degree and degree > 1:
+            found.set(f"parallel.{axis}", degree, key)
+            if axis == "cp":
+                found.set("parallel.cp_kind", "ulysses", key)
+
+
+def _batch(found: Import) -> None:
+    """What is missing of the three follows from the others."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, times = (found.count(key) for key in keys)
+    ranks = dp(found)
+    if whole and micro and times and whole != micro * times * ranks:
+        found.refuse(
+            found.entries[keys[0]],
+            f"train_batch_size {whole} is not micro-batch {micro} x accumulation {times} x {ranks} data-parallel ranks",
+        )
+    if whole is None and micro:
+        whole = micro * (times or 1) * ranks
+    if whole and not micro:
+        micro = whole // ((times or 1) * ranks) or None
+    if whole and micro and not times and whole % (micro * ranks):
+        said = f"train_batch_size {whole} is no multiple of micro-batch {micro} x {ranks} data-parallel ranks"
+        found.refuse(found.entries[keys[0]], said)
+    found.set("train.global_batch_size", whole, *keys)
+    if whole:
+        found.set("train.micro_batch_size", micro, *keys)
+
+
+def _precision(found: Import) -> None:
+    said = {key: word(found.entries[key].value) for key in SWITCHES if key in found.entries}
+    chosen = next((key for key, value in said.items() if value == "true"), None)
+    if chosen is not None:
+        found.set("precision.compute", SWITCHES[chosen], chosen)
+    elif "auto" not in said.values():
+        found.set("precision.compute", "fp32", of="DeepSpeed: fp16 and bf16 off")
+
+
+def _optimizer(found: Import) -> None:
+    if found.entry("optimizer.type") is None:
+        return
+    optimizer(found, "optimizer.type", "AdamW", "DeepSpeed")
+    name, plain = word(found.get("optimizer.type")), "optimizer.params."
+    decay = found.number(f"{plain}weight_decay", default=0.0)
+    coupled = name == "adam" and decay and word(found.get(f"{plain}adam_w_mode", default=True)) in ("false",)
+    if coupled:
+        found.refuse(found.entries["optimizer.type"], "Adam whose weight decay goes through the moments")
+    found.set("optim.learning_rate", found.number(f"{plain}lr"), f"{plain}lr")
+    found.set("optim.eps", found.number(f"{plain}eps"), f"{plain}eps")
+    found.set("optim.weight_decay", decay, f"{plain}weight_decay", of="DeepSpeed")
+    betas = found.get(f"{plain}betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        found.set("optim.beta1", float(betas[0]), f"{plain}betas")
+        found.set("optim.beta2", float(betas[1]), f"{plain}betas")
+
+
+def _schedule(found: Import) -> None:
+    """DeepSpeed's schedules: what follows the warm-up is constant, linear or a cosine."""
+    kinds = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+    entry, plain = found.entry("scheduler.type"), "scheduler.params."
+    if entry is None:
+        return
+    if word(entry.value) not in kinds:
+        return found.refuse(entry, f"the schedule {show(entry.value)} is not there yet")
+    found.set("optim.schedule", kinds[word(entry.value)], "scheduler.type")
+    if (steps := found.count(f"{plain}warmup_num_steps")) is not None:
+        found.set("optim.warmup_steps", steps, f"{plain}warmup_num_steps")
+        if word(found.get(f"{plain}warmup_type", default="log")) == "log" and steps > 1:
+            found.notes.append(f"{entry.where}: the rate rises by a logarithm there during warm-up, and linearly here")
+    total = found.count(f"{plain}total_num_steps")
+    if total:
+        found.set("train.max_steps", total, f"{plain}total_num_steps")
+    low = found.number(f"{plain}warmup_min_lr", default=0.0)
+    if low:
+        found.refuse(found.entries[f"{plain}warmup_min_lr"], "a warm-up that begins above 0 is not there yet")
+    if value_of(found, "optim.learning_rate") is None:
+        found.set("optim.learning_rate", found.number(f"{plain}warmup_max_lr"), f"{plain}warmup_max_lr")
+    return None
+
+
+SYSTEM = System(
+    "deepspeed",
+    "DeepSpeed",
+    {
+        "zero_optimization.*": 3,
+        "train_micro_batch_size_per_gpu": 3,
+        "train_batch_size": 2,
+        "fp16.enabled": 1,
+        "bf16.enabled": 1,
+        "optimizer.type": 1,
+        "scheduler.type": 1,
+    },
+    ("deepspeed",),
+    settle,
+)

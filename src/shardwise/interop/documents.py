@@ -1,0 +1,82 @@
+"""Files of other systems as flat keys with places. Nothing is run, and nothing is read that was not named."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError, Problem, first_line
+from shardwise.interop.record import Said
+from shardwise.interop.scripts import read_flags
+from shardwise.spec.document import Document, KeyPath, parse, read_text
+
+DEPTH = 32
+REFERENCE = re.compile(r"\$\{?([\w.]+)\}?")
+
+
+SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
+
+
+def read_entries(path: Path, variables: Mapping[str, str]) -> tuple[dict[str, Said], list[str]]:
+    """Each key of a YAML, JSON or TOML file, dotted, or each flag of a script, whose ``variables`` may be given, and
+    notes about how it was read. Raises ConfigError CFG007, MissingInputError CFG011 or PolicyError SEC001 and
+    SEC002."""
+    text = read_text(path)
+    if path.suffix in SCRIPTS or text.startswith("#!"):
+        return read_flags(text, str(path), variables), []
+    document = _toml(text, str(path)) if path.suffix == ".toml" else parse(text, str(path), interpolated=True)
+    if not isinstance(document.data, dict):
+        what = f"{path} must hold keys and values, got {type(document.data).__name__}"
+        raise ConfigError(Problem("CFG007", what, str(path), "name a configuration file"))
+    notes = [f"{problem.where}: {problem.what}; the last counts, as there" for problem in document.problems]
+    entries = dict[str, Said]()
+    _flatten(document.data, (), document, entries)
+    known = {**entries, **{name: Said(name, value, "--set") for name, value in variables.items()}}
+    return {key: _referred(entry, known) for key, entry in entries.items()}, notes
+
+
+def _flatten(value: dict[str, Any], path: KeyPath, document: Document, into: dict[str, Said]) -> None:
+    for name, item in value.items():
+        here = (*path, name)
+        if isinstance(item, list) and len(item) == 1 and isinstance(item[0], dict):
+            _flatten(item[0], (*here, 0), document, into)
+        elif isinstance(item, dict) and item and len(here) < DEPTH:
+            _flatten(item, here, document, into)
+        else:
+            key = ".".join(str(part) for part in here if part != 0).strip()
+            into[key] = Said(key, item, document.place(here))
+
+
+def _referred(entry: Said, entries: dict[str, Said], depth: int = 0) -> Said:
+    """``${batch_size}`` as the value of that key, where the file has it."""
+    if not isinstance(entry.value, str) or "$" not in entry.value or depth > DEPTH:
+        return entry
+    whole = REFERENCE.fullmatch(entry.value)
+    if whole and whole.group(1) in entries:
+        other = _referred(entries[whole.group(1)], entries, depth + 1)
+        return Said(entry.key, other.value, entry.where)
+
+    def write(match: re.Match[str]) -> str:
+        other = entries.get(match.group(1))
+        return match.group() if other is None else str(_referred(other, entries, depth + 1).value)
+
+    return Said(entry.key, REFERENCE.sub(write, entry.value)[:10_000], entry.where)
+
+
+def _toml(text: str, name: str) -> Document:
+    try:
+        document = Document(name, tomllib.loads(text))
+    except (ValueError, RecursionError) as error:
+        where = f"{name}: {first_line(error)}"
+        raise ConfigError(Problem("CFG007", f"{name} is not valid TOML: {first_line(error)}", where)) from None
+    section: tuple[str, ...] = ()
+    for index, line in enumerate(text.splitlines(), 1):
+        if head := re.match(r"\s*\[\[?\s*([\w.\-\"' ]+?)\s*\]", line):
+            section = tuple(part.strip(" \"'") for part in head.group(1).split("."))
+            document.lines.setdefault(section, index)
+        elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
+            document.lines.setdefault((*section, *key.group(1).split(".")), index)
+    return document

@@ -1,0 +1,198 @@
+"""transformers' TrainingArguments, in JSON or YAML, and what other systems build on them: TRL and LLaMA-Factory.
+
+Rules: training_args.py of transformers at 0234833, trl/trainer of TRL at f2cd577."""
+
+from __future__ import annotations
+
+from shardwise.interop import shared
+from shardwise.interop.record import Import, System, show, word
+
+LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target_modules": "targets"}
+PAIRS = ("beta", "loss_type")
+NOT_YET = ("orpo", "kto", "simpo", "reward", "cpo", "grpo", "prm")
+
+
+def settle(found: Import) -> None:
+    """TrainingArguments alone: a model, a batch, a schedule; the data and the method are the script's."""
+    of = "transformers"
+    arguments(found, of, learning_rate=5e-5, epochs=3.0, length=None, bf16="fp32")
+
+
+def arguments(found: Import, of: str, *, learning_rate: float, epochs: float, length: int | None, bf16: str) -> None:
+    """What every script that takes TrainingArguments is told."""
+    shared.fsdp_words(found)
+    if found.on("fsdp") or any(key.startswith("fsdp_config.") for key in found.entries):
+        shared.fsdp_config(found)
+    shared.named_deepspeed(found, beside="zero" in found.told)
+    shared.batch_of_product(found, "per_device_train_batch_size", "gradient_accumulation_steps", 8, of)
+    rate = found.number("learning_rate", default=learning_rate)
+    found.set("optim.learning_rate", rate, "learning_rate", of=of)
+    if "optimizer" not in found.told:
+        shared.optimizer(found, "optim", "adamw_torch", of)
+        shared.adamw(found, of)
+    if "schedule" not in found.told:
+        shared.schedule(found, "lr_scheduler_type", "linear", of)
+    shared.length_of_run(found, "num_train_epochs", epochs, of)
+    shared.compute(found, of, bf16)
+    shared.evaluation(found)
+    recompute(found)
+    for key in ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size"):
+        if (tokens := found.count(key)) is not None:
+            found.set("train.seq_len", tokens, key)
+    if "train.seq_len" not in found.settings:
+        found.set("train.seq_len", length, of=of)
+    dataset(found)
+
+
+def recompute(found: Import, default: bool = False) -> None:
+    """``gradient_checkpointing``."""
+    entry = found.entries.get("gradient_checkpointing")
+    on = found.on("gradient_checkpointing") if entry else default
+    found.set("recompute.mode", "full" if on else "none", "gradient_checkpointing", of="the script")
+
+
+def dataset(found: Import) -> None:
+    """A data set of the Hub by name; a mixture of several is not static enough to be read."""
+    entry = found.entry("dataset_name", "dataset_id_or_path", "train_file", "data_path")
+    if entry is None or isinstance(entry.value, list):
+        return
+    name = str(entry.value)
+    hub = "/" in name and not name.startswith((".", "/")) and not name.endswith((".json", ".jsonl", ".parquet"))
+    found.set("data.path", f"hf://datasets/{name}" if hub else name, entry.key)
+
+
+def trl(found: Import) -> None:
+    """TRL's SFT or DPO: which, the script says, and here the keys that only one has."""
+    method = _method(found)
+    rates = {"sft": 2e-5, "dpo": 1e-6}
+    arguments(found, "TRL", learning_rate=rates.get(method, 2e-5), epochs=3.0, length=1024, bf16="bf16")
+    recompute(found, default=True)
+    found.set("method.name", method, *(key for key in PAIRS if key in found.entries), of="TRL: SFT")
+    if method == "dpo":
+        found.set("method.beta", found.number("beta", default=0.1), "beta", of="TRL")
+        found.set("method.label_smoothing", found.number("label_smoothing", default=0.0), "label_smoothing", of="TRL")
+    elif "packing" not in found.entries:
+        found.set("data.packing", False, of="TRL")
+    if found.on("assistant_only_loss") or method == "dpo" or found.on("completion_only_loss"):
+        pass
+    elif method == "sft":
+        found.set("data.train_on", "all", of="TRL: the loss is over the whole text")
+    if found.on("use_peft") or found.entry("lora_r"):
+        shared.adapter(found, 16, 32.0, LORA, "TRL")
+        four_bits(found)
+
+
+def four_bits(found: Import) -> None:
+    """``load_in_4bit``; 8 bits are not there."""
+    if found.on("load_in_4bit"):
+        found.set("lora.frozen", "nf4", "load_in_4bit")
+    if found.on("load_in_8bit"):
+        found.refuse(found.entries["load_in_8bit"], "frozen weights in 8 bits are not there: `lora.frozen` has nf4")
+
+
+def _method(found: Import) -> str:
+    """``sft`` or ``dpo``, by what the file holds; others are refused by name."""
+
+    def about(*keys: str, what: str) -> bool:
+        entry = next((found.entries[key] for key in keys if key in found.entries), None)
+        if entry is not None:
+            found.refuse(entry, what)
+        return entry is not None
+
+    if about("num_generations", "reward_funcs", what="training on answers that the model writes itself (GRPO)"):
+        return "grpo"
+    if about("gamma_beta_ratio", "simpo_gamma", what="SimPO is not there yet: DPO (`method.name: dpo`) is"):
+        return "simpo"
+    kind = found.entry("loss_type")
+    if kind is not None and word(kind.value) not in ("sigmoid", "nll", "['sigmoid']"):
+        found.refuse(kind, f"the loss {show(kind.value)} is not there yet: DPO's own (sigmoid) is")
+    pairs = ("beta", "max_prompt_length", "loss_type", "precompute_ref_log_probs")
+    return "dpo" if any(key in found.entries for key in pairs) else "sft"
+
+
+def llamafactory(found: Import) -> None:
+    """LLaMA-Factory: TrainingArguments, a stage, a kind of tuning. Rules: hparams/ at ff6d4d1."""
+    stages = {"sft": "sft", "pt": "pretrain", "dpo": "dpo"}
+    stage = word(found.get("stage", default="sft"))
+    loss = word(found.get("pref_loss", default="sigmoid"))
+    if stage not in stages:
+        found.refuse(found.entries["stage"], f"the stage {stage} is not there yet: sft, dpo and pt are")
+    elif stage == "dpo" and loss != "sigmoid":
+        found.refuse(found.entries["pref_loss"], f"the loss {loss} is not there yet: DPO's own (sigmoid) is")
+    method = stages.get(stage, "sft")
+    found.set("method.name", method, "stage", of="LLaMA-Factory")
+    arguments(found, "LLaMA-Factory", learning_rate=5e-5, epochs=3.0, length=2048, bf16="fp32")
+    found.set("train.seq_len", found.count("cutoff_len", default=2048), "cutoff_len", of="LLaMA-Factory")
+    found.set(
+        "recompute.mode",
+        "none" if found.on("disable_gradient_checkpointing") else "full",
+        "disable_gradient_checkpointing",
+        of="LLaMA-Factory",
+    )
+    if method == "dpo":
+        found.set("method.beta", found.number("pref_beta", default=0.1), "pref_beta", of="LLaMA-Factory")
+    if method != "pretrain":
+        packing = found.on("packing") or found.on("neat_packing")
+        found.set("data.packing", packing, "packing", "neat_packing", of="LLaMA-Factory")
+    if found.on("pure_bf16"):
+        found.set("precision.compute", "bf16", "pure_bf16")
+        found.set("precision.weights", "bf16", "pure_bf16")
+    kind = word(found.get("finetuning_type", default="lora"))
+    if kind == "lora":
+        names = {"lora_rank": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target": "targets"}
+        rank = found.count("lora_rank", default=8)
+        shared.adapter(found, 8, 2.0 * (rank or 8), names, "LLaMA-Factory")
+        if (bits := found.count("quantization_bit")) == 4:
+            found.set("lora.frozen", "nf4", "quantization_bit")
+        elif bits:
+            found.refuse(found.entries["quantization_bit"], f"frozen weights in {bits} bits: `lora.frozen` has nf4")
+    elif kind != "full":
+        found.refuse(found.entries["finetuning_type"], f"{kind}: full and lora are there")
+    share = found.number("val_size")
+    if share:
+        found.set("data.validation_share", share, "val_size")
+
+
+ARGUMENTS = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "lr_scheduler_type": 1, "learning_rate": 1}
+SYSTEM = System("hf", "TrainingArguments", {**ARGUMENTS, "output_dir": 1}, ("hf",), settle)
+TRL = System(
+    "trl",
+    "TRL",
+    {
+        **ARGUMENTS,
+        **dict.fromkeys(("torch_dtype", "dataset_mixture.*", "dataset_mixer.*", "dataset_splits", "use_peft"), 2),
+        **dict.fromkeys(("max_prompt_length", "dataset_num_proc", "dataset_name", "hub_model_id", "beta"), 2),
+    },
+    ("trl", "hf"),
+    trl,
+)
+LLAMAFACTORY = System(
+    "llamafactory",
+    "LLaMA-Factory",
+    {**ARGUMENTS, "finetuning_type": 6, "cutoff_len": 4, "stage": 3, "template": 1},
+    ("llamafactory", "hf"),
+    llamafactory,
+)
+
+
+def fsdp_file(found: Import) -> None:
+    """The JSON that ``--fsdp_config`` names: keys without a section, of which ``--fsdp`` chose the strategy."""
+    for key, entry in list(found.entries.items()):
+        found.entries[f"fsdp_config.{key.removeprefix('fsdp_')}"] = entry
+    shared.fsdp_config(found)
+    if "parallel.strategy" not in found.settings:
+        found.set("parallel.strategy", shared.FULL, of="transformers: --fsdp full_shard")
+
+
+FSDP = System(
+    "fsdp",
+    "transformers' fsdp_config",
+    {
+        "transformer_layer_cls_to_wrap": 4,
+        "fsdp_transformer_layer_cls_to_wrap": 4,
+        "min_num_params": 3,
+        "backward_prefetch": 2,
+    },
+    ("fsdp",),
+    fsdp_file,
+)

@@ -1,0 +1,220 @@
+"""What a system is to the importer: how its files are recognised, what its keys mean, and what they say together.
+
+A key ends in one of four ways, which a row of the system's table (``tables/NAME.csv``) or its :attr:`System.settle`
+decides:
+
+    kept      the same meaning here
+    plan      how something is done, which is the plan's to choose here
+    none      no effect on training: logging, launching, publishing
+    refused   it changes the mathematics in a way that is not there; ``say`` is what it would have done
+
+``read`` in a table: kept, by ``settle``, which looks at several keys together. A key in no table is unread, which stops
+the import where it might be mathematical (:data:`MATHEMATICAL`).
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shardwise.spec.document import resolve
+
+FATES = ("kept", "plan", "none", "refused")
+OFF = ("false", "no", "none", "null", "0", "0.0", "", "[]", "{}", "disabled", "-1")
+"""Values that ask for nothing."""
+MATHEMATICAL = re.compile(
+    r"(^|[._-])(lr|learning|optim\w*|sched\w*|loss\w*|beta\d?|eps|decay|momentum|clip\w*|grad\w*|mix\w*|weight\w*"
+    r"|dropout|noise|quant\w*|fp8\w*|reward\w*|kl|aux|prun\w*|distill\w*|label_smoothing)([._-]|$)"
+)
+"""Names of keys that may change what is computed."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a key means. ``values``: theirs and ours; empty: unchanged, and an empty one of ours leaves the setting
+    out."""
+
+    fate: str
+    ours: str
+    values: dict[str, str]
+    say: str
+
+    def value(self, value: Any) -> Any:
+        """Ours for theirs; KeyError where the row knows values, and not this one."""
+        if not self.values:
+            return value
+        name = word(value)
+        if name not in self.values and "*" in self.values:
+            return value
+        return resolve(self.values[name])
+
+    def harmless(self, value: Any) -> bool:
+        """Whether a value of a key that is refused asks for nothing."""
+        names = self.values or dict.fromkeys(OFF)
+        found = number(value)
+        return word(value) in names or (found is not None and found in map(number, names))
+
+
+@dataclass(frozen=True)
+class Said:
+    """A key of theirs: what it says, and where."""
+
+    key: str
+    value: Any
+    where: str
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A setting of ours, and where it came from: a place and their words, or a default of the system's."""
+
+    value: Any
+    origin: str
+
+
+@dataclass
+class Import:
+    """A file of an import: its keys by name, and what all files of it have said so far. ``world``: processes;
+    ``told``: what a file beside it decides (``zero``, ``optimizer``, ``schedule``); ``unknown``: keys whose values are
+    variables that it does not set."""
+
+    entries: dict[str, Said]
+    world: int
+    settings: dict[str, Taken] = field(default_factory=dict)
+    fates: dict[str, list[str]] = field(default_factory=lambda: {fate: [] for fate in (*FATES, "unread")})
+    refusals: list[tuple[Said, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    asked: dict[str, str] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+    unknown: list[tuple[Said, str]] = field(default_factory=list)
+
+    def get(self, *keys: str, default: Any = None) -> Any:
+        """The value of the first of ``keys`` that is there and not ``auto`` or empty."""
+        entry = self.entry(*keys)
+        return default if entry is None else entry.value
+
+    def entry(self, *keys: str) -> Said | None:
+        """As :meth:`get`, with its place."""
+        found = (self.entries[key] for key in keys if key in self.entries)
+        return next((entry for entry in found if entry.value not in (None, "auto", "")), None)
+
+    def number(self, *keys: str, default: float | None = None) -> float | None:
+        """A number; text that is none is refused."""
+        entry = self.entry(*keys)
+        if entry is None:
+            return default
+        value = number(entry.value)
+        if value is None:
+            self.refuse(entry, f"`{show(entry.value)}` is no number")
+            return default
+        return value
+
+    def count(self, *keys: str, default: int | None = None) -> int | None:
+        """A whole number."""
+        value = self.number(*keys, default=default)
+        return None if value is None else int(value)
+
+    def on(self, key: str) -> bool:
+        """Whether a switch is on."""
+        return key in self.entries and word(self.entries[key].value) not in OFF
+
+    def set(self, ours: str, value: Any, *keys: str, of: str = "") -> None:
+        """Record a setting of ours that ``keys`` say, or that is a default ``of`` the system's."""
+        said = [self.entries[key] for key in keys if key in self.entries]
+        origin = "; ".join(f"{entry.where} {entry.key}: {show(entry.value)}" for entry in said) or f"default of {of}"
+        if value is not None:
+            self.settings[ours] = Taken(value, origin)
+
+    def clear(self, ours: str, *keys: str, of: str = "") -> None:
+        """Record that a setting of ours is null: what it does is turned off there."""
+        self.set(ours, OFF, *keys, of=of)
+        self.settings[ours] = Taken(None, self.settings[ours].origin)
+
+    def refuse(self, entry: Said, say: str) -> None:
+        """Record that a key asks for what is not there."""
+        self.refusals.append((entry, say))
+
+    def ask(self, ours: str, why: str) -> None:
+        """Record that the files do not say a setting, which somebody else must."""
+        if ours not in self.settings:
+            self.asked[ours] = why
+
+
+@dataclass(frozen=True)
+class System:
+    """A system whose files are read. ``marks``: keys (or globs of them) that its files have and others do not, and how
+    much each counts; ``tables``: of its keys, the first that knows a key decides."""
+
+    name: str
+    title: str
+    marks: dict[str, int]
+    tables: tuple[str, ...]
+    settle: Callable[[Import], None]
+
+    def likeness(self, keys: set[str]) -> int:
+        """How much these keys look like one of its files."""
+        return sum(weight for mark, weight in self.marks.items() if any(fnmatchcase(key, mark) for key in keys))
+
+    def row(self, key: str) -> Meaning | None:
+        """What the tables say of a key."""
+        return next((row for name in self.tables if (row := _find(name, key)) is not None), None)
+
+
+@cache
+def table(name: str) -> tuple[dict[str, Meaning], tuple[tuple[str, Meaning], ...]]:
+    """The rows of a table: those of whole keys, and those of globs, in order."""
+    whole, globs = dict[str, Meaning](), list[tuple[str, Meaning]]()
+    for line in _lines(name):
+        values = dict(pair.split("=", 1) for pair in line["values"].split())
+        row = Meaning(line["fate"], line["ours"], values, line["say"])
+        for key in line["keys"].split():
+            if "*" in key:
+                globs.append((key, row))
+            else:
+                whole[key] = row
+    return whole, tuple(globs)
+
+
+@cache
+def hub_names(system: str) -> dict[str, str]:
+    """The models of the Hub by the names that a system has for them."""
+    return {line["name"]: line["hub"] for line in _lines("models") if line["system"] == system}
+
+
+def _lines(name: str) -> list[dict[str, str]]:
+    text = resources.files("shardwise.interop").joinpath("tables", f"{name}.csv").read_text("utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+def _find(name: str, key: str) -> Meaning | None:
+    whole, globs = table(name)
+    return whole.get(key) or next((row for glob, row in globs if fnmatchcase(key, glob)), None)
+
+
+def word(value: Any) -> str:
+    """A value in lower case, as it would be written."""
+    return "null" if value is None else str(value).strip().lower()
+
+
+def show(value: Any) -> str:
+    """A value, short."""
+    text = word(value) if isinstance(value, bool) or value is None else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def number(value: Any) -> float | None:
+    """A number as these files write them: ``5e8``, ``1_000``, ``"1e-5"``; None for anything else."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        found = float(str(value).replace("_", ""))
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None

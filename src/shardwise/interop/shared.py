@@ -1,0 +1,223 @@
+"""What several systems say in the same words: batches, optimizers, schedules, precision and adapters."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from shardwise.interop.record import Import, show, word
+
+OPTIMIZERS = {
+    "adamw": "adamw",
+    "adam": "adamw",
+    "fusedadam": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "adamw_apex_fused": "adamw",
+    "paged_adamw": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "pagedadamw": "adamw",
+    "adamw_8bit": "adamw8bit",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_torch_8bit": "adamw8bit",
+    "paged_adamw_8bit": "adamw8bit",
+    "adamw8bit": "adamw8bit",
+    "pagedadamw8bit": "adamw8bit",
+}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+}
+DTYPES = {
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "torch.bfloat16": "bf16",
+    "float16": "fp16",
+    "fp16": "fp16",
+    "torch.float16": "fp16",
+    "float32": "fp32",
+    "fp32": "fp32",
+    "torch.float32": "fp32",
+    "no": "fp32",
+}
+FULL, GRADIENTS, NONE, HYBRID = "zero3", "zero2", "ddp", "hsdp"
+STRATEGIES = {
+    **dict.fromkeys(("full_shard", "1", "true"), FULL),
+    **dict.fromkeys(("shard_grad_op", "2", "false"), GRADIENTS),
+    **dict.fromkeys(("no_shard", "3"), NONE),
+    **dict.fromkeys(("hybrid_shard", "4", "hybrid_shard_zero2", "_hybrid_shard_zero2", "5"), HYBRID),
+}
+"""FSDP1's strategies by name and number, and FSDP2's ``reshard_after_forward``."""
+
+
+def value_of(found: Import, ours: str, default: Any = None) -> Any:
+    """A setting of ours that was found before."""
+    return found.settings[ours].value if ours in found.settings else default
+
+
+def dp(found: Import) -> int:
+    """How many groups of ranks read different sequences."""
+    degrees = prod(int(value_of(found, f"parallel.{axis}", 1)) for axis in ("tp", "pp", "cp"))
+    return max(1, found.world // degrees)
+
+
+def batch_of_product(found: Import, micro: str, accumulation: str, default: int, of: str) -> None:
+    """The batch of a step, where it is micro-batch x accumulation x data-parallel ranks."""
+    rows, times = found.count(micro, default=default), found.count(accumulation, default=1)
+    assert rows is not None and times is not None
+    rows, times = max(1, rows), max(1, times)
+    found.set("train.micro_batch_size", rows, micro, of=of)
+    found.set("train.global_batch_size", rows * times * dp(found), micro, accumulation, of=of)
+
+
+def optimizer(found: Import, key: str, default: str, of: str) -> None:
+    """The optimizer by name."""
+    name = word(found.get(key, default=default)).rpartition(".")[2]
+    if name in OPTIMIZERS:
+        found.set("optim.name", OPTIMIZERS[name], key, of=of)
+    else:
+        found.refuse(found.entries[key], f"the optimizer {show(found.get(key))} is not there yet")
+
+
+def schedule(found: Import, key: str, default: str, of: str) -> None:
+    """The schedule by name, with the warm-up of transformers; of a constant one without warm-up there is none."""
+    name, kwargs = word(found.get(key, default=default)), f"{key.removesuffix('_type')}_kwargs"
+    if name not in SCHEDULES:
+        return found.refuse(found.entries[key], f"the schedule {show(found.get(key))} is not there yet")
+    found.set("optim.schedule", SCHEDULES[name], key, of=of)
+    rate = value_of(found, "optim.learning_rate")
+    if name == "cosine_with_min_lr":
+        share, low = found.number(f"{kwargs}.min_lr_rate"), found.number(f"{kwargs}.min_lr")
+        if low is None and share is not None and rate is not None:
+            low = share * rate
+        found.set("optim.min_learning_rate", low, f"{kwargs}.min_lr_rate", f"{kwargs}.min_lr")
+    steps, share = found.count("warmup_steps", default=0), found.number("warmup_ratio", default=0.0)
+    if name == "constant":
+        return None
+    if steps:
+        found.set("optim.warmup_steps", steps, "warmup_steps")
+    elif share:
+        found.set("optim.warmup_steps", share, "warmup_ratio")
+    else:
+        found.set("optim.warmup_steps", 0, of=of)
+    return None
+
+
+def adamw(found: Import, of: str) -> None:
+    """AdamW's numbers under transformers' names and with its defaults."""
+    defaults = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    for ours, theirs in (("beta1", "adam_beta1"), ("beta2", "adam_beta2"), ("eps", "adam_epsilon")):
+        found.set(f"optim.{ours}", found.number(theirs, default=defaults[ours]), theirs, of=of)
+    found.set("optim.weight_decay", found.number("weight_decay", default=0.0), "weight_decay", of=of)
+    clip = found.number("max_grad_norm", default=1.0)
+    clipping(found, clip, "max_grad_norm", of)
+
+
+def clipping(found: Import, norm: float | None, key: str, of: str) -> None:
+    """The norm to which gradients are clipped; 0 and null: not at all."""
+    if norm:
+        found.set("optim.max_grad_norm", norm, key, of=of)
+    else:
+        found.clear("optim.max_grad_norm", key, of=of)
+
+
+def length_of_run(found: Import, epochs: str, default: float, of: str) -> None:
+    """Steps, where they are given, else epochs."""
+    steps = found.count("max_steps", default=-1)
+    if steps is not None and steps > 0:
+        found.set("train.max_steps", steps, "max_steps")
+    else:
+        found.set("train.num_epochs", found.number(epochs, default=default), epochs, of=of)
+
+
+def compute(found: Import, of: str, default: str = "fp32") -> None:
+    """The dtype of computing by transformers' two switches."""
+    given = next((kind for kind in ("bf16", "fp16") if found.on(kind)), None)
+    if word(found.entries["bf16"].value if "bf16" in found.entries else None) == "auto":
+        given = "bf16"
+    said = [key for key in ("bf16", "fp16") if key in found.entries]
+    found.set("precision.compute", given or (default if not said else "fp32"), *said, of=of)
+
+
+def adapter(found: Import, rank: int | None, alpha: float | None, names: dict[str, str], of: str) -> None:
+    """LoRA under a system's names: ``names`` of ours by theirs."""
+    keys = {ours: theirs for theirs, ours in names.items()}
+    given = found.count(keys["rank"], default=rank)
+    found.set("lora.rank", given, keys["rank"], of=of)
+    found.set("lora.alpha", found.number(keys["alpha"], default=alpha), keys["alpha"], of=of)
+    found.set("lora.dropout", found.number(keys["dropout"], default=0.0), keys["dropout"], of=of)
+    targets = found.get(keys["targets"])
+    if isinstance(targets, str):
+        targets = "all-linear" if word(targets) in ("all", "all-linear") else [t.strip() for t in targets.split(",")]
+    found.set("lora.targets", targets, keys["targets"])
+    for key in ("use_rslora", "peft_use_rslora"):
+        if found.on(key):
+            found.set("lora.rslora", True, key)
+    for key in ("use_dora", "peft_use_dora"):
+        if found.on(key):
+            found.set("lora.dora", True, key)
+
+
+def evaluation(found: Import) -> None:
+    """When transformers evaluates and saves, as far as it is in steps or epochs."""
+    strategy = word(found.get("eval_strategy", "evaluation_strategy", default="no"))
+    steps, saved = found.number("eval_steps"), found.number("save_steps", default=500)
+    if strategy == "steps" and steps and steps >= 1:
+        found.set("evaluate.eval_steps", int(steps), "eval_steps")
+    elif strategy == "epoch":
+        found.set("evaluate.evals_per_epoch", 1, "eval_strategy", "evaluation_strategy")
+    how = word(found.get("save_strategy", default="steps"))
+    if how == "epoch":
+        found.set("checkpoint.saves_per_epoch", 1, "save_strategy")
+    elif how == "steps" and saved and saved >= 1:
+        found.set("checkpoint.save_steps", int(saved), "save_steps", of="transformers")
+    found.set("checkpoint.save_total_limit", found.count("save_total_limit"), "save_total_limit")
+    if found.on("load_best_model_at_end") and ("evaluate.eval_steps" in found.settings or strategy == "epoch"):
+        found.set("checkpoint.keep_best", True, "load_best_model_at_end")
+
+
+def fsdp_words(found: Import) -> None:
+    """transformers' ``fsdp``: ``full_shard auto_wrap offload``, or true."""
+    said = found.get("fsdp")
+    if not said:
+        return
+    words = word(" ".join(map(str, said)) if isinstance(said, list) else said).split()
+    for name in words:
+        if name in STRATEGIES:
+            found.set("parallel.strategy", STRATEGIES[name], "fsdp")
+        if name == "offload":
+            found.set("offload.optimizer", "host", "fsdp")
+            found.set("offload.weights", "host", "fsdp")
+
+
+def fsdp_config(found: Import) -> None:
+    """transformers' and axolotl's ``fsdp_config``, with or without the prefix ``fsdp_``."""
+    version = found.count("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version", default=1)
+    where = "fsdp_config."
+    kind = "reshard_after_forward" if version == 2 else "sharding_strategy"
+    for key in (f"{where}{kind}", f"{where}fsdp_{kind}"):
+        if key in found.entries and word(found.entries[key].value) in STRATEGIES:
+            found.set("parallel.strategy", STRATEGIES[word(found.entries[key].value)], key)
+    if version == 2 and "parallel.strategy" not in found.settings:
+        found.set("parallel.strategy", FULL, "fsdp_version", "fsdp_config.fsdp_version")
+    for key in (f"{where}offload_params", f"{where}fsdp_offload_params"):
+        if found.on(key):
+            found.set("offload.optimizer", "host", key)
+            found.set("offload.weights", "host", key)
+    for key in (f"{where}activation_checkpointing", f"{where}fsdp_activation_checkpointing"):
+        if found.on(key):
+            found.set("recompute.mode", "full", key)
+
+
+def named_deepspeed(found: Import, beside: bool) -> None:
+    """A DeepSpeed file that another names and that was not given, or one of ms-swift's built-in names."""
+    entry = found.entry("deepspeed", "deepspeed_config.deepspeed_config_file")
+    if entry is not None and not beside and word(entry.value) not in ("false", "true"):
+        found.notes.append(
+            f"{entry.where}: `{entry.key}` names {show(entry.value)}, which was not given: name it too, since it may "
+            "choose optimizer, schedule and precision; until then its sharding is left to the plan"
+        )

@@ -1,0 +1,78 @@
+"""ms-swift's arguments, in JSON, YAML or a script: transformers' under their names, with defaults of its own.
+
+Rules: swift/arguments at 3602360: adapters unless told otherwise, and 16 sequences a step."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from shardwise.interop import shared
+from shardwise.interop.hf import arguments, recompute
+from shardwise.interop.record import Import, Said, System, show, word
+
+OF = "ms-swift"
+STAGES = {"zero0": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3"}
+LORA = {"lora_rank": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"}
+
+
+def settle(found: Import) -> None:
+    """The tuner, the built-in name of a DeepSpeed file, and transformers' arguments."""
+    kind = word(found.get("tuner_type", "train_type", default="lora"))
+    stage = word(found.get("deepspeed"))
+    if stage.removesuffix("_offload") in STAGES:
+        found.set("parallel.strategy", STAGES[stage.removesuffix("_offload")], "deepspeed")
+        if stage.endswith("_offload"):
+            found.set("offload.optimizer", "host", "deepspeed")
+        found.told.add("zero")
+    _accumulation(found)
+    method = word(found.get("rlhf_type", default="sft"))
+    rate = 1e-4 if kind == "lora" else 1e-5
+    arguments(found, OF, learning_rate=rate, epochs=3.0, length=None, bf16="bf16")
+    dtype = word(found.get("torch_dtype", default="bfloat16"))
+    found.set("precision.compute", shared.DTYPES.get(dtype, "bf16"), "torch_dtype", of=OF)
+    found.set("model.path", found.get("model"), "model")
+    found.set("optim.beta2", found.number("adam_beta2", default=0.95), "adam_beta2", of=OF)
+    found.set("optim.weight_decay", found.number("weight_decay", default=0.1), "weight_decay", of=OF)
+    found.set("data.packing", found.on("packing"), "packing", of=OF)
+    recompute(found, default=True)
+    if method in ("sft", "dpo"):
+        found.set("method.name", method, "rlhf_type", of=OF)
+    else:
+        found.refuse(found.entries["rlhf_type"], f"{method} is not there yet: dpo is")
+    if kind == "lora":
+        shared.adapter(found, 8, 32.0, LORA, OF)
+        if (bits := found.count("quant_bits")) == 4:
+            found.set("lora.frozen", "nf4", "quant_bits")
+        elif bits:
+            found.refuse(found.entries["quant_bits"], f"frozen weights in {bits} bits: `lora.frozen` has nf4")
+    elif kind != "full":
+        said = "tuner_type" if "tuner_type" in found.entries else "train_type"
+        found.refuse(found.entries[said], f"{show(kind)}: full and lora are there")
+    share = found.number("split_dataset_ratio", default=0.0) or 0.0
+    found.set("data.validation_share", share, "split_dataset_ratio", of=OF)
+
+
+def _accumulation(found: Import) -> None:
+    if found.count("gradient_accumulation_steps") is None:
+        rows = found.count("per_device_train_batch_size", default=1) or 1
+        times = ceil(16 / rows / found.world)
+        found.entries["gradient_accumulation_steps"] = Said("gradient_accumulation_steps", times, f"default of {OF}")
+
+
+SYSTEM = System(
+    "swift",
+    OF,
+    {
+        "per_device_train_batch_size": 1,
+        "tuner_type": 4,
+        "train_type": 4,
+        "split_dataset_ratio": 3,
+        "model_author": 3,
+        "rlhf_type": 3,
+        "target_modules": 1,
+        "attn_impl": 2,
+        "dataset": 1,
+    },
+    ("swift", "hf"),
+    settle,
+)

@@ -1,0 +1,36 @@
+"""The systems whose files are read. One more is a file beside these, a table, and a line here."""
+
+from __future__ import annotations
+
+from shardwise.interop import accelerate, axolotl, deepspeed, hf, megatron, swift, torchtitan, torchtune
+from shardwise.interop.record import System
+
+SYSTEMS: tuple[System, ...] = (
+    accelerate.SYSTEM,
+    deepspeed.SYSTEM,
+    hf.FSDP,
+    axolotl.SYSTEM,
+    hf.LLAMAFACTORY,
+    swift.SYSTEM,
+    hf.TRL,
+    hf.SYSTEM,
+    megatron.SYSTEM,
+    torchtitan.SYSTEM,
+    torchtune.SYSTEM,
+)
+"""In the order in which several files of one run are read: what chooses the split first, since batches depend on
+it."""
+ENOUGH = 4
+"""The likeness of a file that is one of a system's."""
+
+
+def recognise(keys: set[str]) -> list[System]:
+    """The systems that a file with these keys may be of, the likeliest first; none: it is not one of theirs."""
+    found = sorted(((system.likeness(keys), system) for system in SYSTEMS), key=lambda pair: -pair[0])
+    best = found[0][0]
+    return [system for likeness, system in found if likeness == best] if best >= ENOUGH else []
+
+
+def named(name: str) -> System | None:
+    """The system of this name."""
+    return next((system for system in SYSTEMS if system.name == name.lower().replace("_", "").replace("-", "")), None)

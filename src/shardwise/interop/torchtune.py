@@ -1,0 +1,149 @@
+"""torchtune's YAML, whose ``_component_`` names the builder of each part. Rules: recipes/ of torchtune at bd2a0fc.
+
+``dtype: bf16`` there makes the weights themselves bf16: there is no fp32 copy."""
+
+from __future__ import annotations
+
+import re
+
+from shardwise.interop import shared
+from shardwise.interop.record import Import, System, hub_names, show, word
+
+OF = "torchtune"
+LOSSES = {
+    "linearcrossentropyloss": "sft",
+    "cewithchunkedoutputloss": "sft",
+    "crossentropyloss": "sft",
+    "dpoloss": "dpo",
+}
+
+
+def settle(found: Import) -> None:
+    """The model behind the builder's name, the split, the batch, the optimizer."""
+    _model(found)
+    _split(found)
+    shared.batch_of_product(found, "batch_size", "gradient_accumulation_steps", 1, OF)
+    _length(found)
+    _optimizer(found)
+    dtype = word(found.get("dtype", default="fp32"))
+    if dtype in shared.DTYPES:
+        found.set("precision.compute", shared.DTYPES[dtype], "dtype", of=OF)
+        found.set("precision.weights", shared.DTYPES[dtype], "dtype", of=OF)
+    on = found.on("enable_activation_checkpointing")
+    found.set("recompute.mode", "full" if on else "none", "enable_activation_checkpointing", of=OF)
+    if found.on("enable_activation_offloading"):
+        found.set("offload.activations", "host", "enable_activation_offloading")
+    _method(found)
+    if found.on("enable_fp8_training"):
+        found.refuse(found.entries["enable_fp8_training"], "products in fp8 are not there yet")
+
+
+def _model(found: Import) -> None:
+    entry = found.entry("model._component_")
+    if entry is None:
+        return
+    name = str(entry.value).rpartition(".")[2]
+    tuned = re.match(r"(qlora|lora|dora)_", name)
+    plain = name.removeprefix(tuned.group()) if tuned else name
+    if "vision" in plain or "llama4" in plain:
+        found.refuse(entry, f"{plain} reads images, which is not there: text models are")
+    elif plain in (known := hub_names("torchtune")):
+        found.set("model.path", known[plain], entry.key)
+    else:
+        found.ask("model.path", f"the model: torchtune's builder {show(plain)} is not known")
+    if tuned:
+        attention = list(found.get("model.lora_attn_modules", default=[]))
+        linear = ["gate_proj", "up_proj", "down_proj"] if found.on("model.apply_lora_to_mlp") else []
+        names = [{"output_proj": "o_proj"}.get(str(one), str(one)) for one in attention]
+        found.set("lora.rank", found.count("model.lora_rank", default=8), "model.lora_rank", of=OF)
+        found.set("lora.alpha", found.number("model.lora_alpha", default=16.0), "model.lora_alpha", of=OF)
+        found.set("lora.dropout", found.number("model.lora_dropout", default=0.0), "model.lora_dropout", of=OF)
+        found.set("lora.targets", names + linear or None, "model.lora_attn_modules", "model.apply_lora_to_mlp")
+        if found.on("model.apply_lora_to_output"):
+            found.refuse(found.entries["model.apply_lora_to_output"], "an adapter of the output layer")
+        if found.on("model.use_dora") or "dora" in tuned.group():
+            found.set("lora.dora", True, "model.use_dora", entry.key)
+        if tuned.group() == "qlora_" or found.on("model.quantize_base"):
+            found.set("lora.frozen", "nf4", entry.key)
+
+
+def _split(found: Import) -> None:
+    for axis, key in (
+        ("tp", "tensor_parallel_dim"),
+        ("cp", "context_parallel_dim"),
+        ("ep", "expert_parallel_dim"),
+        ("dp_shard", "data_parallel_shard_dim"),
+        ("dp_replicate", "data_parallel_replicate_dim"),
+    ):
+        degree = found.count(key)
+        if degree and degree > 1:
+            found.set(f"parallel.{axis}", degree, key)
+    if found.world > 1:
+        whole = found.entries.get("fsdp_reshard_after_forward")
+        found.set(
+            "parallel.strategy",
+            "zero2" if whole and not whole.value else "zero3",
+            "fsdp_reshard_after_forward",
+            of="torchtune: fully_shard",
+        )
+    if found.on("fsdp_cpu_offload"):
+        found.set("offload.optimizer", "host", "fsdp_cpu_offload")
+        found.set("offload.weights", "host", "fsdp_cpu_offload")
+
+
+def _length(found: Import) -> None:
+    steps = found.count("max_steps_per_epoch")
+    epochs = found.number("epochs", default=1.0) or 1.0
+    if steps:
+        found.set("train.max_steps", int(steps * epochs), "max_steps_per_epoch", "epochs")
+    else:
+        found.set("train.num_epochs", epochs, "epochs", of=OF)
+    tokens = found.count("tokenizer.max_seq_len", "dataset.max_seq_len")
+    if tokens is None:
+        found.ask("train.seq_len", "the length of sequences: null there means that of the longest sample")
+    found.set("train.seq_len", tokens, "tokenizer.max_seq_len", "dataset.max_seq_len")
+
+
+def _optimizer(found: Import) -> None:
+    shared.optimizer(found, "optimizer._component_", "AdamW", OF)
+    found.set("optim.learning_rate", found.number("optimizer.lr", default=1e-3), "optimizer.lr", of="torch")
+    decay = found.number("optimizer.weight_decay", default=0.01)
+    found.set("optim.weight_decay", decay, "optimizer.weight_decay", of="torch")
+    betas = found.get("optimizer.betas", default=[0.9, 0.999])
+    found.set("optim.beta1", float(betas[0]), "optimizer.betas", of="torch")
+    found.set("optim.beta2", float(betas[1]), "optimizer.betas", of="torch")
+    found.set("optim.eps", found.number("optimizer.eps", default=1e-8), "optimizer.eps", of="torch")
+    shared.clipping(found, found.number("clip_grad_norm"), "clip_grad_norm", OF)
+    schedule = str(found.get("lr_scheduler._component_", default="")).rpartition(".")[2]
+    if schedule in ("", "get_cosine_schedule_with_warmup"):
+        found.set("optim.schedule", "cosine" if schedule else "constant", "lr_scheduler._component_", of=OF)
+        steps = found.count("lr_scheduler.num_warmup_steps", default=0)
+        found.set("optim.warmup_steps", steps, "lr_scheduler.num_warmup_steps", of=OF)
+    else:
+        found.refuse(found.entries["lr_scheduler._component_"], f"the schedule {show(schedule)} is not there yet")
+
+
+def _method(found: Import) -> None:
+    entry = found.entry("loss._component_")
+    name = str(entry.value).rpartition(".")[2].lower() if entry else "crossentropyloss"
+    if name not in LOSSES:
+        assert entry is not None
+        return found.refuse(entry, f"the loss {show(entry.value)} is not there yet")
+    found.set("method.name", LOSSES[name], "loss._component_", of=OF)
+    found.set("data.packing", found.on("dataset.packed"), "dataset.packed", of=OF)
+    if LOSSES[name] == "dpo":
+        found.set("method.beta", found.number("loss.beta", default=0.1), "loss.beta", of=OF)
+        found.set(
+            "method.label_smoothing", found.number("loss.label_smoothing", default=0.0), "loss.label_smoothing", of=OF
+        )
+    found.ask("data.path", "the data, which torchtune's builders name")
+    return None
+
+
+SYSTEM = System(
+    "torchtune",
+    "torchtune",
+    {"model._component_": 4, "optimizer._component_": 3, "checkpointer._component_": 3, "tokenizer._component_": 2},
+    ("torchtune",),
+    settle,
+)
