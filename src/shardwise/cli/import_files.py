@@ -18,9 +18,9 @@ from shardwise.spec.load import dump_settings
 
 @dataclass
 class Options(Foreign, Common):
-    """Write a recipe from the configuration files of another system, each line with its origin.
+    """Write a recipe from the files of other systems: axolotl, TRL, DeepSpeed, Accelerate and others.
 
-    Several files are read together, as that system merges them: an accelerate YAML and a script's arguments.
+    Each line says where it came from. Several files are read together: an accelerate YAML and a script's arguments.
     """
 
     arguments: RecipeWords = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,7 +57,7 @@ class Foreign:
 def given(words: Words, cluster: str | None, files: Foreign, *, data: bool = True) -> GivenRecipe:
     """The recipe that ``words`` name, or what other systems' ``files`` say on such machines. ``data``: whether the
     command needs data, which a plan does not. Raises ConfigError (IMP001 to IMP006), and what a recipe raises."""
-    theirs = [path for path in words.files if path.is_file() and (files.system is not None or foreign(path))]
+    theirs = [path for path in words.files if os.path.isfile(path) and (files.system is not None or foreign(path))]
     if not theirs:
         if words.more:
             what = f"two recipes: `{words.path}` and `{words.more[0]}`"
