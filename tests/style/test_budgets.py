@@ -13,7 +13,7 @@ PACKAGE_LINES = {
     "distributed": 492,
     "methods": 296,
     "techniques": 5_525,
-    "planner": 5_005,
+    "planner": 5_028,
     "runtime": 5_645,
     "prove": 1_845,
     "launch": 975,
