@@ -163,7 +163,7 @@ def _lines(a: History, b: History) -> list[str]:
 
 
 def _table(runs: Sequence[History]) -> list[str]:
-    """A line for each run: the settings in which they differ, what it reached, and how fast."""
+    """Return a line for each run: the settings in which they differ, what it reached, and how fast."""
     changed, common = differences(*runs), common_losses(*runs)
     longest = {max(history.losses, default=0) for history in runs}
     uneven = [(f"loss at {common[-1][0]:,}", *common[-1][1:])] if common and len(longest) > 1 else []

@@ -290,7 +290,7 @@ class _Local:
         yield from self.computes(op, takes, does, beside_ns)
 
     def computes(self, op: Op, takes: Duration, does: Within | None, beside_ns: int = 0) -> Iterator[Compute | Send]:
-        """What an operation computes and sends."""
+        """Yield what an operation computes and sends."""
         size = op.flops * self.times[op.per] // self.parts[op.per]
         if op.kind == SEND:
             yield Send(op.name, op.axis, "activations", size, beside_ns=beside_ns)
@@ -302,7 +302,7 @@ class _Local:
     def computed(
         self, ops: Sequence[Op], takes: Sequence[Duration], whole: tuple[Op, ...], left_out: Set[int] = frozenset()
     ) -> Iterator[Compute | Send]:
-        """What so many first operations of the ``whole`` compute and send, without those that are left out."""
+        """Yield what so many first operations of the ``whole`` compute and send, without those that are left out."""
         beside = meanwhile(whole, takes, left_out)
         for i, op in enumerate(ops):
             if i not in left_out:
