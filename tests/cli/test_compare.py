@@ -83,6 +83,73 @@ def test_it_is_said_to_people(pair: tuple[str, str], capsys: pytest.CaptureFixtu
     assert not any("run.name" in line for line in lines)
 
 
+@pytest.fixture
+def sweep(tmp_path: Path) -> list[str]:
+    """Four runs that differ in two settings: one is not finished, one has not begun."""
+    slopes = {"slow": (0.1, 1e-3, 0), "fast": (0.2, 2e-3, 0), "early": (0.3, 4e-3, 1)}
+    runs = [
+        write_run(
+            tmp_path / name,
+            10 if name == "early" else 20,
+            slope,
+            name != "early",
+            optim={"learning_rate": rate},
+            train={"max_steps": 20},
+            run={"name": name, "seed": seed},
+        )
+        for name, (slope, rate, seed) in slopes.items()
+    ]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "recipe.yaml").write_text("optim: {learning_rate: 8.0e-3}\ntrain: {max_steps: 20}\n")
+    return [*map(str, runs), str(tmp_path / "new")]
+
+
+def test_a_sweep_is_a_table_of_the_settings_that_differ(sweep: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Expected values are those of the straight lines that were written: 5 - slope x step."""
+    assert main(["compare", *sweep[:3]]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    names = ["run", "optim.learning_rate", "run.seed", "loss at 10", "steps", "last loss", "best validation"]
+    assert [head.index(name) for name in names] == sorted(head.index(name) for name in names)
+    assert "train.max_steps" not in head and "run.name" not in head
+    assert [row.split()[1:4] for row in rows] == [
+        ["0.001", "0", "4.0000"],
+        ["0.002", "0", "3.0000"],
+        ["0.004", "1", "2.0000"],
+    ]
+    assert rows[0].split()[4:] == ["20", "3.0000", "4.0000", "500.0", "ms", "0:00:10", "112", "1.0", "GiB"]
+    assert rows[2].split()[4:7] == ["10,", "not", "finished"]
+    found = told(capsys, *sweep)
+    assert found["recipe"] == {"optim.learning_rate": [1e-3, 2e-3, 4e-3, 8e-3], "run.seed": [0, 0, 1, 0]}
+    assert (found["losses"], [run["trained_s"] for run in found["runs"]]) == ([], [10.0, 10.0, 5.0, 0.0])
+    assert told(capsys, *sweep[:3])["losses"][-1] == [10, *map(pytest.approx, (4.0, 3.0, 2.0))]
+
+
+@pytest.mark.parametrize(
+    ("word", "order"),
+    [
+        ("loss", ["fast", "early", "slow", "new"]),
+        ("validation", ["fast", "early", "slow", "new"]),
+        ("speed", ["slow", "fast", "early", "new"]),
+    ],
+)
+def test_the_best_come_first(sweep: list[str], capsys: pytest.CaptureFixture[str], word: str, order: list[str]) -> None:
+    """Last losses are 3, 1, 2 and none; tokens a second 112, 112, 107 and none."""
+    found = told(capsys, *sweep, "--sort", word)
+    assert [Path(run["run"]).name for run in found["runs"]] == order
+    assert found["recipe"]["optim.learning_rate"][-1] == 8e-3, "in the same order as the runs"
+    assert main(["compare", *sweep, "--sort", word]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [Path(row.split()[0]).name for row in rows] == order and rows[-1].split()[3:5] == ["0,", "not"]
+
+
+def test_what_cannot_be_compared_or_sorted(sweep: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", sweep[0]]) == 2
+    assert f"`shardwise compare {sweep[0]} OTHER_RUN`" in capsys.readouterr().err
+    assert main(["compare", *sweep, "--sort", "beauty"]) == 2
+    assert "one of loss, validation, speed" in capsys.readouterr().err
+    assert main(["compare"]) == 2
+
+
 def test_a_run_that_is_writing_or_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A torn last line is left out; without any step there is nothing in common, and that is said."""
     a = write_run(tmp_path / "a", 4, 0.1)

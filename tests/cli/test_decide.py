@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,11 @@ def test_this_machine_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(decide, "compiler_lacks", lambda kind: f"a compiler for {kind}")
     assert cluster_of(RECIPE).device.no_compiler == "a compiler for cuda"
     assert cluster_of(RECIPE, "8xH100").device.no_compiler == ""
-    monkeypatch.setattr("shardwise.runtime.world.told_by_first", lambda make: "what rank 0 lacks")
-    assert as_first(cluster_of(RECIPE)).device.no_compiler == "what rank 0 lacks"
+    here = cluster_of(RECIPE)
+    first = replace(here, device=replace(here.device, no_compiler="what rank 0 lacks"))
+    first = replace(first, measured=Measured(launch_s=5e-6), link_bytes_per_s=1e9, host_memory_bytes=1)
+    monkeypatch.setattr("shardwise.runtime.world.told_by_first", lambda make: json.dumps(asdict(first)))
+    assert as_first(here) == replace(first, host_memory_bytes=here.host_memory_bytes), "memory is each machine's own"
     plan = plan_of(RECIPE, SPEC, cluster_of(RECIPE), None)
     why = "derived: off: torch.compile needs a compiler for cuda, which is not installed here"
     assert (plan.compile, plan.why["compile"]) == (False, why)

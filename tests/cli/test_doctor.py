@@ -11,11 +11,12 @@ import pytest
 
 from shardwise.cli import doctor
 from shardwise.cli.app import main
+from shardwise.cli.kept_rates import DIRECTORY
 from shardwise.errors import ConfigError, Problem
 from shardwise.launch import local
 from shardwise.launch.doctor import ranks
 from shardwise.launch.doctor.ranks import Found
-from shardwise.launch.worker import LAUNCHER, STORE
+from shardwise.launch.worker import LAUNCHER, STORE, state_directory
 from shardwise.runtime.faults.outcome import read_exit
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.cluster_file import load_cluster
@@ -89,9 +90,17 @@ def test_as_json(as_rank: Run) -> None:
 def test_the_recipe_says_which_ranks_and_what_to_plan_next(as_rank: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("train: {seq_len: 512}\nrun: {nproc: 1, device: cpu}\n")
     code, out, _ = as_rank("doctor", "mine.yaml")
-    assert code == 0 and out.endswith(
-        "next: shardwise doctor mine.yaml -o cluster.yaml && shardwise plan mine.yaml --cluster cluster.yaml\n"
-    )
+    (kept,) = (state_directory() / DIRECTORY).iterdir()
+    assert code == 0 and out.endswith(f"kept for plans and runs here: {kept}\nnext: shardwise plan mine.yaml\n")
+    assert load_cluster(kept).measured == FOUND.measured
+
+
+def test_what_cannot_be_kept_is_told(as_rank: Run) -> None:
+    state_directory().mkdir(parents=True)
+    (state_directory() / DIRECTORY).write_text("")
+    code, out, err = as_rank("doctor", "run.device=cpu")
+    assert code == 0 and err.startswith("warning[OUT002]: what was measured is not kept for later plans here: ")
+    assert out.endswith("next: shardwise doctor -o cluster.yaml && shardwise plan --cluster cluster.yaml\n")
 
 
 def test_several_nodes_get_a_line_each(shardwise: Run) -> None:

@@ -17,6 +17,7 @@ import pytest
 from shardwise import techniques
 from shardwise.models.config import ModelSpec, from_hf, parameter_count
 from shardwise.models.families import FAMILIES, FULL, SLIDING
+from shardwise.models.load import load_spec
 from shardwise.planner import sheets, ship
 from shardwise.planner.apart import _ended, _process, traced_apart
 from shardwise.planner.schedule import folded
@@ -26,9 +27,9 @@ from shardwise.planner.shipped import SHIPPED, Shipped, written
 from shardwise.planner.trace import trace_once, traced_here
 from shardwise.planner.variants import chosen
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import Place
+from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
-from shardwise.spec.sheet import Unit
+from shardwise.spec.sheet import Sheet, Unit, number, size_of
 from shardwise.techniques.variant import Variant
 from tests.models.families import config_of
 from tests.models.hf_models import spec_of as hf_spec_of
@@ -36,6 +37,38 @@ from tests.recipes.test_recipes import FILES, MEANT_FOR, quickstart_model
 
 SPEC = ModelSpec("small", 500, 32, 80, 3, 4, 2, 8)
 ADAPTED = Plan(Layout(dp_shard=2, tp=2), Batch(2, 1, 64), Shard("zero3"), Precision("bf16"), lora=Lora(4, nf4=True))
+
+
+MIXTURE = replace(load_spec("Qwen3-30B-A3B"), num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "s"),
+    [(1, 1, 512), (2, 1, 512), (1, 4, 511), (2, 4, 512), pytest.param(2, 4, 511, marks=pytest.mark.prove), (8, 8, 64)],
+)
+def test_one_sheet_holds_for_micro_batches_of_all_sizes(tp: int, ep: int, s: int) -> None:
+    """Of each micro-batch the numbers are those that its own sizes give, bound symbol by symbol, rows of experts and a
+    rank's share of the tokens among them. Where rows cannot be split evenly, each size has units of its own."""
+    layout, found = Layout(1, 8 // tp, tp=tp, ep=ep), list[Sheet]()
+    for m in (1, 3, 4):
+        plan = Plan(layout, Batch(m, 1, s), Shard("zero3"), Precision("bf16"), sequence_parallel=tp > 1)
+        sheet = sheet_of(MIXTURE, plan)
+        assert sheet.inside == techniques.inside(plan)
+        place = place_of(0, techniques.inside(plan).layout, plan.stages(2))
+        kinds: tuple[tuple[int | str, Unit], ...] = (("stem", sheet.stem), (0, sheet.blocks[0]), ("tail", sheet.tail))
+        for which, unit in kinds:
+            made = chosen(MIXTURE, techniques.inside(plan), place, which)
+            own = sheets.units_of([made.variant])[made.variant].bound(made.numbers)
+            assert [one.numel(m, s) for one in unit.tensors] == [one.numel(m, s) for one in own.tensors]
+            grow = {"": 1, "b": m, "b*s": m * s, "b*s*s": m * s * s}
+            for op, other in zip((*unit.forward, *unit.backward), (*own.forward, *own.backward), strict=True):
+                assert op.flops * grow[op.per] == other.flops * grow[other.per]
+                bound = [number(dim, (m, s)) for dim in (*op.dims, *op.read, *op.written)]
+                numbers = {**made.numbers, "b": m, "s": s}
+                assert bound == [size_of(dim, numbers) for dim in (*other.dims, *other.read, *other.written)]
+        found.append(sheet)
+    shared = {id(unit) for sheet in found for unit in sheet.units}
+    assert (len(shared) == len(found[0].units)) == (s % tp == 0)
 
 
 @pytest.mark.big

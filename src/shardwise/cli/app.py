@@ -32,7 +32,7 @@ COMMANDS = {
     "generate": "Continue a text with a run's model, or with any model directory.",
     "export": "Write a checkpoint of a run as a Hugging Face model directory.",
     "runs": "List the runs of a directory, the newest first: state, step, loss, age and size.",
-    "compare": "Compare two runs, finished or not.",
+    "compare": "Compare runs, finished or not: two side by side, or a sweep in a table.",
     "schema": "Print the JSON schema of a recipe.",
     "data": "Prepare text for training.",
 }

@@ -1,10 +1,11 @@
-"""``shardwise compare``: how two runs differ, from the files in their directories."""
+"""``shardwise compare``: how runs differ, from the files in their directories."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,73 +17,94 @@ from shardwise.cli.history import History, read_history
 from shardwise.cli.options import Common, misused
 from shardwise.cli.show import note, print_json, say, visible
 from shardwise.errors import OutputError, Problem
-from shardwise.spec.units import columns, show_bytes
+from shardwise.spec.units import columns, show_bytes, show_seconds
 
 OWN = {"run.name", "run.out", "format"}
 """Keys that name a run, and do not change what it computes."""
 ROWS = 6
 """At how many common steps losses are shown."""
+SORTS = ("loss", "validation", "speed")
 
 
 @dataclass
 class Options(Common):
-    """Compare two runs, finished or not: recipes, losses, validation, speed and memory."""
+    """Compare runs, finished or not: recipes, losses, validation, speed and memory.
 
-    run_a: Annotated[Path, Argument(metavar="RUN_A", help="A run's directory.")]
-    run_b: Annotated[Path, Argument(metavar="RUN_B", help="Another run's directory.")]
+    Two runs are shown side by side; of more (a sweep) each has a line, with the settings that differ.
+    """
+
+    runs: Annotated[list[Path], Argument(metavar="RUN RUN ...", help="The runs' directories.", show_default=False)]
+    sort: Annotated[
+        str | None, Option("--sort", help="The best first, by its last loss, its best validation or its speed.")
+    ] = None
     plot: Annotated[
-        Path | None, Option("--plot", help="Draw both loss curves, and the loads of experts: a .svg, .png or .pdf.")
+        Path | None, Option("--plot", help="Draw the loss curves, and the loads of experts: a .svg, .png or .pdf.")
     ] = None
 
 
 def run(options: Options) -> None:
-    """Read both runs, and show them side by side."""
+    """Read the runs, and show them side by side."""
     if options.plot is not None and options.plot.suffix not in KINDS:
         what = f"a plot is one of {' '.join(KINDS)}, not `{options.plot.suffix or options.plot.name}`"
         raise misused(what, f"`--plot {options.plot.with_suffix('.svg')}`", "--plot")
-    pair = (read_history(options.run_a), read_history(options.run_b))
-    for line in [place for each in pair for place in each.unread]:
+    if options.sort not in (None, *SORTS):
+        raise misused(f"runs cannot be sorted by `{options.sort}`", f"one of {', '.join(SORTS)}", "--sort")
+    if len(options.runs) < 2:
+        raise misused("one run alone cannot be compared", f"`shardwise compare {options.runs[0]} OTHER_RUN`", "RUN")
+    runs = _sorted([read_history(directory) for directory in options.runs], options.sort)
+    for line in [place for each in runs for place in each.unread]:
         note(f"warning[LOG001]: {line} cannot be read and is left out", as_json=options.json)
     if options.plot is not None:
-        _write(options.plot, pair)
+        _write(options.plot, runs)
     if options.json:
-        facts = [_facts(each) for each in pair]
-        compared = {"runs": facts, "recipe": differences(*pair), "losses": common_losses(*pair)}
-        print_json(compared | {"warnings": incomparable(*pair)})
+        facts = [_facts(each) for each in runs]
+        compared = {"runs": facts, "recipe": differences(*runs), "losses": common_losses(*runs)}
+        print_json(compared | {"warnings": incomparable(*runs)})
         return
-    say(*map(visible, _lines(*pair)))
+    say(*map(visible, _lines(*runs) if len(runs) == 2 else _table(runs)))
     if options.plot is not None:
         say(f"\nwritten: {options.plot}")
 
 
-def differences(a: History, b: History) -> dict[str, tuple[Any, Any]]:
-    """The recipe keys whose values differ; a key that one run does not have is null there."""
-    keys = sorted({*a.recipe, *b.recipe} - OWN)
-    pairs = {key: (a.recipe.get(key), b.recipe.get(key)) for key in keys}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+def _sorted(runs: list[History], word: str | None) -> list[History]:
+    """The runs as they were named, or the best first; those that have nothing to be sorted by come last."""
+
+    def rank(run: History) -> float:
+        facts = _facts(run)
+        if word == "speed":
+            return -(facts["tokens_per_s"] or -math.inf)
+        found = facts["last_loss"] if word == "loss" else _measured(facts["best_validation"])
+        return math.inf if found is None else float(found)
+
+    return sorted(runs, key=rank) if word else runs
 
 
-def incomparable(a: History, b: History) -> list[str]:
-    """Why the two losses do not measure the same thing."""
+def differences(*runs: History) -> dict[str, tuple[Any, ...]]:
+    """The recipe keys whose values differ, with each run's value; a key that a run does not have is null there."""
+    keys = sorted({key for each in runs for key in each.recipe} - OWN)
+    values = {key: tuple(each.recipe.get(key) for each in runs) for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def incomparable(*runs: History) -> list[str]:
+    """Why the losses do not measure the same thing."""
     found = []
-    methods = [str(each.recipe.get("method.name")) for each in (a, b)]
-    if methods[0] != methods[1]:
+    methods = dict.fromkeys(str(each.recipe.get("method.name")) for each in runs)
+    if len(methods) > 1:
         found.append(f"the losses are of different methods ({' and '.join(methods)}) and cannot be compared")
-    one, two = a.identity, b.identity
-    if not (one and two):  # of another version, or its file cannot be read, which is told
-        return found
-    if one.get("tokenizer") != two.get("tokenizer"):
+    known = [each.identity for each in runs if each.identity]  # else of another version, or unread, which is told
+    if any(one.get("tokenizer") != known[0].get("tokenizer") for one in known):
         found.append("the tokenizers differ, so a token is not the same amount of text: compare bits per byte")
-    elif one.get("data") != two.get("data"):
+    elif any(one.get("data") != known[0].get("data") for one in known):
         found.append("the data differ, and perhaps the held-out data too: a loss also depends on how hard its data are")
     return found
 
 
-def common_losses(a: History, b: History) -> list[tuple[int, float, float]]:
-    """(step, loss, loss) at a few evenly spaced steps that both runs have, the last common one included."""
-    steps = sorted({*a.losses} & {*b.losses})
+def common_losses(*runs: History) -> list[tuple[float, ...]]:
+    """(step, loss, loss, ...) at a few evenly spaced steps that all runs have, the last common one included."""
+    steps = sorted(set[int].intersection(*({*each.losses} for each in runs)))
     chosen = sorted({steps[-1 - round(n * (len(steps) - 1) / (ROWS - 1))] for n in range(ROWS)}) if steps else []
-    return [(step, a.losses[step], b.losses[step]) for step in chosen]
+    return [(step, *(each.losses[step] for each in runs)) for step in chosen]
 
 
 def _facts(history: History) -> dict[str, Any]:
@@ -103,6 +125,7 @@ def _facts(history: History) -> dict[str, Any]:
         "best_validation": least and {"step": least[0], history.measure: least[1]},
         "tokens_per_s": history.typical("tokens_per_s"),
         "step_s": history.typical("seconds"),
+        "trained_s": math.fsum(row["seconds"] for row in history.rows.values() if row.get("seconds") is not None),
         "mfu": history.typical("mfu"),
         "memory_bytes": history.highest("memory_bytes"),
         "measured": dict(history.report),
@@ -137,6 +160,39 @@ def _lines(a: History, b: History) -> list[str]:
     changed = [(key, _show(x), _show(y)) for key, (x, y) in differences(a, b).items()]
     lines += ["", *columns([("recipe", "A", "B"), *changed], "<<<")] if changed else ["", "the recipes are the same"]
     return lines
+
+
+def _table(runs: Sequence[History]) -> list[str]:
+    """Return a line for each run: the settings in which they differ, what it reached, and how fast."""
+    changed, common = differences(*runs), common_losses(*runs)
+    longest = {max(history.losses, default=0) for history in runs}
+    uneven = [(f"loss at {common[-1][0]:,}", *common[-1][1:])] if common and len(longest) > 1 else []
+    settings = [(key, *values) for key, values in changed.items()]
+    reached = ("steps", "last loss", "best validation", "step time", "trained", "tokens/s", "memory")
+    rows = [("run", *(key for key, *_ in settings), *(head for head, *_ in uneven), *reached)]
+    for number, history in enumerate(runs):
+        facts = _facts(history)
+        rows.append(
+            (
+                facts["run"],
+                *(_show(values[number]) for _, *values in settings),
+                *(_show(losses[number], ".4f") for _, *losses in uneven),
+                f"{facts['steps']:,}" + ("" if facts["finished"] else ", not finished"),
+                _show(facts["last_loss"], ".4f"),
+                _show(_measured(facts["best_validation"]), ".4f"),
+                "-" if facts["step_s"] is None else show_seconds(facts["step_s"]),
+                str(timedelta(seconds=round(facts["trained_s"]))),
+                _show(facts["tokens_per_s"], ",.0f"),
+                "-" if facts["memory_bytes"] is None else show_bytes(facts["memory_bytes"]),
+            )
+        )
+    lines = [f"warning: {why}" for why in incomparable(*runs)] + columns(rows, "<" + ">" * (len(rows[0]) - 1))
+    return lines if changed else [*lines, "", "the recipes are the same"]
+
+
+def _measured(point: dict[str, Any] | None) -> float | None:
+    """The value of a validation, whose key names the measure."""
+    return None if point is None else [*point.values()][1]
 
 
 def _row(label: str, a: float | None, b: float | None, form: str) -> tuple[str, str, str, str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import gcd
 from pathlib import Path
 
 from shardwise import techniques
+from shardwise.cli.kept_rates import with_kept
 from shardwise.cli.render import remedy_words
 from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.launch.compiler import compiler_lacks
@@ -27,24 +28,38 @@ from shardwise.spec.host import cpu_has_bf16, total_memory_bytes
 from shardwise.spec.load import load_plan
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
+from shardwise.spec.record import from_json
 from shardwise.spec.units import show_bytes
 
 
 def cluster_of(recipe: Recipe, text: str | None = None, memory_bytes: int | None = None) -> Cluster:
-    """The machines that ``text`` describes, or the file that it names; without it, or where it is "local", this one (or
-    as many like it as ``run.nodes``), with ``memory_bytes`` of memory (:func:`local_cluster`)."""
+    """The machines that ``text`` describes, or the file that it names; without it, or where it is "local",
+    :func:`this_machine` with the rates that ``shardwise doctor`` measured on it, if it did."""
     if text is not None and text != LOCAL:
         return machines(text)
+    return with_kept(this_machine(recipe, memory_bytes), state_directory())
+
+
+def this_machine(recipe: Recipe, memory_bytes: int | None = None) -> Cluster:
+    """Return this machine, or as many like it as ``run.nodes``, with ``memory_bytes`` of memory
+    (:func:`local_cluster`) and the rates of the table."""
     found = local_cluster(recipe.run.nproc, recipe.run.device, recipe.run.nodes, memory_bytes)
     return replace(found, device=replace(found.device, no_compiler=compiler_lacks(found.kind)))
 
 
 def as_first(cluster: Cluster) -> Cluster:
-    """The machines with what rank 0 lacks to compile: ranks that torchrun started must all make the same plan."""
+    """The machines with what rank 0 lacks to compile, and the rates that it knows: ranks that torchrun started must all
+    make the same plan, and ``shardwise doctor`` leaves rates on the first machine alone."""
     from shardwise.runtime.world import told_by_first
 
-    told = told_by_first(lambda: cluster.device.no_compiler)
-    return replace(cluster, device=replace(cluster.device, no_compiler=told))
+    first = from_json(Cluster, told_by_first(lambda: json.dumps(asdict(cluster))))
+    return replace(
+        cluster,
+        device=replace(cluster.device, no_compiler=first.device.no_compiler),
+        link_bytes_per_s=first.link_bytes_per_s,
+        network_bytes_per_s=first.network_bytes_per_s,
+        measured=first.measured,
+    )
 
 
 def cluster_of_ranks(recipe: Recipe) -> Cluster:

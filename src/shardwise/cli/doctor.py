@@ -14,7 +14,8 @@ from typing import Annotated
 from typer import Option
 
 from shardwise.cli import interrupt, render, step_time
-from shardwise.cli.decide import cluster_of
+from shardwise.cli.decide import this_machine
+from shardwise.cli.kept_rates import keep
 from shardwise.cli.options import Common, RecipeWords, recipe_file, sort_words
 from shardwise.cli.show import explained, note, print_error, print_json, say
 from shardwise.errors import Problem, TrainingError
@@ -27,6 +28,7 @@ from shardwise.launch.worker import (
     rank,
     set_up_torch,
     started,
+    state_directory,
 )
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.planner.search import choose
@@ -60,7 +62,7 @@ def run(options: Options) -> int:
     again = [str(words.path)] * (words.path is not None) + words.overrides
     if is_worker():
         return _as_rank(options, recipe, again)
-    cluster = cluster_of(recipe)
+    cluster = this_machine(recipe)
     if options.out:
         rundir.check_new(options.out)
     flags = (["-o", str(options.out)] if options.out else []) + ["--json"] * options.json + ["--debug"] * options.debug
@@ -115,7 +117,7 @@ def _as_rank(options: Options, recipe: Recipe, again: list[str]) -> int:
 def _measure(options: Options, recipe: Recipe, again: list[str]) -> int:
     world, each = started()
     sizes = recipe.run.model_copy(update={"nproc": each, "nodes": world // each})
-    cluster = cluster_of(recipe.model_copy(update={"run": sizes}))  # before this rank takes memory for itself
+    cluster = this_machine(recipe.model_copy(update={"run": sizes}))  # before this rank takes memory for itself
     if options.out and rank() == 0:
         rundir.check_new(options.out)
     set_up_torch(deterministic=False)
@@ -131,10 +133,10 @@ def _measure(options: Options, recipe: Recipe, again: list[str]) -> int:
     wrong = [*obstacles(machine, cluster), *shortfalls(lines, found)]
     said = f"measured by shardwise doctor on {machine.host}, {time.strftime('%Y-%m-%d %H:%M')}"
     measured = as_measured(cluster, found.measured, said)
+    head = said, machine.versions
     if options.out:
-        options.out.write_text(dump_cluster(measured, (said, machine.versions)), encoding="utf-8")
-    machines = ("run.nproc=", "run.device=", "run.nodes=")  # of which the file tells
-    again = [word for word in again if not word.startswith(machines)]
+        options.out.write_text(dump_cluster(measured, head), encoding="utf-8")
+    kept = _kept(measured, head, as_json=options.json)
     named = recipe.model.path is not None or recipe.model.config is not None
     step = _step(recipe, measured) if named else []
     if options.json:
@@ -144,10 +146,29 @@ def _measure(options: Options, recipe: Recipe, again: list[str]) -> int:
     say(*machine_lines(machine, cluster), "", *table(lines), "")
     say(*(f"wrong: {text}" for text in wrong or ()), *([] if wrong else ["nothing is below what it should be"]), "")
     say(*step, *[""] * bool(step))
-    plan = shlex.join(["shardwise", "plan", *again, "--cluster", str(options.out or "cluster.yaml")])
-    first = "" if options.out else shlex.join(["shardwise", "doctor", *again, "-o", "cluster.yaml"]) + " && "
-    say(f"written: {options.out}        next: {plan}" if options.out else f"next: {first}{plan}")
+    say(*([f"kept for plans and runs here: {kept}"] if kept else []), _next(again, options, kept))
     return 0
+
+
+def _kept(measured: Cluster, head: tuple[str, ...], *, as_json: bool) -> Path | None:
+    """Keep what was measured for later plans and runs on this machine; None, with a warning, where no file can be
+    written."""
+    try:
+        return keep(measured, head, state_directory())
+    except OSError as error:
+        note(f"warning[OUT002]: what was measured is not kept for later plans here: {error}", as_json=as_json)
+        return None
+
+
+def _next(again: list[str], options: Options, kept: Path | None) -> str:
+    """Tell what to do next: plan for this machine, or for the file, which says how many ranks there are."""
+    if kept and not options.out:
+        return f"next: {shlex.join(['shardwise', 'plan', *again])}"
+    words = [word for word in again if not word.startswith(("run.nproc=", "run.device=", "run.nodes="))]
+    plan = shlex.join(["shardwise", "plan", *words, "--cluster", str(options.out or "cluster.yaml")])
+    if options.out:
+        return f"written: {options.out}        next: {plan}"
+    return f"next: {shlex.join(['shardwise', 'doctor', *words, '-o', 'cluster.yaml'])} && {plan}"
 
 
 def _step(recipe: Recipe, measured: Cluster) -> list[str]:

@@ -21,7 +21,7 @@ from shardwise.runtime.faults.outcome import NAME, read_exit
 from shardwise.spec.files import open_regular
 from shardwise.spec.load import load_recipe
 from shardwise.spec.record import Count, from_json
-from shardwise.spec.units import columns, show_bytes
+from shardwise.spec.units import columns, show_age, show_bytes
 
 _TAIL_BYTES = 65536
 """How many bytes at the end of metrics.jsonl are read for its last line."""
@@ -117,12 +117,5 @@ def _last(metrics: Path) -> _Last:
 def _cells(row: Row) -> tuple[str, ...]:
     step = "-" if row.step is None else f"{row.step:,}" + (f"/{row.of:,}" if row.of else "")
     loss = "-" if row.loss is None or not math.isfinite(row.loss) else f"{row.loss:.3f}"
-    saved, changed = str(row.saved or "-"), _age(time.time() - row.changed_s)
+    saved, changed = str(row.saved or "-"), show_age(time.time() - row.changed_s)
     return row.name, row.state, step, loss, saved, changed, show_bytes(row.bytes)
-
-
-def _age(seconds: float) -> str:
-    for unit, length_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if (count := int(seconds // length_s)) >= 1:
-            return f"{count} {unit}{'s' * (count != 1)} ago"
-    return "just now"

@@ -134,6 +134,8 @@ def _launch(options: Options, recipe: Recipe) -> int:
     check_wandb(recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe)
     if not options.plan:
+        if cluster.measured is not None:
+            note(cluster.assumptions[-1], as_json=options.json)
         recipe, told = with_measured_experts(recipe, spec, cluster)
         if told:
             note(told, as_json=options.json)

@@ -32,7 +32,7 @@ from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import BYTES, Dtype, Plan
-from shardwise.spec.sheet import KEPT_UNITS, SEND, At, Cut, Op, Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, SEND, At, Cut, Op, Sheet, Unit, Within
 
 OUTPUT, GRADIENT = "output", "gradient of output"
 Piece = Event | WeightsCall
@@ -185,6 +185,16 @@ class Passes:
         yield from _calls(len(unit.backward), calls)
         yield from self._end_of_graph(local)
 
+    def computed(self, unit: Unit, *, backward: bool) -> Iterator[Compute | Send]:
+        """Yield what :meth:`forward`, or :meth:`backward`, computes and sends, without a look at what is held."""
+        if unit is self.tail:
+            yield from (piece for piece in self.loss[backward] if isinstance(piece, Compute | Send))
+        local = _Local(self, unit)
+        if backward and unit.recompute:
+            yield from local.computed(recomputed(unit), local.forward, unit.forward, unit.saved_ops)
+        ops, takes = (unit.backward, local.backward) if backward else (unit.forward, local.forward)
+        yield from local.computed(ops, takes, ops)
+
     def _experts(self, unit: Unit, ops: tuple[Op, ...]) -> tuple[int, int]:
         """Between which of these operations the experts of a block run, where their weights come and go by themselves;
         -1 where not."""
@@ -255,7 +265,7 @@ class _Local:
         self.times = {"": 1, "b": b, "b*s": b * s, "b*s*s": b * s * s * seen(length, unit.window)}
         self.parts = {"": 1, "b": 1, "b*s": 1, "b*s*s": length * length}
         self.where = At(b, s, BYTES[passes.compute], unit.window, passes.cut)
-        self.sizes = [tensor.bytes(b, s) for tensor in unit.tensors]
+        self.sizes = [*_tensor_bytes(unit, b, s)]
         self.keys: dict[int, Key] = {unit.output: (0, OUTPUT), unit.gradient_in: (0, GRADIENT)}
         if unit is not passes.stem:
             self.keys |= {unit.input: (-1, OUTPUT), unit.gradient_out: (-1, GRADIENT)}
@@ -277,6 +287,10 @@ class _Local:
         if does and does.workspace:
             yield Make((0, "workspace"), "activations", does.workspace)
             yield Free((0, "workspace"), "activations", does.workspace)
+        yield from self.computes(op, takes, does, beside_ns)
+
+    def computes(self, op: Op, takes: Duration, does: Within | None, beside_ns: int = 0) -> Iterator[Compute | Send]:
+        """Yield what an operation computes and sends."""
         size = op.flops * self.times[op.per] // self.parts[op.per]
         if op.kind == SEND:
             yield Send(op.name, op.axis, "activations", size, beside_ns=beside_ns)
@@ -284,6 +298,21 @@ class _Local:
             yield Compute(size, takes.device_ns, takes.host_ns, takes.kind)
         for kind, sent, beside in does.sent if does else ():
             yield Send(kind, op.axis, "activations", sent, beside_ns=round(beside * takes.device_ns))
+
+    def computed(
+        self, ops: Sequence[Op], takes: Sequence[Duration], whole: tuple[Op, ...], left_out: Set[int] = frozenset()
+    ) -> Iterator[Compute | Send]:
+        """Yield what so many first operations of the ``whole`` compute and send, without those that are left out."""
+        beside = meanwhile(whole, takes, left_out)
+        for i, op in enumerate(ops):
+            if i not in left_out:
+                yield from self.computes(op, takes[i], techniques.within(op, self.where), beside.get(i, 0))
+
+
+@lru_cache(maxsize=32 * KEPT_UNITS)
+def _tensor_bytes(unit: Unit, b: int, s: int) -> tuple[int, ...]:
+    """Return the bytes of each tensor of a unit."""
+    return tuple(tensor.bytes(b, s) for tensor in unit.tensors)
 
 
 def meanwhile(ops: tuple[Op, ...], takes: Sequence[Duration], left_out: Set[int] = frozenset()) -> dict[int, int]:

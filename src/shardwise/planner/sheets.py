@@ -31,7 +31,7 @@ from shardwise.spec.files import read_regular
 from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.record import from_json
-from shardwise.spec.sheet import KEPT_UNITS, Dim, Op, Sheet, Sizes, Tensor, Unit, grown
+from shardwise.spec.sheet import KEPT_UNITS, Dim, Op, Sheet, Tensor, Unit, grown
 from shardwise.techniques.pp.split import trained_stages
 from shardwise.techniques.states import frozen
 from shardwise.techniques.variant import Traced, Variant
@@ -70,17 +70,26 @@ def sheet_of(spec: ModelSpec, plan: Plan, place: Place | None = None, units: Uni
     """What the techniques that act inside units make of a model at a place (by default the first), with numbers for
     all symbols but ``b`` and ``s``. ``units``: where they come from, by default :func:`units_of`."""
     where = place or place_of(0, plan.layout, plan.stages(spec.num_hidden_layers))
-    acting = techniques.inside(plan)
+    inside = acting = techniques.inside(plan)
+    if _even(acting):
+        acting = replace(acting, batch=replace(acting.batch, micro_batch_size=1))
     rank = acting.layout.rank({"tp": where.coordinate("tp")})
     if plan.layout.pp == 1:
-        return _sheet(spec, acting, Place(acting.layout, rank, where.blocks), units or units_of).at(where)
+        sheet = _sheet(spec, acting, Place(acting.layout, rank, where.blocks), units or units_of)
+        return replace(sheet, place=where, inside=inside)
     trained, copied = trained_stages(spec, plan), spec.tie_word_embeddings
     if copied:  # each end has a weight of its own
         held = ("head.weight",) if acting.lora is None and frozen("embed.weight", plan) else ()
         spec, acting = replace(spec, tie_word_embeddings=False), replace(acting, frozen=(*acting.frozen, *held))
     sheet = _sheet(spec, acting, Place(acting.layout, rank, where.blocks), units or units_of).at(where)
     ends = sheet.with_ends(stem=where.stem, head=where.head)
-    return replace(ends, copied=copied, trained=trained, inside=techniques.inside(plan))
+    return replace(ends, copied=copied, trained=trained, inside=inside)
+
+
+def _even(acting: Plan) -> bool:
+    """Return whether every rank has as many tokens of each row as others, so that units grow evenly with the rows and
+    one sheet holds for micro-batches of all sizes."""
+    return acting.row_tokens % acting.layout.tp == 0
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
@@ -99,10 +108,10 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
             variants[key] = chosen(spec, plan, place, number)
         each.append(variants[key])
     found = units([made.variant for made in (*ends, *variants.values())])
-    stem, tail = (_bound(found[made.variant], *_numbers(made), None) for made in ends)
+    known = {id(made): (found[made.variant], *_numbers(made, even=_even(plan))) for made in (*ends, *variants.values())}
+    stem, tail = (_bound(*known[id(made)], None) for made in ends)
     blocks = [
-        _bound(found[made.variant], *_numbers(made), kinds[order[number]].window)
-        for made, number in zip(each, place.blocks, strict=True)
+        _bound(*known[id(made)], kinds[order[number]].window) for made, number in zip(each, place.blocks, strict=True)
     ]
     distinct = list(dict.fromkeys(blocks))
     return Sheet(
@@ -122,45 +131,73 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
 
 
 Pairs = tuple[tuple[str, Any], ...]
+OF_ROWS = ("n", "R")
+"""Symbols of tokens and rows that a rank has: so many times the rows of a micro-batch, where these are split evenly."""
 
 
-def _numbers(made: Traced) -> tuple[Pairs, Pairs]:
-    """The numbers of the symbols that the variant has, and its dtypes."""
+def _numbers(made: Traced, *, even: bool) -> tuple[Pairs, Pairs]:
+    """The numbers of the symbols that the variant has, and its dtypes. Where rows are split evenly, what grows with
+    them is so much of each: ``b*512``."""
     variant = made.variant
     known = {symbol for symbol, _ in (*variant.atoms, *variant.sums)} | {symbol for _, symbol in variant.rules}
-    numbers = tuple((symbol, number) for symbol, number in made.numbers.items() if symbol in known)
-    return numbers, tuple(made.dtypes.items())
+    numbers = [(symbol, number) for symbol, number in made.numbers.items() if symbol in known]
+    each = ((symbol, f"b*{number}" if even and symbol in OF_ROWS else number) for symbol, number in numbers)
+    return tuple(each), tuple(made.dtypes.items())
+
+
+class _Dims(dict[Dim, tuple[int, str]]):
+    """Each dim of a unit as a number and what it grows with (``b``, ``b*s``, ``b*s*s`` or nothing), found once."""
+
+    def __init__(self, numbers: Pairs) -> None:
+        self.sizes = {symbol: number for symbol, number in numbers if isinstance(number, int)}
+        self.rows = {symbol: number for symbol, number in numbers if isinstance(number, str)}
+
+    def __missing__(self, dim: Dim) -> tuple[int, str]:
+        rewritten = dim
+        if self.rows and isinstance(dim, str):
+            above, bar, below = dim.partition("/")
+            rewritten = "*".join(self.rows.get(factor, factor) for factor in above.split("*")) + bar + below
+        self[dim] = found = grown(rewritten, self.sizes)
+        return found
+
+    def shape(self, symbols: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        """A shape with numbers; of a dim that grows with rows its number and what it grows with are two."""
+        parts = (self[dim] for dim in symbols)
+        return tuple(part for size, per in parts for part in ([size] * (size != 1 or not per) + [per] * bool(per)))
+
+    def tensor(self, tensor: Tensor, real: Mapping[str, str]) -> Tensor:
+        """A tensor with numbers for its symbols, in its real dtypes."""
+        shape = self.shape(tensor.symbols) if tensor.symbols else tensor.shape
+        dtype, used_as = (real.get(name, name) for name in (tensor.dtype, tensor.used_as))
+        return Tensor(
+            tensor.name, shape, dtype, tensor.category, tensor.shards, used_as, tensor.trained, tensor.symbols
+        )
+
+    def op(self, op: Op) -> Op:
+        """An operation with numbers for all of its dims, bytes and FLOPs but ``b`` and ``s``."""
+        flops, per = (op.flops, op.per) if not op.symbols or _of_matrix(op) else self[op.symbols]
+        dims, read, written = (
+            tuple(f"{size}*{per}" if per else size for size, per in map(self.__getitem__, each))
+            for each in (op.dims, op.read, op.written)
+        )
+        kept = (op.weight, flops, per, op.symbols, op.writes, op.axis)
+        return Op(op.kind, op.name, op.allocates, op.frees, op.reads, *kept, dims, read, written)
+
+
+def _of_matrix(op: Op) -> bool:
+    """Return whether an operation that is no product has a matrix, and no FLOPs."""
+    return op.kind == "elementwise" and bool(op.dims)
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
 def _bound(unit: Unit, numbers: Pairs, dtypes: Pairs, window: int | None) -> Unit:
-    real, sizes = dict(dtypes), dict(numbers)
-    bound = replace(unit, forward_plain=(), window=window).bound(sizes)
-    forward, backward = (tuple(_shaped(op, sizes) for op in ops) for ops in (bound.forward, bound.backward))
+    dims, real = _Dims(numbers), dict(dtypes)
+    weights, tensors = (tuple(dims.tensor(tensor, real) for tensor in each) for each in (unit.weights, unit.tensors))
+    forward, backward = (tuple(map(dims.op, ops)) for ops in (unit.forward, unit.backward))
     # The operations are those of forward: binding half as many is half the time.
-    plain = (op.freeing(other.frees) for op, other in zip(forward, unit.forward_plain, strict=True))
-    bound = replace(bound, forward=forward, backward=backward, forward_plain=tuple(plain))
-    if not real:
-        return bound
-    weights, tensors = (
-        tuple(t.typed(real.get(t.dtype, t.dtype), real.get(t.used_as, t.used_as)) for t in each)
-        for each in (bound.weights, bound.tensors)
-    )
-    return replace(bound, weights=weights, tensors=tensors)
-
-
-def _shaped(op: Op, sizes: Sizes) -> Op:
-    """The operation with numbers for all of its dims and bytes but ``b`` and ``s``."""
-    if not (op.dims or op.read or op.written):
-        return op
-    dims, read, written = (tuple(_number(dim, sizes) for dim in each) for each in (op.dims, op.read, op.written))
-    kept = (op.weight, op.flops, op.per, op.symbols, op.writes, op.axis)
-    return Op(op.kind, op.name, op.allocates, op.frees, op.reads, *kept, dims, read, written)
-
-
-def _number(dim: Dim, sizes: Sizes) -> Dim:
-    size, per = grown(dim, sizes)
-    return f"{size}*{per}" if per else size
+    plain = tuple(op.freeing(other.frees) for op, other in zip(forward, unit.forward_plain, strict=True))
+    made = {"weights": weights, "tensors": tensors, "forward": forward, "forward_plain": plain, "backward": backward}
+    return replace(unit, window=window, **made)  # type: ignore[arg-type]
 
 
 def units_of(variants: Iterable[Variant], cache_directory: Path = CACHE) -> dict[Variant, Unit]:

@@ -54,6 +54,14 @@ def show_seconds(seconds: float) -> str:
     return _scaled(seconds * 1e6, {"s": 1e6, "ms": 1e3}, " us")
 
 
+def show_age(seconds: float) -> str:
+    """``3 days ago``, ``1 hour ago``, ``just now``."""
+    for unit, length_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if (number := int(seconds // length_s)) >= 1:
+            return f"{counted(number, unit)} ago"
+    return "just now"
+
+
 def _scaled(count: float, units: Mapping[str, float], smallest: str) -> str:
     for unit, scale in units.items():
         if abs(count) >= scale:

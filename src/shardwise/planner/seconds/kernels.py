@@ -157,7 +157,8 @@ def _fused(run: list[int], ops: tuple[Op, ...], unit: Unit, kept: Set[int], size
 
 def _small(op: Op, unit: Unit) -> bool:
     """Whether what it makes grows with neither tokens nor rows."""
-    return all(isinstance(dim, int) for tensor in op.allocates for dim in unit.tensors[tensor].shape)
+    made = (unit.tensors[tensor] for tensor in op.allocates)
+    return not any(dim in ("b", "s", "b*s") for tensor in made for dim in tensor.symbols or tensor.shape)
 
 
 def seen(s: int, window: int | None) -> int:

@@ -5,10 +5,12 @@ Four micro-batches are played at most; the third stands for those left out, sinc
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import exp, hypot, log, log2
 
 from shardwise.models.config import ModelSpec
+from shardwise.planner.events import Send
 from shardwise.planner.passes import Passes
 from shardwise.planner.price import at_places
 from shardwise.planner.schedule import Step
@@ -17,8 +19,6 @@ from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import Rates, Traits, own_traits, rates_of
 from shardwise.planner.seconds.wires import Wires, wires_of
-from shardwise.planner.spans import Span
-from shardwise.planner.tape import folded_pass
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan, Seconds
 from shardwise.spec.sheet import Sheet, Unit
@@ -159,15 +159,18 @@ def least(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> tuple[
     passes, wires = Passes.of(costed, plan, cluster.kind, rates), wires_of(plan.layout, cluster)
     found = []
     for unit in costed.units:
-        device_s, host_s = [], 0.0
-        for which in (Passes.forward, Passes.backward):
-            device_s.append(0.0)
-            for piece in folded_pass(which, passes, unit):
-                if isinstance(piece, Span):
-                    sent = sum(n * waited_s(send, wires, traits.hidden) for send, n in piece.sent.items())
-                    device_s[-1] += sum(piece.busy_ns.values()) / 1e9 + sent
-                    host_s += piece.host_ns / 1e9
-        found.append(Least(device_s[0], device_s[1], host_s))
+        device_s, host_ns = [], 0
+        for backward in (False, True):
+            busy_ns, sent = 0, Counter[Send]()
+            for piece in passes.computed(unit, backward=backward):
+                if isinstance(piece, Send):
+                    sent[piece] += 1
+                elif piece.device_ns:
+                    busy_ns += piece.device_ns
+                    host_ns += piece.host_ns
+            waits_s = sum(n * waited_s(send, wires, traits.hidden) for send, n in sent.items())
+            device_s.append(busy_ns / 1e9 + waits_s)
+        found.append(Least(device_s[0], device_s[1], host_ns / 1e9))
     return tuple(found)
 
 
