@@ -112,6 +112,16 @@ def fetched(name: str, parameters: Mapping[str, Tensor], holders: Holders) -> Te
     return exchange.receive(holder) if dist.get_rank() == 0 else value
 
 
+def load_model(recipe: Recipe, spec: ModelSpec) -> Model:
+    """The model that the recipe names, with the adapter of ``lora.path`` where it names one, whole, in this process, in
+    fp32."""
+    plan = Plan(precision=Precision("fp32", "fp32"), lora=lora.settings(recipe.lora, Precision("fp32", "fp32")))
+    [model] = build_parts(spec, plan, Meshes(), torch.device("cpu"))
+    assert isinstance(model, Model)
+    fill([model], spec, recipe, plan)
+    return model
+
+
 def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = True) -> Model:
     """The model of a run's newest checkpoint (or of the one named), whole, in this process. Adapters are attached to
     the weights that they were trained on, or unless ``quantised`` to the model's own in ``precision.weights``."""

@@ -1,0 +1,101 @@
+"""What the commands that let a model write have in common: how it chooses, and which model a path means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from shardwise.cli.options import Common, recipe_file
+from shardwise.data.prepare import open_tokenizer
+from shardwise.data.tokens import Tokenizer, open_directory
+from shardwise.errors import MissingInputError, Problem
+from shardwise.models.resolve import data_of, resolve, with_adapter
+from shardwise.runtime.checkpoint.locate import locate_best, newest
+from shardwise.spec.load import load_recipe
+from shardwise.spec.recipe import LoraSection, Model, Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.models.hf_model import Model as Network
+    from shardwise.runtime.generate import Sampling
+
+
+@dataclass(kw_only=True)
+class Writing(Common):
+    """How a model is chosen, and how it chooses its words."""
+
+    best: Annotated[
+        bool, Option("--best", help="Use the run's checkpoint with the lowest validation loss, not its hf/.")
+    ] = False
+    tokens: Annotated[
+        int | None, Option("--tokens", min=1, help="The most tokens to generate (default: 64; 256 of an answer).")
+    ] = None
+    temperature: Annotated[
+        float, Option("--temperature", min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 0.0
+    top_k: Annotated[int, Option("--top-k", min=0, help="Draw among so many of the most likely tokens; 0: all.")] = 0
+    top_p: Annotated[
+        float, Option("--top-p", min=1e-9, max=1.0, help="Draw among the fewest tokens with this probability together.")
+    ] = 1.0
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of the sampling.")] = 0
+
+    def sampling(self, tokenizer: Tokenizer, *, answers: bool) -> Sampling:
+        """The same for the runtime; ``answers``: to questions, which are longer unless ``--tokens`` says."""
+        from shardwise.runtime.generate import Sampling
+
+        length = self.tokens or (256 if answers else 64)
+        return Sampling(length, self.temperature, self.seed, tokenizer.eot_id, self.top_k, self.top_p)
+
+
+def device_here() -> torch.device:
+    """The GPU of this process where there is one, else the CPU."""
+    import torch
+
+    from shardwise.runtime.world import device_of
+
+    return device_of("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load(path: Path, best: bool) -> tuple[Network, Tokenizer]:
+    """The exported model of a run, any model directory, or an adapter on the model that it belongs to. If the run has a
+    checkpoint newer than its export, the newest checkpoint, whatever layout wrote it; with ``best`` the best one."""
+    from shardwise.runtime.export import load_model, load_run
+
+    if (path / "adapter_config.json").is_file():
+        recipe = _as_recipe(path)
+        return load_model(recipe, resolve(recipe)), _tokenizer_of_adapter(path, recipe)
+    model = path / "hf" if (path / "hf" / "config.json").is_file() else path
+    last, config = newest(path / "checkpoints"), model / "config.json"
+    stale = last is not None and config.is_file() and last.stat().st_mtime > config.stat().st_mtime
+    if config.is_file() and not best and not stale:
+        recipe = Recipe(model=Model(path=str(model)))
+        return load_model(recipe, resolve(recipe)), open_directory(model)
+    recipe = load_recipe(recipe_file(path))
+    loaded = load_run(locate_best(path) if best else path, recipe, resolve(recipe))
+    return loaded, open_directory(path / "tokenizer")
+
+
+def _as_recipe(adapter: Path) -> Recipe:
+    """The adapter as the recipe of a model that begins with it."""
+    from shardwise.models.peft import model_of_adapter
+
+    model = model_of_adapter(adapter)
+    if model is None:
+        what = "the adapter does not say which model it belongs to"
+        fix = f'"base_model_name_or_path": a directory or a Hub id, in {adapter / "adapter_config.json"}'
+        raise MissingInputError(Problem("MOD002", what, str(adapter), fix))
+    return with_adapter(Recipe(model=Model(path=model), lora=LoraSection(path=str(adapter))))
+
+
+def _tokenizer_of_adapter(adapter: Path, recipe: Recipe) -> Tokenizer:
+    """The tokenizer beside the adapter, else its run's, else the one of the model that it belongs to."""
+    for directory in (adapter, adapter.parent / "tokenizer"):
+        if (directory / "tokenizer.json").is_file():
+            return open_directory(directory)
+    found = open_tokenizer(data_of(recipe))
+    assert found is not None
+    return found
