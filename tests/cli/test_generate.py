@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli.app import main
 from shardwise.data import tokens
@@ -91,3 +94,75 @@ def test_what_a_file_of_prompts_does_not_go_with(model: Path, capsys: pytest.Cap
     assert main(["generate", "model", "words", "--out", "x"]) == 2
     assert main(["generate", "model", "--file", "none.jsonl"]) == 66
     assert "error[DATA001]" in capsys.readouterr().err
+
+
+def talk(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lines: list[str], *words: str
+) -> list[str]:
+    """What `chat` prints, of lines that are piped in."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    capfd.readouterr()
+    assert main(["chat", "model", "--tokens", "6", *words]) == 0
+    return capfd.readouterr().out.split("\n")
+
+
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+def written_by_transformers(turns: list[dict[str, str]]) -> str:
+    """The answer, by the template and the greedy choices of transformers."""
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    network = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    written = network.generate(**asked, **settings)[0, asked["input_ids"].shape[1] :]
+    return str(tokenizer.decode(written, skip_special_tokens=True)).strip()
+
+
+def test_a_conversation_is_that_of_transformers(
+    model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a system prompt, each answer among the turns that follow; begun anew, it is forgotten."""
+    turns: list[dict[str, str]] = TURNS[:1]
+    for question in ("Hi", "And then?"):
+        turns = [*turns, {"role": "user", "content": question}]
+        turns = [*turns, {"role": "assistant", "content": written_by_transformers(turns)}]
+    words = ["--system", "Be brief.", "--json"]
+    found = talk(capfd, monkeypatch, ["Hi", "", "And then?"], *words)
+    assert json.loads("\n".join(found)) == {"messages": turns}
+    found = talk(capfd, monkeypatch, ["Hello", "/reset", "Hi", "/exit", "more"], *words)
+    assert json.loads("\n".join(found)) == {"messages": turns[:3]}
+    [answer, *prompt] = talk(capfd, monkeypatch, ["Hi", "/prompt"], "--system", "Be brief.")
+    assert answer == turns[2]["content"]
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    assert "\n".join(prompt)[:-1] == tokenizer.apply_chat_template(TURNS, add_generation_prompt=True, tokenize=False)
+
+
+TOOLS = [{"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {}}}]
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}assistant: {% endif %}"
+WITH_TOOLS = "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}" + PLAIN
+
+
+def test_tools_are_in_what_the_model_reads(
+    model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so is the result of one; a template that leaves them out is refused."""
+    Path("tools.json").write_text(json.dumps(TOOLS))
+    Path("model/chat_template.jinja").write_text(PLAIN)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi"))
+    assert main(["chat", "model", "--tools", "tools.json"]) == 65
+    assert "the chat template does not write tools" in capfd.readouterr().err
+    Path("model/chat_template.jinja").write_text(WITH_TOOLS)
+    found = "\n".join(talk(capfd, monkeypatch, ["Hi", "/tool noon", "/prompt"], "--tools", "tools.json"))
+    assert f"tools: {json.dumps(TOOLS)}" in found and "tool: noon<|endoftext|>assistant: " in found
+    Path("tools.json").write_text("{}")
+    assert main(["chat", "model", "--tools", "tools.json"]) == 2
+
+
+def test_a_conversation_that_is_too_long_is_refused(
+    model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi " * 200))
+    assert main(["chat", "model"]) == 65
+    assert "error[CHAT004]: the conversation has" in capfd.readouterr().err

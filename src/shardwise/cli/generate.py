@@ -12,10 +12,10 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli.inference import Writing, device_here, load
+from shardwise.cli.inference import Writing
 from shardwise.cli.options import misused
 from shardwise.cli.show import output_to_stderr, print_error, print_json, say, working, write_out
-from shardwise.data.prompts import Question, read_prompts
+from shardwise.data.prompts import Question, asked_text, read_prompts
 from shardwise.errors import OutputError, Problem, TrainingError
 from shardwise.launch import local
 from shardwise.launch.worker import is_worker, rank, started
@@ -60,7 +60,7 @@ def run(options: Options) -> int:
         raise misused("--out and --nproc are for --file", "leave them out, or --file PROMPTS.jsonl")
     if options.chat and not prompt:
         raise misused("--chat without a question", 'shardwise generate RUN --chat "What is ...?"')
-    [text] = _written(options, [Question({}, "--prompt", prompt)])
+    [text] = _written(options, [asked_text({}, "--prompt", prompt)])
     if options.json:
         print_json({"prompt": prompt, "text": text})
     else:
@@ -70,25 +70,21 @@ def run(options: Options) -> int:
 
 def _written(options: Options, questions: Sequence[Question]) -> list[str]:
     """What the model writes after each, in their order; computed in batches of similar lengths."""
-    from shardwise.data.chat import Prompt
-    from shardwise.runtime.generate import ask_turns, chat_of, prompt_ids, write_batch
+    from shardwise.runtime.generate import ask_text, ask_turns
 
-    model, tokenizer = load(options.path, options.best)
-    answers = [options.chat or question.turns is not None for question in questions]
-    chat = chat_of(tokenizer.directory) if any(answers) else None
+    answers = [options.chat or question.text is None for question in questions]
+    writer = options.writer(options.path, answers=any(answers))
+    chat = writer.chat() if any(answers) else None
     prompts = [
-        ask_turns(chat, question.as_turns(), question.where)
+        ask_turns(chat, question.turns, question.where)
         if chat is not None and answered
-        else Prompt(prompt_ids(tokenizer, question.text), None, "")
+        else ask_text(writer.tokenizer, question.text or "")
         for question, answered in zip(questions, answers, strict=True)
     ]
-    device, sampling = device_here(), options.sampling(tokenizer, answers=any(answers))
-    parts, found = [model.to(device)], [""] * len(questions)
-    order = sorted(range(len(prompts)), key=lambda at: len(prompts[at].ids))
+    order, found = sorted(range(len(prompts)), key=lambda at: len(prompts[at].ids)), [""] * len(questions)
     for start in range(0, len(order), options.batch_size):
         batch = order[start : start + options.batch_size]
-        texts = write_batch(parts, tokenizer, [prompts[at] for at in batch], sampling, device)
-        for at, text in zip(batch, texts, strict=True):
+        for at, text in zip(batch, writer.write([prompts[at] for at in batch]), strict=True):
             found[at] = text.strip() if answers[at] else text
     return found
 
@@ -99,7 +95,7 @@ def _write_file(options: Options, file: Path) -> int:
     if options.out is not None and options.out.exists():
         what = f"{options.out} exists; nothing is overwritten"
         raise OutputError(Problem("OUT001", what, "--out", "another --out"))
-    nproc = min(options.nproc or len(gpus()) or 1, len(questions))
+    nproc = max(1, min(options.nproc or len(gpus()), len(questions)))
     with working(f"writing after {len(questions):,} prompts"):
         if nproc == 1:
             texts = _written(options, questions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from shardwise.cli.options import Common, recipe_file
-from shardwise.data.prepare import open_tokenizer
 from shardwise.data.tokens import Tokenizer, open_directory
 from shardwise.errors import MissingInputError, Problem
 from shardwise.models.resolve import data_of, resolve, with_adapter
@@ -20,6 +20,7 @@ from shardwise.spec.recipe import LoraSection, Model, Recipe
 if TYPE_CHECKING:
     import torch
 
+    from shardwise.data.chat import Chat, Prompt
     from shardwise.models.hf_model import Model as Network
     from shardwise.runtime.generate import Sampling
 
@@ -43,21 +44,40 @@ class Writing(Common):
     ] = 1.0
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the sampling.")] = 0
 
-    def sampling(self, tokenizer: Tokenizer, *, answers: bool) -> Sampling:
-        """The same for the runtime; ``answers``: to questions, which are longer unless ``--tokens`` says."""
+    def writer(self, path: Path, *, answers: bool) -> Writer:
+        """What writes with the model that ``path`` means; answers to questions are longer, unless ``--tokens`` says."""
+        import torch
+
         from shardwise.runtime.generate import Sampling
+        from shardwise.runtime.world import device_of
 
+        model, tokenizer = load(path, self.best)
         length = self.tokens or (256 if answers else 64)
-        return Sampling(length, self.temperature, self.seed, tokenizer.eot_id, self.top_k, self.top_p)
+        sampling = Sampling(length, self.temperature, self.seed, tokenizer.eot_id, self.top_k, self.top_p)
+        device = device_of("cuda" if torch.cuda.is_available() else "cpu")
+        return Writer(model.to(device), tokenizer, sampling, device)
 
 
-def device_here() -> torch.device:
-    """The GPU of this process where there is one, else the CPU."""
-    import torch
+@dataclass(frozen=True)
+class Writer:
+    """A model that is ready to write."""
 
-    from shardwise.runtime.world import device_of
+    model: Network
+    tokenizer: Tokenizer
+    sampling: Sampling
+    device: torch.device
 
-    return device_of("cuda" if torch.cuda.is_available() else "cpu")
+    def chat(self) -> Chat:
+        """The model's chat template. Raises DataError (CHAT001) where it has none."""
+        from shardwise.runtime.generate import chat_of
+
+        return chat_of(self.tokenizer.directory)
+
+    def write(self, asked: Sequence[Prompt], tell: Callable[[int, str], None] = lambda row, text: None) -> list[str]:
+        """What follows each prompt, as ``write_batch`` of the runtime."""
+        from shardwise.runtime.generate import write_batch
+
+        return write_batch([self.model], self.tokenizer, asked, self.sampling, self.device, tell)
 
 
 def load(path: Path, best: bool) -> tuple[Network, Tokenizer]:
@@ -96,6 +116,8 @@ def _tokenizer_of_adapter(adapter: Path, recipe: Recipe) -> Tokenizer:
     for directory in (adapter, adapter.parent / "tokenizer"):
         if (directory / "tokenizer.json").is_file():
             return open_directory(directory)
+    from shardwise.data.prepare import open_tokenizer
+
     found = open_tokenizer(data_of(recipe))
     assert found is not None
     return found

@@ -17,49 +17,45 @@ _FORM = '{"prompt": "..."}, or {"messages": [{"role": "user", "content": "..."}]
 
 @dataclass(frozen=True)
 class Question:
-    """One line: its ``record`` as it stands there, at ``where``, and what it asks: the ``text`` of a prompt, or
-    ``turns``."""
+    """One line: its ``record`` as it stands there, at ``where``, and the ``turns`` to answer, which of a prompt are its
+    ``text``."""
 
     record: dict[str, Any]
     where: str
-    text: str = ""
-    turns: Conversation | None = None
+    turns: Conversation
+    text: str | None = None
 
-    def as_turns(self) -> Conversation:
-        """The turns; a text is one of a user."""
-        return self.turns or Conversation([{"role": "user", "content": self.text}], None, self.record.get("tools"))
+
+def asked_text(record: dict[str, Any], where: str, text: str) -> Question:
+    """The question of a text, which is continued, or answered as the turn of a user."""
+    return Question(record, where, Conversation([{"role": "user", "content": text}], None), text)
 
 
 def read_prompts(file: Path) -> list[Question]:
-    """Every line of ``file``. Raises MissingInputError (DATA001); DataError (DATA002, DATA004 to DATA006) for the first
-    line that asks nothing."""
+    """Every line of ``file``. Raises MissingInputError (DATA001); DataError (DATA004, DATA005) for the first line
+    that asks nothing."""
     try:
-        found = [_question(line, f"{file}:{number}") for number, line in enumerate(regular_lines(file), 1)]
+        return [_question(line, f"{file}:{number}") for number, line in enumerate(regular_lines(file), 1)]
     except OSError as error:
         what = f"{file} cannot be read: {error.strerror or error}"
         raise MissingInputError(Problem("DATA001", what, "--file", f"a file of lines such as {_FORM}")) from error
-    if not found:
-        raise DataError(Problem("DATA002", f"{file} is empty", "--file", f"lines such as {_FORM}"))
-    return found
 
 
 def _question(line: bytes, where: str) -> Question:
     try:
         record = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise DataError(Problem("DATA006", f"not UTF-8: {error}", where, "save the file as UTF-8")) from error
     except (ValueError, RecursionError) as error:
         raise DataError(Problem("DATA004", f"the line is not JSON: {error}", where, _FORM)) from error
     given = record if isinstance(record, dict) else {}
     text = given.get("prompt")
     if isinstance(text, str) and text:
-        return Question(given, where, text)
+        return asked_text(given, where, text)
     try:
         turns = parse({**given, "messages": text or given.get("messages")}, "messages", "all")
     except Fault as fault:
         raise DataError(Problem(fault.code, f"the record asks nothing: {fault.what}", where, _FORM)) from fault
     assert isinstance(turns, Conversation)
     if not turns.messages or turns.messages[-1]["role"] == "assistant":
-        what = "the last message is the assistant's: nothing is left to answer" if turns.messages else "no messages"
+        what = "its last message is not a user's or a tool's: nothing is left to answer"
         raise DataError(Problem("DATA005", what, where, "end with a message of the user, or of a tool"))
-    return Question(given, where, turns=turns)
+    return Question(given, where, turns)

@@ -183,15 +183,15 @@ def chat_of(tokenizer: Path) -> Chat:
     try:
         text = find_template(None, tokenizer)
     except DataError as error:
-        fix = "fine-tune it on conversations (method: sft) with data.chat_template=zephyr, or leave --chat out"
+        fix = "fine-tune it on conversations (method: sft) with data.chat_template=zephyr; without --chat `generate`"
+        fix += " continues a text"
         raise DataError(Problem("CHAT001", "the model has no chat template", str(tokenizer), fix)) from error
     return Chat(Template(text, tokens.special_tokens(tokenizer)), Encoder(tokenizer), end_of_turn=True)
 
 
-def ask(tokenizer: Path, question: str) -> Prompt:
-    """A question as the turn of a user, by the chat template beside a tokenizer. Raises DataError (CHAT001) where there
-    is none, and for a question that cannot be encoded."""
-    return ask_turns(chat_of(tokenizer), Conversation([{"role": "user", "content": question}], None), "--prompt")
+def ask_text(tokenizer: tokens.Tokenizer, prompt: str) -> Prompt:
+    """A text to continue."""
+    return Prompt(prompt_ids(tokenizer, prompt), None, "")
 
 
 def ask_turns(chat: Chat, turns: Conversation, where: str) -> Prompt:
