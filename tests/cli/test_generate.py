@@ -52,7 +52,7 @@ def said(capfd: pytest.CaptureFixture[str], *words: str) -> str:
 def test_a_file_is_answered_as_each_of_its_prompts(
     model: Path, capfd: pytest.CaptureFixture[str], draws: list[str]
 ) -> None:
-    """In batches and in two processes, in the order of the file; keys that a record has besides are kept."""
+    """In batches of any size, in the order of the file; keys that a record has besides are kept."""
     Path("prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     words = ["--file", "prompts.jsonl", *draws]
     lines = [json.loads(line) for line in said(capfd, *words).splitlines()]
@@ -61,10 +61,15 @@ def test_a_file_is_answered_as_each_of_its_prompts(
         alone = said(capfd, "--prompt", PROMPTS[at]["prompt"], "--json", *draws)
         assert json.loads(alone)["text"] == lines[at]["text"] != ""
     assert said(capfd, "--chat", "Hi", *draws).strip() == lines[3]["text"]
-    assert (
-        said(capfd, *words, "--nproc", "2", "--out", "answers.jsonl", "--batch-size", "1") == "written: answers.jsonl\n"
-    )
+    assert said(capfd, *words, "--out", "answers.jsonl", "--batch-size", "1") == "written: answers.jsonl\n"
     assert [json.loads(line) for line in Path("answers.jsonl").read_text("utf-8").splitlines()] == lines
+
+
+@pytest.mark.prove
+def test_a_file_is_shared_by_processes(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    alone = said(capfd, "--file", "prompts.jsonl")
+    assert said(capfd, "--file", "prompts.jsonl", "--nproc", "3") == alone
 
 
 @pytest.mark.parametrize(

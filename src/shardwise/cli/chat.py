@@ -100,14 +100,19 @@ def run(options: Options) -> None:
 
 def _begin(options: Options) -> Talk:
     """A conversation with the model. Raises DataError (CHAT001, CHAT002) for a template that cannot write it."""
-    from shardwise.runtime.generate import ask_turns
+    from shardwise.runtime.generate import ask_turns, chat_of
 
     tools = None if options.tools is None else document.read(options.tools).data
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         what = f"{options.tools} holds no list of tools"
         raise misused(what, '[{"type": "function", "function": {...}}]', "--tools")
     writer = options.writer(options.path, answers=True)
-    talk = Talk(writer, writer.chat(), tools, [{"role": "system", "content": options.system}] * bool(options.system))
+    talk = Talk(
+        writer,
+        chat_of(writer.tokenizer.directory),
+        tools,
+        [{"role": "system", "content": options.system}] * bool(options.system),
+    )
     tried = [*talk.turns, {"role": "user", "content": "?"}]
     asked, without = (ask_turns(talk.chat, Conversation(tried, None, given), "--system") for given in (tools, None))
     if tools and asked.ids == without.ids:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +15,11 @@ from typer import Argument, Option
 
 from shardwise.cli.inference import Writing
 from shardwise.cli.options import misused
-from shardwise.cli.show import output_to_stderr, print_error, print_json, say, working, write_out
+from shardwise.cli.show import print_json, say, working, write_out
 from shardwise.data.prompts import Question, asked_text, read_prompts
 from shardwise.errors import OutputError, Problem, TrainingError
-from shardwise.launch import local
-from shardwise.launch.worker import is_worker, rank, started
 from shardwise.spec.host import gpus
+from shardwise.spec.safe_path import safe_path
 
 
 @dataclass
@@ -31,33 +31,29 @@ class Options(Writing):
     """
 
     path: Annotated[Path, Argument(help="A run's directory, a model's, or an adapter's.")]
-    words: Annotated[list[str], Argument(metavar="[PROMPT]", help="The text to continue.")] = field(
-        default_factory=list
-    )
+    words: Annotated[list[str], Argument(metavar="[PROMPT]", help="What to continue.")] = field(default_factory=list)
     prompt: Annotated[str, Option("--prompt", help="The text to continue, as an option.")] = ""
-    chat: Annotated[bool, Option("--chat", help="Treat the prompt as a user message and print only the answer.")] = (
-        False
-    )
+    chat: Annotated[bool, Option("--chat", help="Treat the prompt as a user message; print only the answer.")] = False
     file: Annotated[Path | None, Option("--file", help="Prompts, one JSON object a line.")] = None
     out: Annotated[Path | None, Option("-o", "--out", "--output", help="Where to write the results of --file.")] = None
     batch_size: Annotated[int, Option("--batch-size", min=1, help="Prompts of --file that are computed at once.")] = 8
-    nproc: Annotated[
-        int | None, Option("--nproc", min=1, help="Processes that share --file, each with the model (default: GPUs).")
-    ] = None
+    nproc: Annotated[int | None, Option("--nproc", min=1, help="Processes that share --file (default: one a GPU).")] = (
+        None
+    )
 
 
-def run(options: Options) -> int:
+def run(options: Options) -> None:
     """Print the continuation, or the answer; or answer a file."""
     prompt = options.prompt or " ".join(options.words)
     if options.prompt and options.words:
         what = f"two prompts: `{options.prompt}` and `{' '.join(options.words)}`"
         raise misused(what, "leave --prompt out")
-    if options.file is not None:
-        if prompt:
-            raise misused("a prompt beside --file", "one of them")
-        return _write_share(options, options.file) if is_worker() else _write_file(options, options.file)
-    if options.out is not None or options.nproc is not None:
+    if prompt and options.file is not None:
+        raise misused("a prompt beside --file", "one of them")
+    if options.file is None and (options.out is not None or options.nproc is not None):
         raise misused("--out and --nproc are for --file", "leave them out, or --file PROMPTS.jsonl")
+    if options.file is not None:
+        return _write_file(options, options.file)
     if options.chat and not prompt:
         raise misused("--chat without a question", 'shardwise generate RUN --chat "What is ...?"')
     [text] = _written(options, [asked_text({}, "--prompt", prompt)])
@@ -65,16 +61,15 @@ def run(options: Options) -> int:
         print_json({"prompt": prompt, "text": text})
     else:
         say(text if options.chat else prompt + text)
-    return 0
 
 
-def _written(options: Options, questions: Sequence[Question]) -> list[str]:
+def _written(options: Options, questions: Sequence[Question], gpu: int = 0) -> list[str]:
     """What the model writes after each, in their order; computed in batches of similar lengths."""
-    from shardwise.runtime.generate import ask_text, ask_turns
+    from shardwise.runtime.generate import ask_text, ask_turns, chat_of
 
     answers = [options.chat or question.text is None for question in questions]
-    writer = options.writer(options.path, answers=any(answers))
-    chat = writer.chat() if any(answers) else None
+    writer = options.writer(options.path, gpu, answers=any(answers))
+    chat = chat_of(writer.tokenizer.directory) if any(answers) else None
     prompts = [
         ask_turns(chat, question.turns, question.where)
         if chat is not None and answered
@@ -89,57 +84,33 @@ def _written(options: Options, questions: Sequence[Question]) -> list[str]:
     return found
 
 
-def _write_file(options: Options, file: Path) -> int:
-    """Have as many processes as there are GPUs (or as asked) share the prompts of a file; the exit code."""
+def _write_file(options: Options, file: Path) -> None:
+    """Have as many processes as there are GPUs (or as asked) share the prompts of a file."""
     questions = read_prompts(file)
     if options.out is not None and options.out.exists():
         what = f"{options.out} exists; nothing is overwritten"
         raise OutputError(Problem("OUT001", what, "--out", "another --out"))
     nproc = max(1, min(options.nproc or len(gpus()), len(questions)))
     with working(f"writing after {len(questions):,} prompts"):
-        if nproc == 1:
-            texts = _written(options, questions)
-        else:
-            with tempfile.TemporaryDirectory(prefix="shardwise-") as kept:
-                ended = _start(options, Path(kept), nproc)
-                if ended.exit_code:
-                    return _failed(ended, options)
-                shares = [json.loads(Path(kept, f"{number}").read_text("utf-8")) for number in range(nproc)]
-            texts = [shares[at % nproc][at // nproc] for at in range(len(questions))]
-    lines = [
-        json.dumps({**question.record, "text": text}, ensure_ascii=False)
-        for question, text in zip(questions, texts, strict=True)
-    ]
+        texts = _written(options, questions) if nproc == 1 else _shared(options, questions, nproc)
+    told = zip(questions, texts, strict=True)
+    lines = [json.dumps({**question.record, "text": text}, ensure_ascii=False) for question, text in told]
     if options.out is None:
         say(*lines)
-        return 0
+        return
     write_out(options.out, "\n".join([*lines, ""]), "--out")
     print_json({"file": str(options.out), "prompts": len(lines)}) if options.json else say(f"written: {options.out}")
-    return 0
 
 
-def _start(options: Options, kept: Path, nproc: int) -> local.Ended:
-    """Run this command as ranks, which leave their share in the directory ``kept``."""
-    words = ["generate", f"{options.path}", "--file", f"{options.file}", "--out", f"{kept}"]
-    words += ["--chat"] * options.chat + ["--best"] * options.best + ["--debug"] * options.debug
-    words += [] if options.tokens is None else ["--tokens", f"{options.tokens}"]
-    for name in ("temperature", "top_k", "top_p", "seed", "batch_size"):
-        words += [f"--{name.replace('_', '-')}", f"{vars(options)[name]}"]
-    with output_to_stderr() if options.json else nullcontext():
-        return local.run_ranks(words, nproc, kept, saves=False)
+def _shared(options: Options, questions: Sequence[Question], nproc: int) -> list[str]:
+    """As :func:`_written`, by processes of which each has the whole model on a GPU of its own."""
+    from shardwise.data.shards import die_with_parent
 
-
-def _write_share(options: Options, file: Path) -> int:
-    """In a rank: every prompt of the file whose turn it is."""
-    assert options.out is not None
-    mine = read_prompts(file)[rank() :: started()[0]]
-    (options.out / f"{rank()}").write_text(json.dumps(_written(options, mine)), encoding="utf-8")
-    return 0
-
-
-def _failed(ended: local.Ended, options: Options) -> int:
-    if ended.problem is not None:
-        fix = "what the rank printed says why; `--nproc 1` takes the memory of one model"
-        problem = replace(ended.problem, where=f"{options.file}", fix=fix)
-        print_error(TrainingError(problem), as_json=options.json)
-    return ended.exit_code
+    with safe_path(), ProcessPoolExecutor(nproc, get_context("spawn"), die_with_parent) as pool:
+        shares = [pool.submit(_written, options, questions[rank::nproc], rank) for rank in range(nproc)]
+        try:
+            texts = [share.result() for share in shares]
+        except BrokenProcessPool as error:
+            what, fix = "a process was killed, most likely for its memory", "`--nproc 1`, or a smaller --batch-size"
+            raise TrainingError(Problem("RUN004", what, f"{options.file}", fix)) from error
+    return [texts[at % nproc][at // nproc] for at in range(len(questions))]

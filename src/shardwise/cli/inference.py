@@ -20,7 +20,7 @@ from shardwise.spec.recipe import LoraSection, Model, Recipe
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.data.chat import Chat, Prompt
+    from shardwise.data.chat import Prompt
     from shardwise.models.hf_model import Model as Network
     from shardwise.runtime.generate import Sampling
 
@@ -29,32 +29,28 @@ if TYPE_CHECKING:
 class Writing(Common):
     """How a model is chosen, and how it chooses its words."""
 
-    best: Annotated[
-        bool, Option("--best", help="Use the run's checkpoint with the lowest validation loss, not its hf/.")
-    ] = False
-    tokens: Annotated[
-        int | None, Option("--tokens", min=1, help="The most tokens to generate (default: 64; 256 of an answer).")
-    ] = None
-    temperature: Annotated[
-        float, Option("--temperature", min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
-    ] = 0.0
+    best: Annotated[bool, Option("--best", help="Use the run's checkpoint with the lowest validation loss.")] = False
+    tokens: Annotated[int | None, Option("--tokens", min=1, help="The most tokens (default: 64; an answer: 256).")] = (
+        None
+    )
+    temperature: Annotated[float, Option("--temperature", min=0.0, help="0 takes always the most likely token.")] = 0.0
     top_k: Annotated[int, Option("--top-k", min=0, help="Draw among so many of the most likely tokens; 0: all.")] = 0
-    top_p: Annotated[
-        float, Option("--top-p", min=1e-9, max=1.0, help="Draw among the fewest tokens with this probability together.")
-    ] = 1.0
+    top_p: Annotated[float, Option("--top-p", min=1e-9, max=1, help="Draw among the fewest of this probability.")] = 1.0
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the sampling.")] = 0
 
-    def writer(self, path: Path, *, answers: bool) -> Writer:
-        """What writes with the model that ``path`` means; answers to questions are longer, unless ``--tokens`` says."""
+    def writer(self, path: Path, gpu: int = 0, *, answers: bool) -> Writer:
+        """What writes with the model that ``path`` means, on this GPU if there is one; answers to questions are longer,
+        unless ``--tokens`` says."""
         import torch
 
         from shardwise.runtime.generate import Sampling
-        from shardwise.runtime.world import device_of
 
         model, tokenizer = load(path, self.best)
         length = self.tokens or (256 if answers else 64)
         sampling = Sampling(length, self.temperature, self.seed, tokenizer.eot_id, self.top_k, self.top_p)
-        device = device_of("cuda" if torch.cuda.is_available() else "cpu")
+        device = (
+            torch.device("cuda", gpu % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+        )
         return Writer(model.to(device), tokenizer, sampling, device)
 
 
@@ -66,12 +62,6 @@ class Writer:
     tokenizer: Tokenizer
     sampling: Sampling
     device: torch.device
-
-    def chat(self) -> Chat:
-        """The model's chat template. Raises DataError (CHAT001) where it has none."""
-        from shardwise.runtime.generate import chat_of
-
-        return chat_of(self.tokenizer.directory)
 
     def write(self, asked: Sequence[Prompt], tell: Callable[[int, str], None] = lambda row, text: None) -> list[str]:
         """What follows each prompt, as ``write_batch`` of the runtime."""
