@@ -87,11 +87,19 @@ def test_adapters_answer_and_are_exported(talks: list[str], capsys: pytest.Captu
     assert main(["generate", "runs/adapters", *words]) == 0
     before = json.loads(capsys.readouterr().out)
     assert before["prompt"] == QUESTION and not before["text"].startswith("<|")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert Path("runs/adapters/adapter", name).read_bytes() == Path("runs/adapters/tokenizer", name).read_bytes()
     assert main(["export", "runs/adapters"]) == 0
-    assert "14 adapters merged" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "14 adapters merged" in said and "serve    vllm serve runs/adapters/hf\n" in said
     assert "<|assistant|>" in Path("runs/adapters/hf/chat_template.jinja").read_text()
     assert main(["generate", "runs/adapters", *words]) == 0
     assert json.loads(capsys.readouterr().out) == before
+    assert main(["export", "runs/adapters", "--dtype", "bf16", "--out", "narrow"]) == 0
+    wide, narrow = (AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in ("runs/adapters/hf", "narrow"))
+    assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+    for name, value in wide.state_dict().items():
+        assert torch.equal(narrow.state_dict()[name], value.bfloat16()), name
 
 
 def test_what_cannot_chat_is_refused(talks: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,8 +76,7 @@ def run(options: Options) -> None:
     with working(f"reading {options.path}"):
         talk = _begin(options)
     first, streamed = talk.turns, sys.stdout.isatty() and not options.json
-    if by_hand:
-        note(COMMANDS, as_json=options.json)
+    note(COMMANDS, as_json=options.json)
     with suppress(EOFError):
         while (line := input("> " if by_hand and not options.json else "")) != "/exit":
             word, _, rest = line.partition(" ")
@@ -99,25 +98,13 @@ def run(options: Options) -> None:
 
 
 def _begin(options: Options) -> Talk:
-    """A conversation with the model. Raises DataError (CHAT001, CHAT002) for a template that cannot write it."""
-    from shardwise.runtime.generate import ask_turns, chat_of
+    """A conversation with the model. Raises DataError (CHAT001) without a chat template."""
+    from shardwise.runtime.generate import chat_of
 
     tools = None if options.tools is None else document.read(options.tools).data
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         what = f"{options.tools} holds no list of tools"
         raise misused(what, '[{"type": "function", "function": {...}}]', "--tools")
     writer = options.writer(options.path, answers=True)
-    talk = Talk(
-        writer,
-        chat_of(writer.tokenizer.directory),
-        tools,
-        [{"role": "system", "content": options.system}] * bool(options.system),
-    )
-    tried = [*talk.turns, {"role": "user", "content": "?"}]
-    asked, without = (ask_turns(talk.chat, Conversation(tried, None, given), "--system") for given in (tools, None))
-    if tools and asked.ids == without.ids:
-        what = "the chat template does not write tools, so the model would not know of them"
-        raise DataError(
-            Problem("CHAT002", what, "--tools", "leave --tools out, or a model that was tuned to call them")
-        )
-    return talk
+    turns = [{"role": "system", "content": options.system}] * bool(options.system)
+    return Talk(writer, chat_of(writer.tokenizer.directory), tools, turns)

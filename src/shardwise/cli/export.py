@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
@@ -17,6 +17,7 @@ from shardwise.models.resolve import resolve
 from shardwise.runtime.checkpoint.locate import locate_best
 from shardwise.runtime.checkpoint.manifest import candidates, train_again
 from shardwise.spec.load import load_recipe
+from shardwise.spec.units import typed
 
 
 @dataclass
@@ -27,12 +28,9 @@ class Options(Common):
     step: Annotated[
         int | None, Option("--step", min=0, help="The step of the checkpoint (default: the newest intact one).")
     ] = None
-    best: Annotated[
-        bool, Option("--best", help="The checkpoint with the lowest validation loss (checkpoint.keep_best).")
-    ] = False
-    out: Annotated[Path | None, Option("-o", "--out", "--output", help="Directory to write to (default: RUN/hf).")] = (
-        None
-    )
+    best: Annotated[bool, Option("--best", help="The checkpoint with the lowest validation loss.")] = False
+    out: Annotated[Path | None, Option("-o", "--out", "--output", help="Where to write (default: RUN/hf).")] = None
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Of the files.")] = None
 
 
 def run(options: Options) -> None:
@@ -53,8 +51,9 @@ def run(options: Options) -> None:
         raise MissingInputError(Problem("CKPT001", what, str(options.run), fix))
     source = locate_best(options.run) if options.best else source
     tokenizer = open_directory(options.run / "tokenizer")
-    merged = export_run(source, recipe, resolve(recipe), tokenizer, target)
+    merged = export_run(source, recipe, resolve(recipe), tokenizer, target, options.dtype)
     if options.json:
         print_json({"directory": str(target)})
     else:
-        say(f"written: {target}{f' ({merged})' if merged else ''}")
+        say(f"written: {target}{f' ({merged})' if merged else ''}", f"serve    vllm serve {typed(target)}")
+        say(f"         python -m sglang.launch_server --model-path {typed(target)}")

@@ -17,7 +17,8 @@ from shardwise.cli.inference import Writing
 from shardwise.cli.options import misused
 from shardwise.cli.show import print_json, say, working, write_out
 from shardwise.data.prompts import Question, asked_text, read_prompts
-from shardwise.errors import OutputError, Problem, TrainingError
+from shardwise.errors import Problem, TrainingError
+from shardwise.launch.rundir import check_new
 from shardwise.spec.host import gpus
 from shardwise.spec.safe_path import safe_path
 
@@ -48,12 +49,10 @@ def run(options: Options) -> None:
     if options.prompt and options.words:
         what = f"two prompts: `{options.prompt}` and `{' '.join(options.words)}`"
         raise misused(what, "leave --prompt out")
-    if prompt and options.file is not None:
-        raise misused("a prompt beside --file", "one of them")
-    if options.file is None and (options.out is not None or options.nproc is not None):
-        raise misused("--out and --nproc are for --file", "leave them out, or --file PROMPTS.jsonl")
-    if options.file is not None:
+    if options.file is not None and not prompt:
         return _write_file(options, options.file)
+    if options.file is not None or options.out is not None or options.nproc is not None:
+        raise misused("--file, --out and --nproc go together, without a prompt", "--file PROMPTS.jsonl, or a prompt")
     if options.chat and not prompt:
         raise misused("--chat without a question", 'shardwise generate RUN --chat "What is ...?"')
     [text] = _written(options, [asked_text({}, "--prompt", prompt)])
@@ -87,9 +86,8 @@ def _written(options: Options, questions: Sequence[Question], gpu: int = 0) -> l
 def _write_file(options: Options, file: Path) -> None:
     """Have as many processes as there are GPUs (or as asked) share the prompts of a file."""
     questions = read_prompts(file)
-    if options.out is not None and options.out.exists():
-        what = f"{options.out} exists; nothing is overwritten"
-        raise OutputError(Problem("OUT001", what, "--out", "another --out"))
+    if options.out is not None:
+        check_new(options.out)
     nproc = max(1, min(options.nproc or len(gpus()), len(questions)))
     with working(f"writing after {len(questions):,} prompts"):
         texts = _written(options, questions) if nproc == 1 else _shared(options, questions, nproc)

@@ -11,7 +11,6 @@ from typer import Option
 
 from shardwise.cli.options import Common, recipe_file
 from shardwise.data.tokens import Tokenizer, open_directory
-from shardwise.errors import MissingInputError, Problem
 from shardwise.models.resolve import data_of, resolve, with_adapter
 from shardwise.runtime.checkpoint.locate import locate_best, newest
 from shardwise.spec.load import load_recipe
@@ -30,9 +29,7 @@ class Writing(Common):
     """How a model is chosen, and how it chooses its words."""
 
     best: Annotated[bool, Option("--best", help="Use the run's checkpoint with the lowest validation loss.")] = False
-    tokens: Annotated[int | None, Option("--tokens", min=1, help="The most tokens (default: 64; an answer: 256).")] = (
-        None
-    )
+    tokens: Annotated[int | None, Option("--tokens", min=1, help="The most tokens (64; of an answer 256).")] = None
     temperature: Annotated[float, Option("--temperature", min=0.0, help="0 takes always the most likely token.")] = 0.0
     top_k: Annotated[int, Option("--top-k", min=0, help="Draw among so many of the most likely tokens; 0: all.")] = 0
     top_p: Annotated[float, Option("--top-p", min=1e-9, max=1, help="Draw among the fewest of this probability.")] = 1.0
@@ -48,9 +45,7 @@ class Writing(Common):
         model, tokenizer = load(path, self.best)
         length = self.tokens or (256 if answers else 64)
         sampling = Sampling(length, self.temperature, self.seed, tokenizer.eot_id, self.top_k, self.top_p)
-        device = (
-            torch.device("cuda", gpu % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
-        )
+        device = torch.device(f"cuda:{gpu % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
         return Writer(model.to(device), tokenizer, sampling, device)
 
 
@@ -75,15 +70,13 @@ def load(path: Path, best: bool) -> tuple[Network, Tokenizer]:
     checkpoint newer than its export, the newest checkpoint, whatever layout wrote it; with ``best`` the best one."""
     from shardwise.runtime.export import load_model, load_run
 
-    if (path / "adapter_config.json").is_file():
-        recipe = _as_recipe(path)
-        return load_model(recipe, resolve(recipe)), _tokenizer_of_adapter(path, recipe)
     model = path / "hf" if (path / "hf" / "config.json").is_file() else path
     last, config = newest(path / "checkpoints"), model / "config.json"
     stale = last is not None and config.is_file() and last.stat().st_mtime > config.stat().st_mtime
-    if config.is_file() and not best and not stale:
-        recipe = Recipe(model=Model(path=str(model)))
-        return load_model(recipe, resolve(recipe)), open_directory(model)
+    adapter = (path / "adapter_config.json").is_file()
+    if adapter or (config.is_file() and not best and not stale):
+        recipe = _as_recipe(path) if adapter else Recipe(model=Model(path=str(model)))
+        return load_model(recipe, resolve(recipe)), _tokenizer_of(model, recipe)
     recipe = load_recipe(recipe_file(path))
     loaded = load_run(locate_best(path) if best else path, recipe, resolve(recipe))
     return loaded, open_directory(path / "tokenizer")
@@ -93,21 +86,14 @@ def _as_recipe(adapter: Path) -> Recipe:
     """The adapter as the recipe of a model that begins with it."""
     from shardwise.models.peft import model_of_adapter
 
-    model = model_of_adapter(adapter)
-    if model is None:
-        what = "the adapter does not say which model it belongs to"
-        fix = f'"base_model_name_or_path": a directory or a Hub id, in {adapter / "adapter_config.json"}'
-        raise MissingInputError(Problem("MOD002", what, str(adapter), fix))
+    model = model_of_adapter(adapter) or str(adapter)  # of which is said that it is none
     return with_adapter(Recipe(model=Model(path=model), lora=LoraSection(path=str(adapter))))
 
 
-def _tokenizer_of_adapter(adapter: Path, recipe: Recipe) -> Tokenizer:
-    """The tokenizer beside the adapter, else its run's, else the one of the model that it belongs to."""
-    for directory in (adapter, adapter.parent / "tokenizer"):
-        if (directory / "tokenizer.json").is_file():
-            return open_directory(directory)
+def _tokenizer_of(directory: Path, recipe: Recipe) -> Tokenizer:
+    """The tokenizer beside a model or an adapter, else its run's, else the one of the model that it belongs to."""
     from shardwise.data.prepare import open_tokenizer
 
-    found = open_tokenizer(data_of(recipe))
-    assert found is not None
-    return found
+    at = directory if (directory / "tokenizer.json").is_file() else directory.parent / "tokenizer"
+    found = None if at.is_dir() else open_tokenizer(data_of(recipe))
+    return found or open_directory(at)

@@ -92,11 +92,8 @@ def _instead(directory: Path) -> str:
         return f"`lora.path: {directory}`, with the `model.path` that it was trained on"
     if not (directory / "recipe.yaml").is_file():
         return "a directory that holds config.json as transformers' save_pretrained writes it"
-    export = (
-        ""
-        if (directory / "hf" / "config.json").is_file()
-        else f"`shardwise export {typed(directory)}` writes its model; then "
-    )
+    there = (directory / "hf" / "config.json").is_file()
+    export = "" if there else f"`shardwise export {typed(directory)}` writes its model; then "
     return f"{export}`model.path: {directory / 'hf'}`"
 
 

@@ -67,7 +67,7 @@ def generate_batch(
 ) -> list[list[int]]:
     """As :func:`generate` for several prompts at once, which ``over`` tells apart by their number. Each has its own
     draws, from the same seed, so that what follows it does not depend on the others."""
-    rows, written = [list(prompt) for prompt in prompts], [list[int]() for _ in prompts]
+    rows = [list(prompt) for prompt in prompts]
     draws = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
     spec = spec_of(parts)
     most = spec.max_position_embeddings if learnt_positions(spec) else sys.maxsize
@@ -80,13 +80,12 @@ def generate_batch(
         for row, chosen_id in told:
             if chosen_id == sampling.eot_id:
                 continue
-            written[row].append(chosen_id)
             rows[row].append(chosen_id)
-            if not over(row, written[row]) and len(rows[row]) < most:
+            if not over(row, rows[row][len(prompts[row]) :]) and len(rows[row]) < most:
                 going.append(row)
         if not going:
             break
-    return written
+    return [ids[len(prompt) :] for ids, prompt in zip(rows, prompts, strict=True)]
 
 
 def _choose_all(scores: Tensor, sampling: Sampling, draws: Sequence[torch.Generator]) -> list[int]:

@@ -133,8 +133,6 @@ class Trackio:
 
 
 Kind = Callable[[Subject], Tracker]
-MODULES = {"tensorboard": "torch.utils.tensorboard"}
-"""Of trackers, what is imported where that has another name than the package."""
 KINDS: Mapping[str, Kind] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
 
 
@@ -210,12 +208,12 @@ def check_installed(recipe: Recipe) -> None:
         raise UnavailableError(Problem("TRK001", what, "run.trackers", f'pip install "shardwise[{",".join(missing)}]"'))
     for name in recipe.run.tracker_names:
         try:
-            module = import_module(MODULES.get(name, name))
+            module = import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
             if name == "mlflow":  # without what a part of it lacks (mlflow-skinny), its default store cannot be opened
                 module.MlflowClient()
         except Exception as error:  # whatever a package raises that is broken
             what = f"`run.trackers` names {name}, which does not work here: {_first_line(error)}"
-            fix = f'pip install "shardwise[{name}]"'
+            fix = f'pip install "shardwise[{name}]", or do what {name} says'
             raise UnavailableError(Problem("TRK001", what, "run.trackers", fix)) from error
 
 
