@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,19 @@ def test_adapters_answer_and_are_exported(talks: list[str], capsys: pytest.Captu
     assert main(["generate", "runs/adapters", *words]) == 0
     before = json.loads(capsys.readouterr().out)
     assert before["prompt"] == QUESTION and not before["text"].startswith("<|")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert Path("runs/adapters/adapter", name).read_bytes() == Path("runs/adapters/tokenizer", name).read_bytes()
     assert main(["export", "runs/adapters"]) == 0
-    assert "14 adapters merged" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "14 adapters merged" in said and "serve    vllm serve runs/adapters/hf\n" in said
     assert "<|assistant|>" in Path("runs/adapters/hf/chat_template.jinja").read_text()
     assert main(["generate", "runs/adapters", *words]) == 0
     assert json.loads(capsys.readouterr().out) == before
+    assert main(["export", "runs/adapters", "--dtype", "bf16", "--out", "narrow"]) == 0
+    wide, narrow = (AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in ("runs/adapters/hf", "narrow"))
+    assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+    for name, value in wide.state_dict().items():
+        assert torch.equal(narrow.state_dict()[name], value.bfloat16()), name
 
 
 def test_what_cannot_chat_is_refused(talks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,3 +111,46 @@ def test_what_cannot_chat_is_refused(talks: list[str], capsys: pytest.CaptureFix
     Path("model/chat_template.jinja").write_text("{{ raise_exception('no users') }}")
     assert main(["generate", "model", "--chat", "--prompt", QUESTION, "--json"]) == 65
     assert json.loads(capsys.readouterr().out)["error"]["problems"][0]["code"] == "CHAT002"
+
+
+WORDS = [
+    "model.path=model",
+    "data.path=talks.jsonl",
+    "data.chat_template=zephyr",
+    "data.validation_share=0",
+    "data.cache=cache",
+    "method=sft",
+    "train.seq_len=128",
+    "train.global_batch_size=4",
+    "train.max_steps=3",
+    "train.num_epochs=null",
+    "run.timeout_s=60",
+    "precision.compute=fp32",
+    "optim.learning_rate=0.01",
+    "evaluate.sample_prompt=In",
+]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("setting", ["parallel.tp=2", "parallel.strategy=zero3", "lora.rank=2"])
+def test_a_run_of_any_layout_answers_in_one_process(
+    talks: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """From the checkpoint that two ranks wrote, or their adapter, what transformers writes with the exported model."""
+    assert main(["train", *WORDS, setting, "--nproc", "2", "--run", "two"]) == 0
+    lora = setting.startswith("lora")
+    directory = Path("runs/two")
+    if not lora:
+        (directory / "hf").rename("exported")
+    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
+    capfd.readouterr()
+    assert main(["chat", str(directory / "adapter" if lora else directory), "--tokens", "12", "--json"]) == 0
+    turns = json.loads(capfd.readouterr().out)["messages"]
+    if lora:
+        assert main(["export", "runs/two", "--out", "exported"]) == 0
+    theirs = AutoTokenizer.from_pretrained("exported")
+    ids = theirs.apply_chat_template(turns[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    network = AutoModelForCausalLM.from_pretrained("exported")
+    written = network.generate(**ids, max_new_tokens=12, do_sample=False, eos_token_id=theirs.eos_token_id)
+    answer = theirs.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    assert turns == [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, MissingInputError
 from shardwise.models import resolve as resolving
 from shardwise.models.config import to_hf
 from shardwise.models.families import FAMILIES
@@ -16,7 +16,7 @@ from shardwise.models.known import configs
 from shardwise.models.load import load_spec, read_spec
 from shardwise.models.resolve import data_of, resolve
 from shardwise.spec.load import load_recipe
-from shardwise.spec.recipe import Recipe, TokenizerSection
+from shardwise.spec.recipe import Model, Recipe, TokenizerSection
 from tests.runtime.small_run import MODEL
 
 YARN = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
@@ -148,3 +148,27 @@ def test_a_model_that_is_tuned_has_the_loss_that_its_config_switches_on(
 
 def test_a_described_model_has_the_loss_that_balances_its_experts() -> None:
     assert resolve(Recipe.model_validate({"model": {"config": MIXTURE}})).router_losses == (0.02, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("files", "named", "fix"),
+    [
+        (["recipe.yaml"], "", "`shardwise export {run}` writes its model; then `model.path: {run}/hf`"),
+        (["recipe.yaml", "hf/config.json"], "", "`model.path: {run}/hf`"),
+        (
+            ["recipe.yaml", "adapter/adapter_config.json"],
+            "adapter",
+            "`lora.path: {run}/adapter`, with the `model.path` that it was trained on",
+        ),
+        ([], "", "a directory that holds config.json as transformers' save_pretrained writes it"),
+    ],
+)
+def test_a_run_as_a_model_is_told_what_to_write(tmp_path: Path, files: list[str], named: str, fix: str) -> None:
+    """Of a run the export is the model, which a run of adapters has once they are merged."""
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(MissingInputError) as raised:
+        resolve(Recipe(model=Model(path=str(tmp_path / named))))
+    assert raised.value.problems[0].code == "MOD002"
+    assert raised.value.problems[0].fix == fix.format(run=tmp_path)

@@ -167,8 +167,8 @@ def test_generation_ends_at_the_end_of_text() -> None:
 
 def test_temperature() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0])
-    assert choose(logits, 0.0, torch.Generator()) == 1
+    assert choose(logits, Sampling(), torch.Generator()) == 1
     draw = torch.Generator().manual_seed(0)
-    drawn = torch.tensor([choose(logits, 0.5, draw) for _ in range(2000)])
+    drawn = torch.tensor([choose(logits, Sampling(temperature=0.5), draw) for _ in range(2000)])
     shares = torch.bincount(drawn, minlength=3) / 2000
     torch.testing.assert_close(shares, torch.softmax(logits / 0.5, 0), atol=0.04, rtol=0)  # four standard errors

@@ -30,6 +30,7 @@ COMMANDS = {
     "doctor": "Describe and measure this machine, and say what is below what it should give.",
     "plan-accuracy": "Compare what the planner predicts with published measurements.",
     "generate": "Continue a text with a run's model, or with any model directory.",
+    "chat": "Talk with a run's model, any model directory, or an adapter.",
     "export": "Write a checkpoint of a run as a Hugging Face model directory.",
     "runs": "List the runs of a directory, the newest first: state, step, loss, age and size.",
     "compare": "Compare runs, finished or not: two side by side, or a sweep in a table.",

@@ -28,7 +28,9 @@ SORTS = ("loss", "validation", "speed")
 
 @dataclass
 class Options(Common):
-    """Compare runs, finished or not: recipes, losses, validation, speed and memory.
+    """Compare runs, finished or not: two side by side, or a sweep in a table.
+
+    What is compared: recipes, losses, validation, speed and memory.
 
     Two runs are shown side by side; of more (a sweep) each has a line, with the settings that differ.
     """

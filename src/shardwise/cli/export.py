@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
@@ -17,6 +17,7 @@ from shardwise.models.resolve import resolve
 from shardwise.runtime.checkpoint.locate import is_own, locate_best
 from shardwise.runtime.checkpoint.manifest import candidates, train_again
 from shardwise.spec.load import load_recipe
+from shardwise.spec.units import typed
 
 
 @dataclass
@@ -27,12 +28,9 @@ class Options(Common):
     step: Annotated[
         int | None, Option("--step", min=0, help="The step of the checkpoint (default: the newest intact one).")
     ] = None
-    best: Annotated[
-        bool, Option("--best", help="The checkpoint with the lowest validation loss (checkpoint.keep_best).")
-    ] = False
-    out: Annotated[Path | None, Option("-o", "--out", "--output", help="Directory to write to (default: RUN/hf).")] = (
-        None
-    )
+    best: Annotated[bool, Option("--best", help="The checkpoint with the lowest validation loss.")] = False
+    out: Annotated[Path | None, Option("-o", "--out", "--output", help="Where to write (default: RUN/hf).")] = None
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Of the files.")] = None
 
 
 def run(options: Options) -> None:
@@ -43,6 +41,8 @@ def run(options: Options) -> None:
     if options.best and options.step is not None:
         raise misused("--best and --step both name a checkpoint", "drop one")
     own = is_own(options.run)
+    if own and options.dtype is not None:
+        raise misused("--dtype for the model of an own loop", "`shardwise.save_pretrained(model.to(dtype), ...)`")
     recipe = None if own else load_recipe(recipe_file(options.run))
     target = options.out or options.run / "hf"
     if options.out is not None:
@@ -59,8 +59,10 @@ def run(options: Options) -> None:
         export_own(options.run, source, target)
         merged = ""
     else:
-        merged = export_run(source, recipe, resolve(recipe), open_directory(options.run / "tokenizer"), target)
+        tokenizer = open_directory(options.run / "tokenizer")
+        merged = export_run(source, recipe, resolve(recipe), tokenizer, target, options.dtype)
     if options.json:
         print_json({"directory": str(target)})
     else:
-        say(f"written: {target}{f' ({merged})' if merged else ''}")
+        say(f"written: {target}{f' ({merged})' if merged else ''}", f"serve    vllm serve {typed(target)}")
+        say(f"         python -m sglang.launch_server --model-path {typed(target)}")

@@ -197,11 +197,11 @@ class Chat:
                 samples.append(Rendered(whole, [span]))
         return samples
 
-    def ask(self, messages: list[dict[str, Any]]) -> Prompt:
-        """The prompt for the turn that follows ``messages``, as in training. Raises Fault CHAT002 where the template
-        refuses them, CHAT003 where it does not show where an answer begins."""
+    def ask(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Prompt:
+        """The prompt for the turn that follows ``messages``, as in training, with ``tools`` that it may call. Raises
+        Fault CHAT002 where the template refuses them, CHAT003 where it does not show where an answer begins."""
         turns = [*self.encoder.guard(messages), {"role": "assistant", "content": PROBE}]
-        whole, start = self._turn(turns, None, len(messages))
+        whole, start = self._turn(turns, self.encoder.guard(tools), len(messages))
         self.encoder.check(whole)
         closing = whole[start : self._end(whole, start)].partition(PROBE)[2].strip()
         if PROBE in whole[:start] + closing:

@@ -19,6 +19,7 @@ from shardwise.spec.complaints import show_value
 from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.hub import fetch
 from shardwise.spec.keys import near
+from shardwise.spec.units import typed
 
 
 def read_spec(config: dict[str, Any], name: str) -> ModelSpec:
@@ -85,10 +86,22 @@ def _nearest(source: str) -> str:
     return f"{hint}, such as {', '.join(alike or list(known.configs())[5:50:10])}"
 
 
+def _instead(directory: Path) -> str:
+    """What to write for a directory that is no model: of a run its export, of an adapter what goes on from one."""
+    if (directory / "adapter_config.json").is_file():
+        return f"`lora.path: {directory}`, with the `model.path` that it was trained on"
+    if not (directory / "recipe.yaml").is_file():
+        return "a directory that holds config.json as transformers' save_pretrained writes it"
+    there = (directory / "hf" / "config.json").is_file()
+    export = "" if there else f"`shardwise export {typed(directory)}` writes its model; then "
+    return f"{export}`model.path: {directory / 'hf'}`"
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        fix = "a directory that holds config.json as transformers' save_pretrained writes it"
-        raise MissingInputError(Problem("MOD002", f"no {path.name} in {path.parent}", "model.path", fix))
+        raise MissingInputError(
+            Problem("MOD002", f"no {path.name} in {path.parent}", "model.path", _instead(path.parent))
+        )
     try:
         config = json.loads(read_regular(path, NOTE_BYTES))
         if not isinstance(config, dict):

@@ -167,6 +167,13 @@ def adapter_settings(directory: Path, spec: ModelSpec) -> dict[str, Any]:
     return settings
 
 
+def model_of_adapter(directory: Path) -> str | None:
+    """The model that the adapter in ``directory`` belongs to, as its config names it. Raises as
+    :func:`adapter_settings`."""
+    model = _config(directory).get("base_model_name_or_path")
+    return model if isinstance(model, str) else None
+
+
 def _config(directory: Path) -> dict[str, Any]:
     """The adapter's own words, each of the kind that it must be. Raises MissingInputError (CKPT001), DataError
     (CKPT009)."""

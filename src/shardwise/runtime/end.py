@@ -152,10 +152,12 @@ def model_directory(job: Job) -> Path:
 
 
 def write_model(job: Job, state: TrainState) -> None:
-    """Export what was trained."""
+    """Export what was trained, beside it the tokenizer."""
     parameters = {name: kept(parameter) for name, parameter in state.parameters().items()}
     if job.plan.lora is not None:
         export_adapter(parameters, job.plan.lora, job.spec, job.recipe.model.path, model_directory(job))
+        if job.rank == 0:
+            job.tokenizer.copy_to(model_directory(job))
     else:
         export(parameters, job.spec, job.tokenizer, model_directory(job), torch_dtype(job.plan.precision.weights))
 

@@ -29,7 +29,7 @@ from shardwise.models.tensorfile import DTYPES, NAMES
 from shardwise.runtime import exchange, passes
 from shardwise.runtime.build import build_parts, fill
 from shardwise.runtime.checkpoint.save import read
-from shardwise.spec.plan import Lora, Plan, Precision
+from shardwise.spec.plan import Dtype, Lora, Plan, Precision
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import lora
 from shardwise.techniques.dtypes import torch_dtype
@@ -112,6 +112,16 @@ def fetched(name: str, parameters: Mapping[str, Tensor], holders: Holders) -> Te
     return exchange.receive(holder) if dist.get_rank() == 0 else value
 
 
+def load_model(recipe: Recipe, spec: ModelSpec) -> Model:
+    """The model that the recipe names, with the adapter of ``lora.path`` where it names one, whole, in this process, in
+    fp32."""
+    plan = Plan(precision=Precision("fp32", "fp32"), lora=lora.settings(recipe.lora, Precision("fp32", "fp32")))
+    [model] = build_parts(spec, plan, Meshes(), torch.device("cpu"))
+    assert isinstance(model, Model)
+    fill([model], spec, recipe, plan)
+    return model
+
+
 def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = True) -> Model:
     """The model of a run's newest checkpoint (or of the one named), whole, in this process. Adapters are attached to
     the weights that they were trained on, or unless ``quantised`` to the model's own in ``precision.weights``."""
@@ -130,16 +140,18 @@ def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = T
     return model
 
 
-def export_run(run: Path, recipe: Recipe, spec: ModelSpec, tokenizer: tokens.Tokenizer, target: Path) -> str:
+def export_run(
+    run: Path, recipe: Recipe, spec: ModelSpec, tokenizer: tokens.Tokenizer, target: Path, dtype: Dtype | None = None
+) -> str:
     """``shardwise export``: the newest checkpoint of ``run`` as one model in ``target``, adapters merged, in one
-    process; returns what is to be said of the merge. Raises TrainingError (LORA001) if the merged model is another
-    one."""
+    process, in ``dtype`` or else that of its weights; returns what is to be said of the merge. Raises TrainingError
+    (LORA001) if the merged model is another one."""
     model, said = load_run(run, recipe, spec, quantised=False), ""
     adapters = lora.settings(recipe.lora, Precision(weights=recipe.precision.weights))
     if adapters is not None:
         said = merge([model], adapters)
         said += ", into the weights as they were before quantisation" if adapters.nf4 else ""
-    export(dict(model.named_parameters()), spec, tokenizer, target, torch_dtype(recipe.precision.weights))
+    export(dict(model.named_parameters()), spec, tokenizer, target, torch_dtype(dtype or recipe.precision.weights))
     return said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import struct
+import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -230,3 +231,24 @@ def test_flash_attention_3_is_asked_for_before_any_process_starts() -> None:
         "attention",
         "`attention=auto` uses what is installed",
     )
+
+
+def test_a_tracker_that_is_broken_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package whose import fails; and a part of MLflow that has no store for where it would write."""
+    broken = tmp_path / "wandb"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("import nothing_of_that_name")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(
+        UnavailableError, match=r"names wandb, which does not work here: .*nothing_of_that_name"
+    ) as raised:
+        check_installed(Recipe.model_validate({"run": {"trackers": "wandb"}}))
+    assert raised.value.problems[0].fix.startswith('pip install "shardwise[wandb]"')
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "unheard-of://here")
+    with pytest.raises(UnavailableError, match=r"names mlflow, which does not work here: .*unheard-of"):
+        check_installed(Recipe.model_validate({"run": {"trackers": "mlflow"}}))
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "kept").as_uri())
+    check_installed(Recipe.model_validate({"run": {"trackers": "mlflow"}}))

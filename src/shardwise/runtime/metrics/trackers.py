@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Queue
@@ -196,7 +197,8 @@ class Tracks:
 
 
 def check_installed(recipe: Recipe) -> None:
-    """Raises UnavailableError if ``run.trackers`` (TRK001) or ``attention`` (DEV003) asks for what is not there."""
+    """Raises UnavailableError if ``run.trackers`` (TRK001) or ``attention`` (DEV003) asks for what is not there, or is
+    there and broken."""
     if recipe.attention == "fa3" and find_spec(FA3_PACKAGE) is None:
         what = f"`attention: fa3` needs the package {FA3_PACKAGE} (FlashAttention 3), which is not installed here"
         raise UnavailableError(Problem("DEV003", what, "attention", "`attention=auto` uses what is installed"))
@@ -204,6 +206,15 @@ def check_installed(recipe: Recipe) -> None:
     if missing:
         what = f"`run.trackers` names {' and '.join(missing)}, not installed here"
         raise UnavailableError(Problem("TRK001", what, "run.trackers", f'pip install "shardwise[{",".join(missing)}]"'))
+    for name in recipe.run.tracker_names:
+        try:
+            module = import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
+            if name == "mlflow":  # without what a part of it lacks (mlflow-skinny), its default store cannot be opened
+                module.MlflowClient()
+        except Exception as error:  # whatever a package raises that is broken
+            what = f"`run.trackers` names {name}, which does not work here: {_first_line(error)}"
+            fix = f'pip install "shardwise[{name}]", or do what {name} says'
+            raise UnavailableError(Problem("TRK001", what, "run.trackers", fix)) from error
 
 
 def track(recipe: Recipe, subject: Subject) -> Tracks:
