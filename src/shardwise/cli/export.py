@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from shardwise.cli.card import push, write_card
 from shardwise.cli.options import Common, misused, recipe_file
 from shardwise.cli.show import print_json, say
 from shardwise.data.tokens import open_directory
@@ -30,6 +31,10 @@ class Options(Common):
     ] = None
     best: Annotated[bool, Option("--best", help="The checkpoint with the lowest validation loss.")] = False
     out: Annotated[Path | None, Option("-o", "--out", "--output", help="Where to write (default: RUN/hf).")] = None
+    push: Annotated[
+        str | None,
+        Option("--push", metavar="ORG/NAME", help="Upload it to the Hub, as a private repository if it is new."),
+    ] = None
     dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Of the files.")] = None
 
 
@@ -61,8 +66,13 @@ def run(options: Options) -> None:
     else:
         tokenizer = open_directory(options.run / "tokenizer")
         merged = export_run(source, recipe, resolve(recipe), tokenizer, target, options.dtype)
+    if not own:
+        write_card(options.run, target)
+    address = None if options.push is None else push(target, options.push)
     if options.json:
-        print_json({"directory": str(target)})
+        print_json({"directory": str(target), "pushed": address})
     else:
+        if address:
+            say(f"pushed: {address}")
         say(f"written: {target}{f' ({merged})' if merged else ''}", f"serve    vllm serve {typed(target)}")
         say(f"         python -m sglang.launch_server --model-path {typed(target)}")
