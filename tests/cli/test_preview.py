@@ -51,6 +51,15 @@ def test_it_shows_what_is_learnt_and_how_much(recipe: Path, capsys: pytest.Captu
         assert line in out
 
 
+def test_it_tells_how_many_are_held_out(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data", "preview", str(recipe), "data.validation_share=0.1"]
+    assert main(words) == 0
+    assert "\nheld out    1 record, for validation\n" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["samples_in_all"], told["held_out"]) == (1, 1)
+
+
 def test_prepare_tells_the_share_learnt(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "prepare", str(recipe), f"data.validation_path={recipe.parent}/talks.jsonl"]) == 0
     out = capsys.readouterr().out

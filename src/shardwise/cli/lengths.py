@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.spec.recipe import Train
+from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import counted
 
 if TYPE_CHECKING:
     from shardwise.data.pack import Packs, Windows
+    from shardwise.data.store import Prepared
 
 FEW_STEPS = 20
 """An epoch of fewer steps gets a warning: it updates the weights only a few times."""
@@ -62,6 +63,27 @@ def many_epochs(windows: Windows | Packs, batch: int, total_steps: int) -> str |
         return None
     found = f"{counted(records, 'record')} are read {epochs:,.0f} times: after a few times a model knows them by heart"
     return f"warning[DATA018]: {found}\nfix:   train.num_epochs=3, or more data"
+
+
+def validated(recipe: Recipe, prepared: Prepared, every: int | None, total_steps: int) -> list[str]:
+    """How many records are held out and when they are read."""
+    if prepared.validation is None:
+        return []
+    number, often = prepared.validation.split.records, every is not None and every < total_steps
+    when = f"every {counted(every or 0, 'step')} and at the end" if often else "at the end"
+    noun = "document" if recipe.sample_tokens is None else "pair" if recipe.pairs else "sample"
+    return [f"        {counted(number, noun)} held out: validation {when}"]
+
+
+def late_validation(recipe: Recipe, every: int | None, total_steps: int) -> str | None:
+    """A warning where a run is too short for the validations at intervals that the recipe wants."""
+    stops = recipe.evaluate.early_stopping_patience is not None
+    if every is None or every + stops <= total_steps:
+        return None
+    key = "evaluate.eval_steps" if recipe.evaluate.eval_steps else "evaluate.evals_per_epoch"
+    found = f"`{key}` means every {counted(every, 'step')}, and the run has {total_steps:,}: validation only at the end"
+    more, sooner = "; it cannot stop early" * stops, max(total_steps // 4, 1)
+    return f"warning[DATA019]: {found}{more}\nfix:   evaluate.eval_steps={sooner}"
 
 
 def _steps(windows: Windows | Packs, batch: int) -> int:
