@@ -19,12 +19,13 @@ MANY_EPOCHS, FEW_RECORDS = 10, 10_000
 _MULTIPLE = 8
 
 
-def epoch(windows: Windows | Packs, batch: int, total_steps: int) -> str:
-    """``105 samples -> 22 windows of 2,048 -> 6 steps an epoch``, and how often the run reads them."""
+def epoch(windows: Windows | Packs, batch: int, total_steps: int, read_samples: int) -> str:
+    """``105 samples -> 22 windows of 2,048 -> 6 steps an epoch``, and how often the run, which reads so many of these
+    windows, reads each."""
     steps, number = _steps(windows, batch), windows.store.split.records
     noun = ("pair" if windows.store.split.pairs else "sample") if _packed(windows) else "document"
     made = f"{counted(len(windows), 'window')} of {windows.seq_len:,} tokens -> {counted(steps, 'step')} an epoch"
-    epochs = total_steps / steps
+    epochs = read_samples / len(windows)
     share = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
     read = f"{counted(total_steps, 'step')} {'is' if total_steps == 1 else 'are'} {share} epoch{'s' * (epochs != 1)}"
     return f"data    {counted(number, noun)} -> {made} (global batch {batch:,}); {read}"
@@ -56,9 +57,9 @@ def few_steps(windows: Windows | Packs, batch: int, dp: int, total_steps: int, t
     return f"warning[DATA017]: {found}\nfix:   {', or '.join(choices)}"
 
 
-def many_epochs(windows: Windows | Packs, batch: int, total_steps: int) -> str | None:
+def many_epochs(windows: Windows | Packs, read_samples: int) -> str | None:
     """A warning where few records are read many times."""
-    records, epochs = windows.store.split.records, total_steps / _steps(windows, batch)
+    records, epochs = windows.store.split.records, read_samples / len(windows)
     if not _packed(windows) or epochs <= MANY_EPOCHS or records >= FEW_RECORDS:
         return None
     found = f"{counted(records, 'record')} are read {epochs:,.0f} times: after a few times a model knows them by heart"

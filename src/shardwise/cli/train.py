@@ -251,7 +251,7 @@ def _prepare(
     """Tokenise before the ranks are started: if rank 0 did it, the others would time out. Returns the recipe with the
     length, and both with the batch (``planned`` again, unless None), that suit the data, where the recipe sets none."""
     from shardwise.cli.data import stages
-    from shardwise.data.epochs import check_held_out, check_size, interval, max_steps, settled
+    from shardwise.data.epochs import check_held_out, check_size, interval, max_steps, samples_of_epochs, settled
     from shardwise.data.pack import open_windows
     from shardwise.data.portions import open_data
 
@@ -270,12 +270,13 @@ def _prepare(
     if batch != first.batch.global_batch_size(first.layout.dp):
         say(f"batch   {batch:,}: {finetune.why_batch(len(windows))}", *render.summary(plan)[1:])
     total = max_steps(recipe, windows, batch)
+    read = min(total * batch, samples_of_epochs(windows, recipe.train.num_epochs) or total * batch)
     every = interval(recipe.evaluate.eval_steps, recipe.evaluate.evals_per_epoch, windows, batch)
     held_out = validated(recipe, prepared, every, total)
-    say(epoch(windows, batch, total), *held_out, *report(prepared.manifest.counts))
+    say(epoch(windows, batch, total, read), *held_out, *report(prepared.manifest.counts))
     few = few_steps(windows, batch, plan.layout.dp, total, recipe.train)
     late = late_validation(recipe, every, total) if held_out else unheld
-    for warning in filter(None, (few, many_epochs(windows, batch, total), late)):
+    for warning in filter(None, (few, many_epochs(windows, read), late)):
         note(warning)
     return recipe, plan
 

@@ -80,6 +80,10 @@ def _check_packs(windows: Packs, global_batch_size: int, repeat: bool, more: str
 
 
 def steps_per_epochs(windows: Windows | Packs, global_batch_size: int, epochs: float) -> int:
-    """Optimizer steps in which every window has been read ``epochs`` times; the last step is filled from the next
-    epoch."""
-    return max(1, -(-int(len(windows) * epochs) // global_batch_size))
+    """Optimizer steps in which every window has been read ``epochs`` times; the last one may read fewer than others."""
+    return -(-(samples_of_epochs(windows, epochs) or 1) // global_batch_size)
+
+
+def samples_of_epochs(windows: Windows | Packs, epochs: float | None) -> int | None:
+    """The windows that are read in so many epochs, at least one; None without a number of epochs."""
+    return None if epochs is None else max(1, round(len(windows) * epochs))

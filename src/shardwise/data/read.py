@@ -14,8 +14,6 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from shardwise.data.faults import FAULT_KEY, LINE, UTF16, Fault, Faults, not_unicode, not_utf8
 from shardwise.data.source import Source, Sources, reading, unit_hash
 from shardwise.errors import DataError, Problem
@@ -24,7 +22,7 @@ from shardwise.spec.units import typed
 
 UNIT_BYTES = 2 * 2**20
 LINE_BYTES = 64 * 2**20
-EXACT_BYTES = 2**32
+EXACT_BYTES = 2**30
 """Of jsonl of at most so many bytes the documents are counted before some are held out."""
 _PIECE_BYTES = 2**18
 _BOM = b"\xef\xbb\xbf"
@@ -108,10 +106,10 @@ def exactly(sources: Sources, least: int) -> Sources:
     if not sources.share or not lines or sum(source.stop for source in lines) > EXACT_BYTES:
         return sources
     names = (f"{source.name}:{offset}" for source in lines for offset in counted(source))
-    hashes = np.sort(np.fromiter(map(unit_hash, names), np.float64))
+    hashes = sorted(map(unit_hash, names))
     number = max(round(sources.share * len(hashes)), min(least, max(len(hashes) // 4, 1)))
     if number < len(hashes):
-        return replace(sources, share=float(hashes[number]))
+        return replace(sources, share=hashes[number])
     return replace(sources, share=0.0, validation=tuple(each for each in sources.validation if each.kind != "jsonl"))
 
 

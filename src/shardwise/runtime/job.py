@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import shardwise
 from shardwise.data import tokens
-from shardwise.data.epochs import check_held_out, check_size, interval, max_steps, settled
+from shardwise.data.epochs import check_held_out, check_size, interval, max_steps, samples_of_epochs, settled
 from shardwise.data.order import Order
 from shardwise.data.pack import Packs, Windows, open_windows
 from shardwise.data.portions import Portions, open_data
@@ -99,6 +99,16 @@ class Job:
         if limit is not None:
             rows = limit * batch.micro_batch_size * self.plan.layout.dp
         return range(0) if windows is None else range(min(rows, len(windows)))
+
+    @property
+    def step_room(self) -> int:
+        """The tokens of a step, padding among them."""
+        return self.plan.batch.global_batch_size(self.plan.layout.dp) * self.plan.batch.seq_len
+
+    @property
+    def end(self) -> int | None:
+        """How many samples the run reads, where its epochs set that."""
+        return samples_of_epochs(self.windows, self.recipe.train.num_epochs)
 
     @property
     def order(self) -> Order | Portions:
