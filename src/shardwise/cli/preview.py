@@ -12,6 +12,7 @@ from typer import Option
 from shardwise.cli.options import Common, DataWords, recipe_or_quickstart, sort_words
 from shardwise.cli.show import coloured, note, print_json, say, visible
 from shardwise.data import tokens
+from shardwise.data.source import taken_and_left_out
 from shardwise.models.resolve import data_of
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Recipe
@@ -25,6 +26,8 @@ _BAR_WIDTH = 32
 LEFT_OUT = {
     "divided": "extra samples: the template renders earlier messages differently once others follow",
     "truncated": "samples cut off at train.seq_len",
+    "cut_tokens": "tokens lost by that",
+    "cut_answers": "answers that lost their end, so that the model learns to stop in the middle or not at all",
     "dropped": "samples left out: longer than train.seq_len, or with nothing to train on before it",
     "bad": "bad records left out (data.on_bad_sample: skip)",
     "disarmed": "strings of special tokens in the data, encoded as plain text",
@@ -77,7 +80,8 @@ def run(options: Options) -> None:
         name = f"pair {index // 2}, {('chosen', 'rejected')[index % 2]}" if store.split.pairs else f"sample {index}"
         say(f"{name}, {int(store.lengths()[index]):,} tokens")
         say("".join(mark(visible(text)) if learnt else visible(text) for text, learnt in sample) + "\n")
-    say("\n".join(table(facts)))
+    files = taken_and_left_out(recipe.data.path, recipe.sample_tokens is not None)
+    say("\n".join([*(f"{'files':<11} {line}" for line in files), *table(facts)]))
 
 
 def mark(text: str) -> str:

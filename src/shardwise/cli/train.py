@@ -22,6 +22,7 @@ from shardwise.cli.options import Words, recipe_or_quickstart, sort_words
 from shardwise.cli.preview import report
 from shardwise.cli.show import note, outlive_output, output_to_stderr, print_error, print_json, say
 from shardwise.cli.work import work
+from shardwise.data.source import taken_and_left_out
 from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import OutputError, PreemptedError, TrainingError, UnavailableError
 from shardwise.launch import local, nodes, rundir
@@ -273,7 +274,13 @@ def _prepare(
     read = min(total * batch, samples_of_epochs(windows, recipe.train.num_epochs) or total * batch)
     every = interval(recipe.evaluate.eval_steps, recipe.evaluate.evals_per_epoch, windows, batch)
     held_out = validated(recipe, prepared, every, total)
-    say(epoch(windows, batch, total, read), *held_out, *report(prepared.manifest.counts))
+    files = taken_and_left_out(recipe.data.path, recipe.sample_tokens is not None)
+    say(
+        epoch(windows, batch, total, read),
+        *(f"        {line}" for line in files),
+        *held_out,
+        *report(prepared.manifest.counts),
+    )
     few = few_steps(windows, batch, plan.layout.dp, total, recipe.train)
     late = late_validation(recipe, every, total) if held_out else unheld
     for warning in filter(None, (few, many_epochs(windows, read), late)):
