@@ -40,8 +40,8 @@ def talks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def tune(name: str, steps: int, lora: Lora | None = None) -> None:
-    """In this process. The tests of the runtime have more ranks."""
+def tuned(name: str, steps: int, lora: Lora | None = None) -> Recipe:
+    """The recipe of a run on the conversations."""
     sections: dict[str, dict[str, Any]] = {
         "run": {"name": name, "device": "cpu", "timeout_s": 60.0},
         "model": {"path": "model"},
@@ -51,7 +51,12 @@ def tune(name: str, steps: int, lora: Lora | None = None) -> None:
         "optim": {"learning_rate": 1e-2, "schedule": "constant"},
         "lora": {"rank": lora.rank if lora else None},
     }
-    train(Recipe.model_validate(sections), Plan(batch=Batch(4, 1, 128), lora=lora))
+    return Recipe.model_validate(sections)
+
+
+def tune(name: str, steps: int, lora: Lora | None = None) -> None:
+    """In this process. The tests of the runtime have more ranks."""
+    train(tuned(name, steps, lora), Plan(batch=Batch(4, 1, 128), lora=lora))
 
 
 @pytest.mark.prove
@@ -77,6 +82,34 @@ def test_a_tiny_model_learns_the_style(talks: list[str], capsys: pytest.CaptureF
             eos_token_id=theirs.eos_token_id,
         )
     assert said == theirs.decode(written[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+
+def test_epochs_are_samples_and_tokens_are_no_padding(talks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Three epochs of the conversations, one a window: what is read, and trained on, is what transformers encodes."""
+    recipe = tuned("counted", 1)
+    few = recipe.train.model_copy(update={"max_steps": None, "num_epochs": 3.0, "seq_len": 256})
+    data = recipe.data.model_copy(update={"packing": False, "too_long": "error"})
+    report = train(recipe.model_copy(update={"train": few, "data": data}), Plan(batch=Batch(8, 1, 256)))
+    lines = [json.loads(line) for line in Path("runs/counted/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))  # 60 samples, 8 a step, of which the last has 4
+    theirs = AutoTokenizer.from_pretrained("runs/counted/tokenizer")
+    read = supervised = 0
+    for line in talks:
+        found = json.loads(line)["messages"]
+        ids = [theirs.apply_chat_template(found[:k], return_dict=False) for k in range(1, len(found) + 1)]
+        read += len(ids[-1])
+        for k in (k for k, message in enumerate(found) if message["role"] == "assistant"):
+            asked = theirs.apply_chat_template(found[:k], add_generation_prompt=True, return_dict=False)
+            supervised += len(ids[k]) - len(asked) - 1  # all but the line end after it
+    shown = {key: sum(line[key] for line in lines) for key in ("read_tokens", "supervised_tokens")}
+    assert shown == {"read_tokens": 3 * read, "supervised_tokens": 3 * supervised}
+    assert lines[-1]["tokens"] == 3 * read == report.tokens
+    for line in lines:
+        assert line["padding"] == pytest.approx(1 - line["read_tokens"] / 2048, abs=1e-4)
+        assert line["tokens_per_s"] == pytest.approx(line["read_tokens"] / line["seconds"], rel=1e-2)
+    room = 8 * 2048 - 3 * read
+    said = f"8 steps, {3 * read:,} tokens ({3 * supervised:,} supervised, {room:,} more of padding) in "
+    assert said in Path("runs/counted/report.md").read_text()
 
 
 def test_adapters_answer_and_are_exported(talks: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def test_a_batch_that_is_written_stays_and_is_refused_where_the_data_do_not_fill
 
 
 def test_what_is_planned_of_prepared_data_is_what_is_trained(run: Run) -> None:
-    """Where they are not prepared yet, the plan says that the batch depends on them."""
+    """Where they are not prepared yet, the plan goes by their records and their size."""
     words = [*run.words, *OPEN]  # type: ignore[attr-defined]
 
     def planned() -> tuple[int, str]:
@@ -164,7 +164,7 @@ def test_what_is_planned_of_prepared_data_is_what_is_trained(run: Run) -> None:
     before = planned()
     run("--num-epochs", "3", *OPEN)
     plan = load_plan("runs/quickstart-1/plan.yaml")
-    assert before == (32, "assumed: at most 32 sequences, and an eighth of an epoch")
+    assert before[0] < 32 and before[1].startswith("assumed: at most 32 sequences, and an eighth of the ")
     assert planned() == (plan.batch.global_batch_size(1), plan.why["batch.global_batch_size"])
 
 
@@ -176,3 +176,26 @@ def test_more_than_ten_epochs_of_few_records_are_warned_of(run: Run) -> None:
 def test_no_advice_asks_for_as_many_epochs_as_are_warned_of(run: Run) -> None:
     _, err = run("train.global_batch_size=20", "train.max_steps=null")
     assert "DATA017" in err and "train.num_epochs" not in err
+
+
+def test_what_is_held_out_is_told(run: Run) -> None:
+    out, err = run("data.validation_share=0.1", "train.max_steps=30")
+    assert "\n        10 samples held out: validation at the end\n" in out and "DATA019" not in err
+    judged = ("checkpoint.keep_best=true", "evaluate.early_stopping_patience=2", "evaluate.eval_steps=5")
+    out, err = run("data.validation_share=0.01", "train.max_steps=30", *judged)  # a share of which 1 is, and a batch 4
+    assert "\n        4 samples held out: validation every 5 steps and at the end\n" in out and "DATA019" not in err
+
+
+def test_validation_that_does_not_come_is_warned_of_or_refused(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("one.jsonl").write_text(Path("talks.jsonl").read_text().splitlines()[0])
+    one = ("data.path=one.jsonl", "data.validation_share=0.05", "data.repeat=true", "train.max_steps=20")
+    out, err = run(*one)
+    assert "warning[DATA019]: no record is held out of 1: there is no validation\n" in err and "held out" not in out
+    words = ["evaluate.eval_steps=5", "checkpoint.keep_best=true"]
+    assert main(["train", *run.words, *one, *words]) == 65  # type: ignore[attr-defined]
+    said = capfd.readouterr().err
+    assert "error[DATA019]: no record is held out of 1, and `checkpoint.keep_best` needs validation\n" in said
+    late = ("data.validation_share=0.1", "train.max_steps=20", "evaluate.eval_steps=50")
+    out, err = run(*late, "evaluate.early_stopping_patience=1")
+    found = "`evaluate.eval_steps` means every 50 steps, and the run has 20: validation only at the end"
+    assert f"warning[DATA019]: {found}; it cannot stop early\nfix:   evaluate.eval_steps=5\n" in err

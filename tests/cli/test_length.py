@@ -17,6 +17,7 @@ from shardwise.cli import work
 from shardwise.cli.app import main
 from shardwise.cli.decide import cluster_of_ranks, with_history
 from shardwise.cli.length import Asked, length_lines, run_length, show_duration
+from shardwise.data import rough
 from shardwise.data.prepare import already_prepared, prepare
 from shardwise.launch.worker import state_directory
 from shardwise.models.config import ModelSpec, parameter_count
@@ -71,7 +72,7 @@ def test_the_lines() -> None:
     assert length_lines(cheap)[0].startswith("all epochs: 2,385 steps, 10.0 B tokens, 3 h 12 min (")
     assert length_lines(cheap)[0].endswith(", 0.020 GPU-hours, $0.05 at $2.5 a GPU-hour")
     unknown = length_lines(Length("unknown", 239, 10**9))
-    assert unknown == ["1.0 B tokens (the run's own length is known once its data are prepared): 239 steps"]
+    assert unknown == ["the length is not known before the data are prepared; 1.0 B tokens would be: 239 steps"]
     assert length_lines(Length("the default", 1000, 2_000_000)) == ["1,000 steps (the default): 2.0 M tokens"]
 
 
@@ -117,6 +118,7 @@ def test_the_same_for_tokens_as_an_object(shardwise: Run) -> None:
         "dollars_per_gpu_hour": 2.0,
         "dollars": pytest.approx(977 * 2 * 8 / 3600 * 2),
         "reference_s": None,
+        "records": None,
     }
 
 
@@ -177,8 +179,9 @@ def test_epochs_are_known_once_the_data_are_prepared(tmp_path: Path, monkeypatch
     def length(*more: str) -> Length:
         return run_length(load_recipe(None, [*words, *more]), LLAMA, plan, cluster, Asked())
 
-    unknown = length("train.num_epochs=2")
-    assert (unknown.set_by, unknown.steps) == ("unknown", 7_812_500)  # 10^9 / (4 x 32)
+    about = length("train.num_epochs=2")
+    assert (about.set_by, about.records) == ("counted", 1)  # 81,000 bytes but for 5 % are 601 windows of 32 tokens
+    assert about.steps == -(-2 * 601 // 4)
     assert length("train.num_epochs=2", "train.max_steps=5").set_by == "train.max_steps"
     assert not Path("cache").exists(), "planning prepares nothing"
     prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
@@ -189,9 +192,28 @@ def test_epochs_are_known_once_the_data_are_prepared(tmp_path: Path, monkeypatch
     assert length("train.num_epochs=2", "train.max_steps=5").steps == 5
     assert (length().set_by, length().steps) == ("the default", 1000)
     Path("text.txt").write_text("another text\n" * 3000)
-    assert length("train.num_epochs=2").set_by == "unknown"
+    assert length("train.num_epochs=2").set_by == "counted"
     Path("text.txt").unlink()  # `train` says what is wrong
-    assert length("train.num_epochs=2").set_by == "unknown"
+    unknown = length("train.num_epochs=2")
+    assert (unknown.set_by, unknown.steps) == ("unknown", 7_812_500)  # 10^9 / (4 x 32)
+
+
+def test_a_plan_counts_the_records_of_data_that_are_not_prepared(
+    shardwise: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 1913}]})
+    Path("talks.jsonl").write_text(f"{turn}\n" * 60)  # of 2,000 bytes each: 500 tokens, 57 of them train 14 windows
+    words = ["method=sft", "data.path=talks.jsonl", "train.seq_len=2048", "train.max_steps=null"]
+    words += ["data.tokenizer.path=none", "data.chat_template=zephyr", "train.global_batch_size=null"]
+    code, out, _ = shardwise("plan", *words, "--cluster", "1xH100")
+    assert code == 0 and len(turn) + 1 == 2000
+    said = (
+        "about all epochs (57 records counted, 4 bytes a token; the data are not prepared): 42 steps, 86,016 tokens, "
+    )
+    assert said in out, out
+    monkeypatch.setattr(rough, "SAMPLE_BYTES", 20_000)
+    assert rough.roughly(load_recipe(None, words)) == rough.Rough(57, 14)
+    assert rough.roughly(load_recipe(None, [*words, "data.path=s3://bucket/talks.jsonl"])) is None
 
 
 def test_other_formats_are_not_converted_to_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

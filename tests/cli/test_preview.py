@@ -40,15 +40,38 @@ def test_it_shows_what_is_learnt_and_how_much(recipe: Path, capsys: pytest.Captu
     assert sum(count for _, count in told["histogram"]) == 2
     assert told["supervised_share"] == told["supervised_tokens"] / told["tokens"]
     assert told["filled"] == told["tokens"] / 128
-    assert told["counts"] == {"truncated": 1, "disarmed": 1}
+    lost = told["counts"]["cut_tokens"]
+    assert told["counts"] == {"truncated": 1, "cut_tokens": lost, "cut_answers": 1, "disarmed": 1} and lost > 50
     for line in (
         f"samples     2, {told['tokens']} tokens",
         f"supervised  {told['supervised_tokens']} tokens, {told['supervised_share']:.1%}",
         f"windows     2, {told['filled']:.1%} filled",
         "truncated   1 samples cut off at train.seq_len",
+        f"cut_tokens  {lost} tokens lost by that",
+        "cut_answers 1 answers that lost their end, ",
         "disarmed    1 strings of special tokens in the data, encoded as plain text",
     ):
         assert line in out
+
+
+def test_it_tells_which_files_of_a_directory_are_read(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = recipe.parent / "talks"
+    directory.mkdir()
+    (recipe.parent / "talks.jsonl").rename(directory / "talks.jsonl")
+    for name in ("readme.md", "picture.png", "other.PNG", "LICENSE"):
+        (directory / name).write_bytes(b"\x89PNG")
+    assert main(["data", "preview", str(recipe), f"data.path={directory}"]) == 0
+    said = f"files       {directory}: 1 .jsonl; left out: 1 .md, 2 .png, 1 no suffix\n"
+    assert said in capsys.readouterr().out
+
+
+def test_it_tells_how_many_are_held_out(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data", "preview", str(recipe), "data.validation_share=0.1"]
+    assert main(words) == 0
+    assert "\nheld out    1 record, for validation\n" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["samples_in_all"], told["held_out"]) == (1, 1)
 
 
 def test_prepare_tells_the_share_learnt(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,9 +147,9 @@ def test_too_long_together(pairs: Pairs) -> None:
     lengths = whole.lengths().tolist()
     cut = pairs([long, {"prompt": "alpha ", "chosen": "mu", "rejected": "eta"}], seq_len=64)
     assert lengths[0] > 64 and cut.train.lengths().tolist() == [64 - lengths[1], *lengths[1:]]
-    assert cut.manifest.counts == {"truncated": 1}
+    assert cut.manifest.counts["truncated"] == 1
     both = pairs([{**long, "rejected": "gamma " * 60}], seq_len=64)
-    assert both.train.lengths().tolist() == [32, 32] and both.manifest.counts == {"truncated": 2}
+    assert both.train.lengths().tolist() == [32, 32] and both.manifest.counts["truncated"] == 2
     shared = {"prompt": "alpha " * 60, "chosen": "mu", "rejected": "eta"}
     assert pairs([shared, many(1)[0]], seq_len=64).manifest.counts == {"dropped": 1}
     assert pairs([long, many(1)[0]], seq_len=64, too_long="drop").manifest.counts == {"dropped": 1}

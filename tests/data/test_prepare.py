@@ -86,8 +86,41 @@ def test_jsonl_documents_are_held_out_one_by_one(tmp_path: Path, settings: Make)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": prose(3, i)}) + "\n" for i in range(1000)))
     prepared = prepare(settings(tmp_path / "a.jsonl", validation_share=0.1))
     assert prepared.validation is not None
-    assert 60 < prepared.validation.split.documents < 140
-    assert prepared.train.split.documents + prepared.validation.split.documents == 1000
+    assert (prepared.train.split.documents, prepared.validation.split.documents) == (900, 100)
+
+
+@pytest.mark.parametrize(
+    ("number", "share", "least", "held_out"),
+    [(60, 0.1, 1, 6), (40, 0.05, 1, 2), (7, 0.05, 1, 1), (2, 0.05, 1, 1), (40, 0.05, 8, 8), (12, 0.05, 8, 3)],
+)
+def test_the_share_held_out_is_exact_to_one_document(
+    number: int, share: float, least: int, held_out: int, tmp_path: Path, settings: Make
+) -> None:
+    """Over two files, with empty lines between; the same ones as with other numbers of processes."""
+    for name, first in (("a", 0), ("b", number // 3)):
+        texts = [
+            json.dumps({"text": f"{prose(3, i)} {i}"}) for i in range(first, number // 3 if name == "a" else number)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n\n".join(texts))
+    given = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    prepared = prepare(settings(given, validation_share=share, validation_records=least))
+    assert prepared.validation is not None
+    assert (prepared.train.split.documents, prepared.validation.split.documents) == (number - held_out, held_out)
+
+
+def test_of_one_document_nothing_is_held_out(tmp_path: Path, settings: Make) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "alpha beta"}\n')
+    prepared = prepare(settings(tmp_path / "a.jsonl"))
+    assert prepared.validation is None and prepared.train.split.documents == 1
+
+
+def test_more_than_can_be_counted_is_divided_by_hash(
+    tmp_path: Path, settings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "EXACT_BYTES", 1000)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": prose(3, i)}) + "\n" for i in range(1000)))
+    prepared = prepare(settings(tmp_path / "a.jsonl", validation_share=0.1))
+    assert prepared.validation is not None and 60 < prepared.validation.split.documents < 140
 
 
 def test_a_path_of_its_own_for_validation(corpus: Path, tmp_path: Path, settings: Make) -> None:

@@ -202,7 +202,10 @@ def test_one_bad_line_in_many(sft: Callable[..., Prepared], tmp_path: Path, monk
 def test_what_is_too_long(sft: Callable[..., Prepared]) -> None:
     records = [talk(1, words=3), talk(2, words=200), {"prompt": "alpha " * 200, "completion": "beta"}]
     cut = sft(records, seq_len=64)
-    assert cut.manifest.counts == {"truncated": 1, "dropped": 1} and cut.train.split.documents == 2
+    whole = sft(records[1:2], seq_len=1024).train.split
+    lost = whole.tokens - 64
+    assert cut.manifest.counts == {"truncated": 1, "dropped": 1, "cut_tokens": lost, "cut_answers": 1}
+    assert cut.train.split.documents == 2
     assert sorted(cut.train.lengths().tolist())[1] == 64
     dropped = sft(records, seq_len=64, too_long="drop")
     assert dropped.manifest.counts == {"dropped": 2} and dropped.train.split.documents == 1

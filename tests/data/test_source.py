@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.data.faults import Faults
 from shardwise.data.read import pieces, units
-from shardwise.data.source import Source, divide, find, mix, reading, unit_hash
+from shardwise.data.source import Source, divide, find, mix, reading, taken_and_left_out, unit_hash
 from shardwise.errors import DataError, MissingInputError, ShardwiseError
 
 
@@ -29,6 +29,21 @@ def test_directories_are_walked_in_order_without_hidden_files(corpus: Path) -> N
     (corpus / ".hidden").write_text("x")
     found = names(find(str(corpus)))
     assert found == [*sorted(f"{i}.md" for i in range(0, 12, 2)), *sorted(f"inner/{i}.txt" for i in range(1, 12, 2))]
+
+
+def test_of_a_directory_what_is_no_data_is_left_out_and_told(corpus: Path) -> None:
+    for name in ("picture.png", "inner/weights.pt"):
+        (corpus / name).write_bytes(b"\x89PNG")
+    found = find(str(corpus))
+    assert len(found) == 12 and {source.path.suffix for source in found} == {".md", ".txt"}
+    assert taken_and_left_out(str(corpus), False) == [f"{corpus}: 6 .md, 6 .txt; left out: 1 .png, 1 .pt"]
+    (corpus / "a.jsonl.gz").write_bytes(b"")
+    (corpus / "b.json").write_text("[]")
+    assert names(find(str(corpus))) == ["a.jsonl.gz"] and names(find(str(corpus), True)) == ["a.jsonl.gz", "b.json"]
+    told = [f"{corpus}: 1 .json, 1 .jsonl; left out: 6 .md, 1 .png, 1 .pt, 6 .txt"]
+    assert taken_and_left_out([str(corpus)], True) == told
+    assert taken_and_left_out(str(corpus / "inner"), False)[0].endswith("left out: 1 .pt")
+    assert taken_and_left_out(["stdlib", str(corpus / "b.json")], True) == []
 
 
 def test_globs_files_and_lists_name_each_file_once(corpus: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ from shardwise.data.order import Order
 from shardwise.data.pack import Windows
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared
-from shardwise.data.stream import Share, evaluation, stream
+from shardwise.data.stream import Share, evaluation, read_step, stream
 from shardwise.errors import DataError
 from shardwise.spec.recipe import Data
 from shardwise.spec.rows import RowShare
@@ -80,6 +81,38 @@ def test_an_error_of_the_reading_thread_is_the_callers(windows: Windows) -> None
     shard.write_bytes(b"\xff" * shard.stat().st_size)
     with pytest.raises(DataError, match=r"DATA009.*tokens-00000.bin: id 65535 at token \d[\d,]* >= vocab 300"):
         list(islice(stream(broken, Order(len(broken)), Share(0, 1, 2)), 2))
+
+
+@pytest.mark.parametrize(("dp", "micro", "accumulation"), [(1, 4, 2), (2, 2, 2), (4, 1, 2), (8, 1, 1)])
+def test_epochs_end_at_a_sample(windows: Windows, dp: int, micro: int, accumulation: int) -> None:
+    """Of three epochs each window is read three times, and the last step is filled up with padding."""
+    windows = Windows(windows.store, 40)
+    end = 3 * len(windows)
+    assert end % 8
+    order, steps = Order(len(windows), seed=4), -(-end // 8)
+    ranks = [
+        list(islice(stream(windows, order, Share(rank, dp, micro, accumulation), end=end), steps)) for rank in range(dp)
+    ]
+    read = Counter(number for rank in ranks for step in rank for number in step.sample_ids)
+    assert set(read.values()) == {3} and len(read) == len(windows)
+    assert {rank[-1].cursor for rank in ranks} == {end} and {rank[-2].cursor for rank in ranks} == {8 * (steps - 1)}
+    labels = torch.cat([micro.labels for rank in ranks for micro in rank[-1].micro_batches])
+    assert len(labels) == 8 and (labels[end - 8 * (steps - 1) :] == -100).all()
+    whole = [windows[number] for number in range(len(windows))]
+    assert sum(step.read for rank in ranks for step in rank) == 3 * windows.store.tokens
+    supervised = 3 * sum(int((sample.labels != -100).sum()) for sample in whole)
+    assert sum(step.supervised for rank in ranks for step in rank) == supervised
+    assert sum(step.terms for rank in ranks for step in rank) == supervised
+
+
+def test_tokens_of_rows_that_ranks_share_are_counted_once(windows: Windows) -> None:
+    order, end = Order(len(windows), seed=4), len(windows)
+    cursor = end - 3
+    whole = read_step(windows, order, Share(0, 1, 4), cursor, end)
+    assert len(whole.sample_ids) == 3
+    parts = [read_step(windows, order, Share(0, 1, 4, row=RowShare(2, 2, index)), cursor, end) for index in range(4)]
+    for counted in ("read", "supervised", "terms"):
+        assert sum(getattr(part, counted) for part in parts) == getattr(whole, counted) > 0
 
 
 @pytest.mark.parametrize("mask_documents", [True, False])

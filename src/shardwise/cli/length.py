@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from shardwise.data.rough import TOKEN_BYTES, roughly
 from shardwise.errors import ShardwiseError
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import data_of
@@ -24,7 +25,8 @@ HEADS: dict[SetBy, str] = {
     "train.max_steps": "{steps} (train.max_steps)",
     "train.num_epochs": "all epochs",
     "the default": "{steps} (the default)",
-    "unknown": "{tokens} (the run's own length is known once its data are prepared)",
+    "counted": "about all epochs ({records} counted, {bytes} bytes a token; the data are not prepared)",
+    "unknown": "the length is not known before the data are prepared; {tokens} would be",
 }
 """What the rest is told for, by what sets the length."""
 
@@ -53,6 +55,12 @@ def _of_steps(recipe: Recipe, plan: Plan, cluster: Cluster, asked: Asked) -> Len
     if by_epochs and (steps := _steps_of_epochs(recipe, plan)) is not None:
         set_by: SetBy = "train.max_steps" if steps == train.max_steps else "train.num_epochs"
         return length_of(plan, cluster, set_by, steps, price=price)
+    rough = roughly(recipe) if by_epochs else None
+    if rough is not None:
+        samples = rough.windows * (finetune.with_epochs(recipe, rough.records).train.num_epochs or 1)
+        steps = -(-max(round(samples), 1) // plan.batch.global_batch_size(plan.layout.dp))
+        if steps < (train.max_steps or steps + 1):
+            return replace(length_of(plan, cluster, "counted", steps, price=price), records=rough.records)
     if by_epochs and not train.max_steps:
         return length_of(plan, cluster, "unknown", None, PER_TOKENS, price)
     set_by = "train.max_steps" if train.max_steps else "the default"
@@ -62,8 +70,9 @@ def _of_steps(recipe: Recipe, plan: Plan, cluster: Cluster, asked: Asked) -> Len
 def length_lines(length: Length) -> list[str]:
     """``10.0 B tokens: 2,385 steps, 3 h 12 min (2 h 50 min to 3 h 40 min), 25.6 GPU-hours, $64 at $2.5 a GPU-hour``."""
     steps, tokens = counted(length.steps, "step"), f"{show_count(length.tokens)} tokens"
-    head = HEADS[length.set_by].format(steps=steps, tokens=tokens)
-    parts = [part for part in (steps, tokens) if not head.startswith(part)]
+    records = counted(length.records or 0, "record")
+    head = HEADS[length.set_by].format(steps=steps, tokens=tokens, records=records, bytes=TOKEN_BYTES)
+    parts = [part for part in (steps, tokens) if part not in head]
     if length.seconds is not None:
         parts.append(show_duration(length.seconds))
     if length.low_s and length.high_s:
@@ -100,10 +109,15 @@ def known_windows(recipe: Recipe) -> Windows | Packs | None:
     return None
 
 
-def known_count(recipe: Recipe) -> int | None:
-    """Return how many windows there are, where that matters for the batch."""
-    windows = known_windows(recipe) if finetune.batch_is_open(recipe) else None
-    return None if windows is None else len(windows)
+def known_count(recipe: Recipe, about: bool = False) -> int | None:
+    """Return how many windows there are, where that matters for the batch; of data that are not prepared, if
+    ``about`` how many will do."""
+    if not finetune.batch_is_open(recipe):
+        return None
+    if (windows := known_windows(recipe)) is not None:
+        return len(windows)
+    rough = roughly(recipe) if about else None
+    return None if rough is None else rough.windows
 
 
 def _steps_of_epochs(recipe: Recipe, plan: Plan) -> int | None:

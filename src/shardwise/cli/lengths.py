@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.spec.recipe import Train
+from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import counted
 
 if TYPE_CHECKING:
     from shardwise.data.pack import Packs, Windows
+    from shardwise.data.store import Prepared
 
 FEW_STEPS = 20
 """An epoch of fewer steps gets a warning: it updates the weights only a few times."""
@@ -18,12 +19,13 @@ MANY_EPOCHS, FEW_RECORDS = 10, 10_000
 _MULTIPLE = 8
 
 
-def epoch(windows: Windows | Packs, batch: int, total_steps: int) -> str:
-    """``105 samples -> 22 windows of 2,048 -> 6 steps an epoch``, and how often the run reads them."""
+def epoch(windows: Windows | Packs, batch: int, total_steps: int, read_samples: int) -> str:
+    """``105 samples -> 22 windows of 2,048 -> 6 steps an epoch``, and how often the run, which reads so many of these
+    windows, reads each."""
     steps, number = _steps(windows, batch), windows.store.split.records
     noun = ("pair" if windows.store.split.pairs else "sample") if _packed(windows) else "document"
     made = f"{counted(len(windows), 'window')} of {windows.seq_len:,} tokens -> {counted(steps, 'step')} an epoch"
-    epochs = total_steps / steps
+    epochs = read_samples / len(windows)
     share = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
     read = f"{counted(total_steps, 'step')} {'is' if total_steps == 1 else 'are'} {share} epoch{'s' * (epochs != 1)}"
     return f"data    {counted(number, noun)} -> {made} (global batch {batch:,}); {read}"
@@ -55,13 +57,34 @@ def few_steps(windows: Windows | Packs, batch: int, dp: int, total_steps: int, t
     return f"warning[DATA017]: {found}\nfix:   {', or '.join(choices)}"
 
 
-def many_epochs(windows: Windows | Packs, batch: int, total_steps: int) -> str | None:
+def many_epochs(windows: Windows | Packs, read_samples: int) -> str | None:
     """A warning where few records are read many times."""
-    records, epochs = windows.store.split.records, total_steps / _steps(windows, batch)
+    records, epochs = windows.store.split.records, read_samples / len(windows)
     if not _packed(windows) or epochs <= MANY_EPOCHS or records >= FEW_RECORDS:
         return None
     found = f"{counted(records, 'record')} are read {epochs:,.0f} times: after a few times a model knows them by heart"
     return f"warning[DATA018]: {found}\nfix:   train.num_epochs=3, or more data"
+
+
+def validated(recipe: Recipe, prepared: Prepared, every: int | None, total_steps: int) -> list[str]:
+    """How many records are held out and when they are read."""
+    if prepared.validation is None:
+        return []
+    number, often = prepared.validation.split.records, every is not None and every < total_steps
+    when = f"every {counted(every or 0, 'step')} and at the end" if often else "at the end"
+    noun = "document" if recipe.sample_tokens is None else "pair" if recipe.pairs else "sample"
+    return [f"        {counted(number, noun)} held out: validation {when}"]
+
+
+def late_validation(recipe: Recipe, every: int | None, total_steps: int) -> str | None:
+    """A warning where a run is too short for the validations at intervals that the recipe wants."""
+    stops = recipe.evaluate.early_stopping_patience is not None
+    if every is None or every + stops <= total_steps:
+        return None
+    key = "evaluate.eval_steps" if recipe.evaluate.eval_steps else "evaluate.evals_per_epoch"
+    found = f"`{key}` means every {counted(every, 'step')}, and the run has {total_steps:,}: validation only at the end"
+    more, sooner = "; it cannot stop early" * stops, max(total_steps // 4, 1)
+    return f"warning[DATA019]: {found}{more}\nfix:   evaluate.eval_steps={sooner}"
 
 
 def _steps(windows: Windows | Packs, batch: int) -> int:

@@ -122,7 +122,9 @@ def planned(recipe: Recipe, spec: ModelSpec, cluster: Cluster, asked: Asked, *, 
     search, key = Search(recipe, spec, cluster), "batch.global_batch_size"
     first, assumed = recipe, dict[str, str]()
     if finetune.batch_is_open(recipe):
-        recipe, plan = suited(first, search.best, known_count(first), lambda other: Search(other, spec, cluster).best)
+        recipe, plan = suited(
+            first, search.best, known_count(first, about=True), lambda other: Search(other, spec, cluster).best
+        )
         assumed = {key: plan.why[key]}
         search = search if recipe is first else Search(recipe, spec, cluster)
     answer = Planned(search, asked, here, assumed)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Option
 
 from shardwise.cli.options import Common, DataWords, recipe_or_quickstart, sort_words
-from shardwise.cli.show import coloured, print_json, say, visible
+from shardwise.cli.show import coloured, note, print_json, say, visible
 from shardwise.data import tokens
+from shardwise.data.source import taken_and_left_out
 from shardwise.models.resolve import data_of
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Recipe
+from shardwise.spec.units import counted
 
 if TYPE_CHECKING:
     from shardwise.data.store import Prepared, TokenStore
@@ -24,6 +26,8 @@ _BAR_WIDTH = 32
 LEFT_OUT = {
     "divided": "extra samples: the template renders earlier messages differently once others follow",
     "truncated": "samples cut off at train.seq_len",
+    "cut_tokens": "tokens lost by that",
+    "cut_answers": "answers that lost their end, so that the model learns to stop in the middle or not at all",
     "dropped": "samples left out: longer than train.seq_len, or with nothing to train on before it",
     "bad": "bad records left out (data.on_bad_sample: skip)",
     "disarmed": "strings of special tokens in the data, encoded as plain text",
@@ -52,12 +56,15 @@ class Options(Common):
 
 def run(options: Options) -> None:
     """Prepare the data if needed, and show samples."""
+    from shardwise.data.epochs import check_held_out
     from shardwise.data.prepare import prepare
 
     words = sort_words(options.words)
     recipe = load_recipe(recipe_or_quickstart(words.path, words.overrides), words.overrides)
     prepared = prepare(data_of(recipe), sample_tokens=recipe.sample_tokens)
     store = prepared.validation if options.split == "validation" else prepared.train
+    if unheld := check_held_out(recipe, prepared):
+        note(unheld, as_json=options.json)
     if store is None:
         say("nothing is held out")
         return
@@ -73,7 +80,8 @@ def run(options: Options) -> None:
         name = f"pair {index // 2}, {('chosen', 'rejected')[index % 2]}" if store.split.pairs else f"sample {index}"
         say(f"{name}, {int(store.lengths()[index]):,} tokens")
         say("".join(mark(visible(text)) if learnt else visible(text) for text, learnt in sample) + "\n")
-    say("\n".join(table(facts)))
+    files = taken_and_left_out(recipe.data.path, recipe.sample_tokens is not None)
+    say("\n".join([*(f"{'files':<11} {line}" for line in files), *table(facts)]))
 
 
 def mark(text: str) -> str:
@@ -115,6 +123,7 @@ def measure(prepared: Prepared, store: TokenStore, recipe: Recipe) -> dict[str, 
         "histogram": [[round(float(edge)), int(count)] for edge, count in zip(edges[1:], counts, strict=True)],
         "windows": windows,
         "filled": store.split.tokens / (windows * recipe.train.seq_len) if windows else 0.0,
+        "held_out": 0 if prepared.validation is None else prepared.validation.split.records,
         "counts": prepared.manifest.counts,
     }
 
@@ -129,6 +138,7 @@ def table(facts: dict[str, Any]) -> list[str]:
         f"windows     {facts['windows']:,}, {facts['filled']:.1%} filled",
         f"lengths     {lengths['least']:,} to {lengths['most']:,} tokens, median {lengths['median']:,.0f}",
     ]
+    lines += [f"held out    {counted(facts['held_out'], 'record')}, for validation"] * bool(facts["held_out"])
     for edge, count in facts["histogram"]:
         lines.append(f"  <= {edge:>8,} {count:>9,} {'#' * round(_BAR_WIDTH * count / max(most, 1))}")
     return lines + report(facts["counts"])

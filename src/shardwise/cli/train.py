@@ -18,11 +18,12 @@ from shardwise.cli import render
 from shardwise.cli.decide import beyond, cluster_of, far, plan_of, slower, suited, with_measured_experts
 from shardwise.cli.imported import Foreign, given
 from shardwise.cli.length import known_count
-from shardwise.cli.lengths import epoch, few_steps, many_epochs
+from shardwise.cli.lengths import epoch, few_steps, late_validation, many_epochs, validated
 from shardwise.cli.options import Words, sort_words
 from shardwise.cli.preview import report
 from shardwise.cli.show import note, outlive_output, output_to_stderr, print_error, print_json, say
 from shardwise.cli.work import work
+from shardwise.data.source import taken_and_left_out
 from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import OutputError, PreemptedError, TrainingError, UnavailableError
 from shardwise.launch import local, nodes, rundir
@@ -259,7 +260,7 @@ def _prepare(
     """Tokenise before the ranks are started: if rank 0 did it, the others would time out. Returns the recipe with the
     length, and both with the batch (``planned`` again, unless None), that suit the data, where the recipe sets none."""
     from shardwise.cli.data import stages
-    from shardwise.data.epochs import check_size, max_steps, settled
+    from shardwise.data.epochs import check_held_out, check_size, interval, max_steps, samples_of_epochs, settled
     from shardwise.data.pack import open_windows
     from shardwise.data.portions import open_data
 
@@ -272,15 +273,25 @@ def _prepare(
         recipe, plan = suited(recipe, plan, len(windows), planned)
     batch = plan.batch.global_batch_size(plan.layout.dp)
     check_size(windows, batch, recipe.data)
-    recipe = settled(recipe, windows)
+    unheld, recipe = check_held_out(recipe, prepared), settled(recipe, windows)
     if hidden or recipe.data.streaming:  # the length of an epoch of streamed text is not known
         return recipe, plan
     if batch != first.batch.global_batch_size(first.layout.dp):
         say(f"batch   {batch:,}: {finetune.why_batch(len(windows))}", *render.summary(plan)[1:])
     total = max_steps(recipe, windows, batch)
-    say(epoch(windows, batch, total), *report(prepared.manifest.counts))
+    read = min(total * batch, samples_of_epochs(windows, recipe.train.num_epochs) or total * batch)
+    every = interval(recipe.evaluate.eval_steps, recipe.evaluate.evals_per_epoch, windows, batch)
+    held_out = validated(recipe, prepared, every, total)
+    files = taken_and_left_out(recipe.data.path, recipe.sample_tokens is not None)
+    say(
+        epoch(windows, batch, total, read),
+        *(f"        {line}" for line in files),
+        *held_out,
+        *report(prepared.manifest.counts),
+    )
     few = few_steps(windows, batch, plan.layout.dp, total, recipe.train)
-    for warning in filter(None, (few, many_epochs(windows, batch, total))):
+    late = late_validation(recipe, every, total) if held_out else unheld
+    for warning in filter(None, (few, many_epochs(windows, read), late)):
         note(warning)
     return recipe, plan
 

@@ -4,6 +4,7 @@ any rank starts."""
 from __future__ import annotations
 
 from shardwise.data.pack import Packs, Windows
+from shardwise.data.store import Prepared
 from shardwise.errors import DataError, Problem
 from shardwise.spec import finetune
 from shardwise.spec.recipe import Data, Recipe
@@ -20,6 +21,30 @@ def max_steps(recipe: Recipe, windows: Windows | Packs, global_batch_size: int) 
     if recipe.train.num_epochs:
         limits.append(steps_per_epochs(windows, global_batch_size, recipe.train.num_epochs))
     return min(limits, default=finetune.DEFAULT_STEPS)
+
+
+def interval(steps: int | None, per_epoch: int | None, windows: Windows | Packs, global_batch_size: int) -> int | None:
+    """Steps between two saves or validations, given as such or as so many while the data are read once."""
+    if per_epoch is None:
+        return steps
+    return max(1, steps_per_epochs(windows, global_batch_size, 1) // per_epoch)
+
+
+def check_held_out(recipe: Recipe, prepared: Prepared) -> str | None:
+    """A warning where the recipe wants validation and nothing is held out; None if all is well. Raises DATA019 where
+    the run depends on its validation, or the recipe names the data for it."""
+    data = recipe.data
+    if prepared.validation is not None or not (data.validation_share or data.validation_path):
+        return None
+    needs = [*recipe.judged, *["data.validation_path"] * (data.validation_path is not None)]
+    why = f", and `{needs[0]}` needs validation" if needs else ": there is no validation"
+    what = f"no record is held out of {prepared.train.split.records:,}{why}"
+    if data.validation_path is not None:
+        what = f"nothing in `data.validation_path` can be used{why}"
+    problem = Problem("DATA019", what, "data", "more data, or data.validation_path=FILE")
+    if needs:
+        raise DataError(problem)
+    return str(problem).replace("error", "warning", 1)
 
 
 def check_size(windows: Windows | Packs, global_batch_size: int, data: Data) -> None:
@@ -55,6 +80,10 @@ def _check_packs(windows: Packs, global_batch_size: int, repeat: bool, more: str
 
 
 def steps_per_epochs(windows: Windows | Packs, global_batch_size: int, epochs: float) -> int:
-    """Optimizer steps in which every window has been read ``epochs`` times; the last step is filled from the next
-    epoch."""
-    return max(1, -(-int(len(windows) * epochs) // global_batch_size))
+    """Optimizer steps in which every window has been read ``epochs`` times; the last one may read fewer than others."""
+    return -(-(samples_of_epochs(windows, epochs) or 1) // global_batch_size)
+
+
+def samples_of_epochs(windows: Windows | Packs, epochs: float | None) -> int | None:
+    """The windows that are read in so many epochs, at least one; None without a number of epochs."""
+    return None if epochs is None else max(1, round(len(windows) * epochs))

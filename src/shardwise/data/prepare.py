@@ -25,7 +25,7 @@ from shardwise.data import convert, remote, shards, source, store, sums, tokens
 from shardwise.data.binary import index_of
 from shardwise.data.faults import Faults
 from shardwise.data.fields import Fields
-from shardwise.data.read import SourcePart, pieces, units
+from shardwise.data.read import SourcePart, exactly, pieces, units
 from shardwise.data.remote import Progress
 from shardwise.data.samples import SampleRules
 from shardwise.data.source import Source, Sources
@@ -76,7 +76,7 @@ def prepare(
     note = _note(cache, data, sources, settings)
     if out is None and not force and (known := store.noted(note, cache)):
         return store.load(known)
-    of = _Ingredients(data, sources, sums.source_files(sources), settings)
+    of = _Ingredients(data, exactly(sources, data.validation_records), sums.source_files(sources), settings)
     with _writing(cache):
         tokenizer = _tokenizer(of, cache, said)
         of = replace(of, rules=_rules(data, sample_tokens, tokenizer.directory))
@@ -182,9 +182,9 @@ def _sources(data: Data, cache: Path, records: bool) -> Sources:
 
 def _settings(data: Data, sample_tokens: int | None) -> dict[str, Any]:
     """The settings that affect the tokens, in addition to the sources."""
-    keys = {"path", "validation_path", "validation_share", "text_key", "tokenizer", "on_bad_sample"}
-    if data.mixture_weights is not None:
-        keys.add("mixture_weights")
+    keys = {"path", "validation_path", "validation_share", "validation_records"}
+    keys |= {"text_key", "tokenizer", "on_bad_sample"}
+    keys |= {"mixture_weights"} if data.mixture_weights is not None else set()
     if sample_tokens is None:
         return data.model_dump(include=keys, mode="json")
     return {**data.model_dump(include=keys | SFT_ONLY, mode="json"), "sample_tokens": sample_tokens}

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardwise.data.faults import FAULT_KEY, LINE, UTF16, Fault, Faults, not_unicode, not_utf8
-from shardwise.data.source import Source, reading, unit_hash
+from shardwise.data.source import Source, Sources, reading, unit_hash
 from shardwise.errors import DataError, Problem
 from shardwise.spec.files import open_regular
 from shardwise.spec.units import typed
 
 UNIT_BYTES = 2 * 2**20
 LINE_BYTES = 64 * 2**20
+EXACT_BYTES = 2**30
+"""Of jsonl of at most so many bytes the documents are counted before some are held out."""
 _PIECE_BYTES = 2**18
 _BOM = b"\xef\xbb\xbf"
 _KINDS = {type(None): "null", bool: "a boolean", float: "a number", list: "a list", dict: "an object", str: "a string"}
@@ -86,6 +88,29 @@ def pieces(part: SourcePart, text_key: str, share: float, faults: Faults) -> Ite
     else:
         with faults.watch(part.source, part.start):
             yield from _text(part, faults)
+
+
+def counted(source: Source, limit: int | None = None) -> Iterator[int]:
+    """The offset of each document of a jsonl file, of those only that start in its first ``limit`` bytes."""
+    stop = source.stop if limit is None else min(source.stop, source.start + limit)
+    for offset, line in _lines(SourcePart(source, source.start, stop), Faults(skip=True)):
+        if line.strip():
+            yield offset
+
+
+def exactly(sources: Sources, least: int) -> Sources:
+    """``sources`` whose ``share`` is the hash below which documents of jsonl are held out, so that their number is the
+    share of all to one document, and at least ``least``, of few no more than a quarter. Above ``EXACT_BYTES`` the share
+    stays as it is: of so many the hash takes it within a few per mille."""
+    lines = [source for source in sources.train if source.kind == "jsonl" and not source.copy]
+    if not sources.share or not lines or sum(source.stop for source in lines) > EXACT_BYTES:
+        return sources
+    names = (f"{source.name}:{offset}" for source in lines for offset in counted(source))
+    hashes = sorted(map(unit_hash, names))
+    number = max(round(sources.share * len(hashes)), min(least, max(len(hashes) // 4, 1)))
+    if number < len(hashes):
+        return replace(sources, share=hashes[number])
+    return replace(sources, share=0.0, validation=tuple(each for each in sources.validation if each.kind != "jsonl"))
 
 
 def _lines(part: SourcePart, faults: Faults) -> Iterator[tuple[int, bytes]]:

@@ -77,9 +77,9 @@ class _Waiting:
 def encode(
     part: SourcePart, tokenizer: Path, rules: SampleRules, share: float, faults: Faults
 ) -> Iterator[tuple[bool, Encoded]]:
-    """(held out, sample) for the records of ``part``. ``faults.counts`` gains ``truncated``, ``dropped`` (too long to
-    be of use), ``divided`` (samples more than records) and ``disarmed`` (special tokens in the data that are encoded as
-    text)."""
+    """(held out, sample) for the records of ``part``. ``faults.counts`` gains ``truncated`` (and how many
+    ``cut_tokens`` that costs, and ``cut_answers``, which lack their end), ``dropped`` (too long to be of use),
+    ``divided`` (samples more than records) and ``disarmed`` (special tokens in the data that are encoded as text)."""
     encoder = _encoder(tokenizer)
     before = encoder.disarmed
     waiting: list[_Waiting] = []
@@ -199,7 +199,10 @@ def _within(samples: list[Encoded], room: list[int], rules: SampleRules, counts:
     if rules.too_long == "drop" or not all(sample.supervised.any() for sample in cut):
         counts["dropped"] += 1
         return []
-    counts["truncated"] += sum(len(sample.ids) > most for sample, most in zip(samples, room, strict=True))
+    for sample, kept in zip(samples, cut, strict=True):
+        counts["truncated"] += len(sample.ids) > len(kept.ids)
+        counts["cut_tokens"] += len(sample.ids) - len(kept.ids)
+        counts["cut_answers"] += bool(sample.supervised[len(kept.ids) :].any())
     return cut
 
 

@@ -12,7 +12,9 @@ import difflib
 import json
 import math
 import os
+import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,6 +43,11 @@ _WHERE = "data.path"
 Kind = Literal["text", "jsonl", "other", "ids"]
 _KINDS: dict[str, Kind] = {".parquet": "other", ".arrow": "other", ".bin": "ids", **dict.fromkeys(_JSONL, "jsonl")}
 """By suffix; any other file is text."""
+_NO_TEXT = re.compile(
+    r"\.(png|jpe?g|gif|webp|ico|pdf|zip|tar|whl|mp[34]|wav|pyc|so|o|a|exe|class|woff2?|ttf|np[yz]|pth?|pkl|db|sqlite"
+    r"|safetensors|gguf)"
+)
+"""Files of these suffixes are left out of a directory of text."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ def find(paths: str | Sequence[str], records: bool = False) -> list[Source]:
     names = [paths] if isinstance(paths, str) else list(paths)
     found: dict[Path, Source] = {}
     for name in names:
-        for source in _find_one(name):
+        for source in _find_one(name, records):
             if source.path.suffix == ".idx" and source.path.with_suffix(".bin").is_file():
                 continue  # it is read with its .bin
             table = records and source.path.suffix in _AMBIGUOUS
@@ -141,7 +148,7 @@ def mix(paths: Sequence[str], weights: Sequence[float], sources: Sequence[Source
         raise DataError(Problem("DATA012", what, "data.mixture_weights", fix))
     by_path: dict[Path, float] = {}
     for name, weight in zip(paths, weights, strict=True):
-        for found in _find_one(name):
+        for found in _find_one(name, any(each.origin for each in sources)):
             by_path.setdefault(found.path, weight)
     mixed = []
     for source in sources:
@@ -172,7 +179,7 @@ def _line_start(path: Path, at: int) -> int:
         return file.tell() if at else 0
 
 
-def _find_one(name: str) -> Iterator[Source]:
+def _find_one(name: str, records: bool) -> Iterator[Source]:
     if name == STDLIB:
         yield from _stdlib()
         return
@@ -180,7 +187,7 @@ def _find_one(name: str) -> Iterator[Source]:
     if path.is_file():
         yield _source(path, path.name)
     elif path.is_dir():
-        found = _sources(path, _walk(path, set()))
+        found = _sources(path, _taken(path, records))
         if not found:
             what = f"`{name}` is a directory without files"
             raise MissingInputError(Problem("DATA001", what, _WHERE, "name another directory, or a file"))
@@ -194,6 +201,36 @@ def _find_one(name: str) -> Iterator[Source]:
         yield from found
     else:
         raise _nothing(name, f"`{name}` does not exist")
+
+
+def _taken(directory: Path, records: bool) -> list[Path]:
+    """The files of a directory that are data: where there are tables or records, those alone; else all that may be
+    text."""
+    files = list(_walk(directory, set()))
+    kinds = {*_KINDS, ".idx", *(_AMBIGUOUS if records else ())}
+    return [file for file in files if _suffix(file) in kinds] or [
+        file for file in files if not _NO_TEXT.fullmatch(_suffix(file))
+    ]
+
+
+def _suffix(path: Path) -> str:
+    """That of a file, without the one of its compression."""
+    return Path(path.stem if path.suffix in _COMPRESSED else path).suffix.lower()
+
+
+def taken_and_left_out(paths: str | Sequence[str], records: bool) -> list[str]:
+    """A line about each directory of which something is left out, or files of several suffixes are taken."""
+    lines = []
+    for name in [paths] if isinstance(paths, str) else paths:
+        directory = Path(name).expanduser()
+        if name in (STDLIB, CHAT) or not directory.is_dir() or (directory / "manifest.json").is_file():
+            continue
+        taken = _taken(directory, records)
+        rest = Counter(_suffix(path) or "no suffix" for path in set(_walk(directory, set())).difference(taken))
+        kinds = Counter(_suffix(path) or "no suffix" for path in taken)
+        told = [", ".join(f"{number:,} {kind}" for kind, number in sorted(each.items())) for each in (kinds, rest)]
+        lines += [f"{name}: {told[0]}; left out: {told[1] or 'nothing'}"] * bool(rest or len(kinds) > 1)
+    return lines
 
 
 def _sources(root: Path, files: Iterable[Path]) -> list[Source]:

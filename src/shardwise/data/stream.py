@@ -43,12 +43,20 @@ class Share:
 @dataclass(frozen=True)
 class StepBatch:
     """What one rank reads in one optimizer step: micro-batches, the windows in them in order, what their loss is a mean
-    over (``MicroBatch.terms``, on this rank), and the cursor after the step."""
+    over (``MicroBatch.terms``, on this rank), the cursor after the step, and this rank's part of the tokens: those that
+    are ``supervised``, and all that are ``read``, which padding is not."""
 
     micro_batches: list[MicroBatch]
     sample_ids: list[int]
     terms: int
     cursor: int
+    supervised: int = 0
+    read: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The supervised ones and those read."""
+        return self.supervised, self.read
 
 
 @dataclass(frozen=True)
@@ -61,39 +69,49 @@ class EvaluationBatch:
 
 
 def stream(
-    windows: Source, order: Order | Portions, share: Share, cursor: int = 0, waits: Sequence[Callable[[], None]] = ()
+    windows: Source,
+    order: Order | Portions,
+    share: Share,
+    cursor: int = 0,
+    waits: Sequence[Callable[[], None]] = (),
+    end: int | None = None,
 ) -> Iterator[StepBatch]:
-    """The steps from ``cursor`` on, without end. A thread reads the next step while the caller computes; this is not
-    part of the state: a new stream at ``StepBatch.cursor`` continues exactly there. A step whose portion is not
-    prepared yet is not read ahead; when the caller asks for it, ``waits`` are called first."""
+    """The steps from ``cursor`` on; no sample from ``end`` on is read, if it is given. A thread reads the next step
+    while the caller computes; this is not part of the state: a new stream at ``StepBatch.cursor`` continues exactly
+    there. A step whose portion is not prepared yet is not read ahead; when the caller asks for it, ``waits`` are called
+    first."""
 
     def submit(cursor: int) -> Future[StepBatch] | None:
         if isinstance(windows, Portions):
             windows.advance(cursor, share.global_batch_size)
             if not windows.ready(cursor, share.global_batch_size):
                 return None
-        return reader.submit(read_step, windows, order, share, cursor)
+        return reader.submit(read_step, windows, order, share, cursor, end)
 
     with ThreadPoolExecutor(1, thread_name_prefix="data") as reader:
         ahead = submit(cursor)
         while True:
             for tell in () if ahead else waits:
                 tell()
-            step = ahead.result() if ahead else read_step(windows, order, share, cursor)
+            step = ahead.result() if ahead else read_step(windows, order, share, cursor, end)
             ahead, cursor = submit(step.cursor), step.cursor
             yield step
 
 
-def read_step(windows: Source, order: Order | Portions, share: Share, cursor: int) -> StepBatch:
-    """The part of the step at ``cursor`` that belongs to ``share``: a pure function."""
+def read_step(windows: Source, order: Order | Portions, share: Share, cursor: int, end: int | None = None) -> StepBatch:
+    """The part of the step at ``cursor`` that belongs to ``share``: a pure function. Rows from sample ``end`` on are
+    padding without supervised tokens."""
     own = share.micro_batch_size * share.accumulation
-    ids = order.samples(cursor + share.dp_rank * own, own).tolist()
-    batches = [
-        collate([windows[k] for k in ids[first : first + share.micro_batch_size]]).cut(share.row)
-        for first in range(0, own, share.micro_batch_size)
-    ]
-    terms = sum(batch.terms() for batch in batches)
-    return StepBatch(batches, ids, terms, cursor + share.global_batch_size)
+    first = cursor + share.dp_rank * own
+    last = cursor + share.global_batch_size if end is None else min(cursor + share.global_batch_size, end)
+    ids = order.samples(first, max(min(own, last - first), 0)).tolist()
+    samples = [windows[k] for k in ids]
+    samples += [windows.padding()] * (own - len(samples)) if not isinstance(windows, Portions) else []
+    rows = [samples[at : at + share.micro_batch_size] for at in range(0, own, share.micro_batch_size)]
+    batches = [collate(row).cut(share.row) for row in rows]
+    terms, supervised = sum(batch.terms() for batch in batches), sum(batch.supervised_tokens() for batch in batches)
+    read = sum(len(sample.ids) - sample.padding for sample in samples) * batches[0].counts
+    return StepBatch(batches, ids, terms, last, supervised, read)
 
 
 def evaluation(

@@ -12,6 +12,9 @@ from shardwise.models.config import ModelSpec, parameter_count, to_hf
 from shardwise.models.load import load_spec, read_spec
 from shardwise.spec.recipe import PREFERENCE, Data, Model, Recipe, TokenizerSection
 
+FEW_HELD_OUT = 8
+"""So many records are a batch of validation where the recipe says nothing of the batch."""
+
 
 def resolve(recipe: Recipe) -> ModelSpec:
     """The model that the recipe names or describes, with the losses of routers and the capacity of experts that it asks
@@ -94,10 +97,15 @@ def with_adapter(recipe: Recipe) -> Recipe:
 
 def data_of(recipe: Recipe) -> Data:
     """The recipe's data with format and tokenizer settled: weights that were trained with one tokenizer mean nothing
-    under another, so a model that is trained on brings its own unless the recipe names one. Of a run that streams its
-    data, the first portion, once it is there."""
-    model, named = recipe.model, recipe.data.tokenizer
+    under another, so a model that is trained on brings its own unless the recipe names one. Where the run depends on
+    its validation loss, at least a batch of records is held out. Of a run that streams its data, the first portion,
+    once it is there."""
+    model, named, train = recipe.model, recipe.data.tokenizer, recipe.train
     data = recipe.data.model_copy(update={"format": PREFERENCE}) if recipe.pairs else recipe.data
+    if recipe.judged:
+        batch = (train.micro_batch_size or FEW_HELD_OUT) * (train.gradient_accumulation_steps or 1)
+        least = max(data.validation_records, train.global_batch_size or batch)
+        data = data.model_copy(update={"validation_records": least})
     first = Path(recipe.run.out, recipe.run.name, "stream", "portion-00000", "data")
     if data.streaming and first.is_dir():
         data = data.model_copy(update={"path": str(first), "streaming": False})

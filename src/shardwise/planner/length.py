@@ -15,7 +15,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.devices import begins, find_device
 from shardwise.spec.plan import Plan
 
-SetBy = Literal["--tokens", "train.max_steps", "train.num_epochs", "the default", "unknown"]
+SetBy = Literal["--tokens", "train.max_steps", "train.num_epochs", "the default", "counted", "unknown"]
 PER_TOKENS = 10**9
 """Where the length of a run is unknown, it is told for so many tokens."""
 _MOST_TOKENS = 10**18
@@ -26,9 +26,9 @@ _SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 @dataclass(frozen=True)
 class Length:
     """A run of ``steps`` optimizer steps, which ``set_by`` decides, and what they take: start, validation and
-    checkpoints are not counted; ``reference_s`` of it are the reference's pass (``method: dpo``). What rests on seconds
-    is None for a plan that has none, ``gpu_hours`` on CPUs too, and ``dollars`` without a price. Four runs in five are
-    expected between ``low_s`` and ``high_s``."""
+    checkpoints are not counted; where data are not prepared, their ``records`` are; ``reference_s`` of it are the
+    reference's pass (``method: dpo``). What rests on seconds is None for a plan that has none, ``gpu_hours`` on CPUs
+    too, and ``dollars`` without a price. Four runs in five are expected between ``low_s`` and ``high_s``."""
 
     set_by: SetBy
     steps: int
@@ -40,6 +40,7 @@ class Length:
     dollars_per_gpu_hour: float | None = None
     dollars: float | None = None
     reference_s: float | None = None
+    records: int | None = None
 
 
 def with_reference(length: Length, plan: Plan, spec: ModelSpec, passes: float) -> Length:

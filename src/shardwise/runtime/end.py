@@ -128,6 +128,8 @@ def report_run(
         chat=job.recipe.sample_tokens is not None,
         adapter=job.plan.lora is not None,
         expert_imbalance=log.expert_imbalance,
+        supervised=state.supervised,
+        padding=state.step * job.step_room - state.tokens,
     )
     if job.rank == 0:
         kept = job.directory / "report.md"
@@ -173,7 +175,9 @@ def lost(job: Job, step: int, why: str) -> Problem:
 
 def closing_lines(report: Report, model: str) -> Sequence[str]:
     """What is printed at the end."""
-    done = f"done    {counted(report.steps, 'step')}, {show_count(report.tokens)} tokens in {report.took}"
+    done = (
+        f"done    {counted(report.steps, 'step')}, {show_count(report.tokens)} tokens{report.shares} in {report.took}"
+    )
     lines = [done + (f" · validation {report.validation}" if report.validation else "")]
     if report.unsaved is not None:
         lines += [f"NOT SAVED  {report.warning}"]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import shardwise
 from shardwise.data import tokens
-from shardwise.data.epochs import check_size, max_steps, settled, steps_per_epochs
+from shardwise.data.epochs import check_held_out, check_size, interval, max_steps, samples_of_epochs, settled
 from shardwise.data.order import Order
 from shardwise.data.pack import Packs, Windows, open_windows
 from shardwise.data.portions import Portions, open_data
@@ -101,6 +101,16 @@ class Job:
         return range(0) if windows is None else range(min(rows, len(windows)))
 
     @property
+    def step_room(self) -> int:
+        """The tokens of a step, padding among them."""
+        return self.plan.batch.global_batch_size(self.plan.layout.dp) * self.plan.batch.seq_len
+
+    @property
+    def end(self) -> int | None:
+        """How many samples the run reads, where its epochs set that."""
+        return samples_of_epochs(self.windows, self.recipe.train.num_epochs)
+
+    @property
     def order(self) -> Order | Portions:
         return self.portions or Order(len(self.windows), self.recipe.run.seed)
 
@@ -123,10 +133,7 @@ class Job:
         return self._interval(self.recipe.evaluate.eval_steps, self.recipe.evaluate.evals_per_epoch)
 
     def _interval(self, steps: int | None, per_epoch: int | None) -> int | None:
-        if per_epoch is None:
-            return steps
-        size = self.plan.batch.global_batch_size(self.plan.layout.dp)
-        return max(1, steps_per_epochs(self.windows, size, 1) // per_epoch)
+        return interval(steps, per_epoch, self.windows, self.plan.batch.global_batch_size(self.plan.layout.dp))
 
     @cached_property
     def tokenizer(self) -> tokens.Tokenizer:
@@ -155,6 +162,7 @@ def open_job(recipe: Recipe, plan: Plan, spec: ModelSpec | None = None) -> Job:
     job = Job(recipe, plan, spec, prepared, device_of(device_kind(recipe)), 0, meshes, portions=portions)
     batch = plan.batch.global_batch_size(plan.layout.dp)
     check_size(job.windows, batch, recipe.data)
+    check_held_out(recipe, prepared)
     recipe = settled(recipe, job.windows)
     return replace(job, recipe=recipe, max_steps=max_steps(recipe, job.windows, batch))
 

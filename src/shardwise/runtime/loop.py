@@ -21,7 +21,7 @@ from shardwise.runtime.metrics.log import Log
 from shardwise.runtime.metrics.measure import Meter
 from shardwise.runtime.metrics.pending import AfterStep, PendingSteps
 from shardwise.runtime.metrics.profile import Profile
-from shardwise.runtime.reduce import count_supervised
+from shardwise.runtime.reduce import count_tokens
 from shardwise.runtime.report.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import launch
@@ -51,7 +51,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         with log, profile, saving(checkpoints, log), pending, collecting() as collect:
             meter, upload = Meter(meshes, job.device), Upload(job.device)
             waits = partial(watch.enter, "wait"), partial(log.say, "waits for data: the next portion is being prepared")
-            batches = stream(job.portions or job.windows, job.order, job.share, state.cursor, waits)
+            batches = stream(job.portions or job.windows, job.order, job.share, state.cursor, waits, job.end)
             validation, good = None, True
             for number in range(state.step + 1, job.max_steps + 1):
                 if stops_early(job, state):
@@ -60,8 +60,8 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 batch = watch.fetch(number, batches)
                 profiled = number in profile.steps
                 with profile.step(number) if profiled else meter.measuring(state):
-                    supervised, stopping = count_supervised(meshes, batch.terms, bool(stop))
-                    launched = launch(state, upload(batch.micro_batches), supervised, rules)
+                    supervised, counts, stopping = count_tokens(meshes, batch.terms, batch.tokens, bool(stop))
+                    launched = launch(state, upload(batch.micro_batches), supervised, rules, counts)
                 state.cursor = batch.cursor
                 watch.enter("save" if checkpoints.flight.undecided else "logging")
                 pending.add(launched, batch, typical=not (profiled or meter.measured))

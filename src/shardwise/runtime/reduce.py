@@ -1,4 +1,4 @@
-"""Numbers that all ranks must share: before a step its supervised tokens and the wish to stop, between the hosts; after
+"""Numbers that all ranks must share: before a step its tokens and the wish to stop, between the hosts; after
 backward, between the devices, the gradient norm and the loss, from which every rank's device takes the same decision
 with no host waiting for it."""
 
@@ -16,14 +16,20 @@ PIECE = 4096
 """So many squares are summed in fp32 where a CPU does it; what comes of them, in fp64."""
 
 
-def count_supervised(meshes: Meshes, tokens: int, stop: bool = False) -> tuple[int, bool]:
-    """The supervised tokens of the whole optimizer step, the sum of each rank's ``tokens`` (over its micro-batches),
-    and whether any rank wants to ``stop``. One all-reduce of 16 bytes between the hosts, while their devices may still
-    compute the step before."""
-    numbers = torch.tensor([tokens if meshes.counts else 0, int(stop)])
+def count_supervised(meshes: Meshes, terms: int, stop: bool = False) -> tuple[int, bool]:
+    """What the loss of the whole optimizer step is a mean over, and whether any rank wants to ``stop``."""
+    total, _, stops = count_tokens(meshes, terms, (0, 0), stop)
+    return total, stops
+
+
+def count_tokens(meshes: Meshes, terms: int, tokens: tuple[int, int], stop: bool) -> tuple[int, tuple[int, int], bool]:
+    """As :func:`count_supervised`, from each rank's ``terms`` (over its micro-batches), with the sum of its ``tokens``,
+    supervised and read. One all-reduce of 32 bytes between the hosts, while their devices may still compute the step
+    before."""
+    numbers = torch.tensor([*(each * meshes.counts for each in (terms, *tokens)), int(stop)])
     meshes.sum(numbers, "world")
-    total, stops = numbers.tolist()
-    return total, stops > 0
+    total, supervised, read, stops = numbers.tolist()
+    return total, (supervised, read), stops > 0
 
 
 def local_squares(parameters: Iterable[Tensor], ranks: int) -> Tensor:

@@ -20,7 +20,7 @@ from shardwise.spec.record import Count
 from shardwise.techniques import offload, optim
 from shardwise.techniques.offload.host import HostWeights
 
-COUNTERS = ("step", "updates", "tokens", "cursor", "skipped_in_row")
+COUNTERS = ("step", "updates", "tokens", "supervised", "cursor", "skipped_in_row")
 """The numbers of a :class:`TrainState` that a checkpoint keeps."""
 
 
@@ -84,6 +84,7 @@ class RunFacts(Identity):
     step: Count
     updates: Count
     tokens: Count
+    supervised: Count = 0
     cursor: Count
     skipped_in_row: Count
     loss_scale: _Scale
@@ -94,10 +95,11 @@ class TrainState:
     """The only mutable object of a run.
 
     ``step``: optimizer steps done, skipped ones included; ``updates``: those that changed the weights; ``tokens``:
-    input tokens seen by all ranks; ``cursor``: samples consumed, the position in the data order; ``skipped_in_row``:
-    steps skipped since the last good one (those of a search for the loss scale do not count). ``host``: the copies of
-    weights that are updated on the host, if they are. ``lowest``: the lowest validation loss so far, and
-    ``stale``: validations since it was found; of runs that may stop early.
+    input tokens that all ranks have read, padding left out, and ``supervised`` those trained on; ``cursor``: samples
+    consumed, the position in the data order; ``skipped_in_row``: steps skipped since the last good one (those of a
+    search for the loss scale do not count). ``host``: the copies of weights that are updated on the host, if they are.
+    ``lowest``: the lowest validation loss so far, and ``stale``: validations since it was found; of runs that may stop
+    early.
     """
 
     parts: list[nn.Module]
@@ -105,6 +107,7 @@ class TrainState:
     step: int = 0
     updates: int = 0
     tokens: int = 0
+    supervised: int = 0
     cursor: int = 0
     skipped_in_row: int = 0
     scale: LossScale = field(default_factory=LossScale)
@@ -160,10 +163,11 @@ class TrainState:
                     found[f"optim.{key}.{name}"] = value
         return found
 
-    def advance(self, tokens: int) -> None:
-        """Count an optimizer step over ``tokens`` input tokens that was launched."""
+    def advance(self, tokens: int, supervised: int = 0) -> None:
+        """Count an optimizer step that was launched, over ``tokens`` of which some are ``supervised``."""
         self.step += 1
         self.tokens += tokens
+        self.supervised += supervised
 
     def book(self, skipped: bool, loss: float, scaling: Sequence[float] = ()) -> None:
         """Count its figures, once read: whether it was ``skipped``, its ``loss`` and, in fp16, the loss scale and its

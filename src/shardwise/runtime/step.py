@@ -25,11 +25,12 @@ from shardwise.techniques import optim
 @dataclass(frozen=True)
 class StepStats:
     """What step number ``step`` did. ``loss`` is the mean over the supervised tokens of all ranks, ``grad_norm`` the
-    norm before clipping, ``tokens`` the input tokens of all ranks, ``total_tokens`` those of the run so far. A
-    ``skipped`` step changed no weight and no moment. ``pairs``: the mean is over pairs of answers, and those are
-    ``supervised_tokens``. ``loss_scale``: by what the loss was multiplied in fp16. ``figures``: what the method reports
-    beside its loss, means as that is, and the losses of routers. ``loads``: how many tokens went to each expert, by
-    layer, ``dropped`` which share of them found no room in it. ``end_s``: when it was done (``time.perf_counter``)."""
+    norm before clipping, ``tokens`` the input tokens of all ranks that are no padding, ``total_tokens`` those of the
+    run so far. A ``skipped`` step changed no weight and no moment. ``pairs``: the mean is over so many pairs of
+    answers; 0: over tokens. ``padding``: of the step's input tokens this share only fills windows up. ``loss_scale``:
+    by what the loss was multiplied in fp16. ``figures``: what the method reports beside its loss, means as that is, and
+    the losses of routers. ``loads``: how many tokens went to each expert, by layer, ``dropped`` which share of them
+    found no room in it. ``end_s``: when it was done (``time.perf_counter``)."""
 
     step: int
     loss: float
@@ -39,12 +40,18 @@ class StepStats:
     total_tokens: int
     supervised_tokens: int
     skipped: bool
-    pairs: bool = False
+    pairs: int = 0
+    padding: float = 0.0
     loss_scale: float | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     loads: Loads = field(default_factory=dict)
     dropped: Dropped = field(default_factory=dict)
     end_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def terms(self) -> int:
+        """How many pairs or supervised tokens the loss is a mean over."""
+        return self.pairs or self.supervised_tokens
 
 
 @dataclass(frozen=True)
@@ -78,13 +85,20 @@ def step(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rule
     return launch(state, batches, supervised, rules).wait(state)
 
 
-def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> Launched:
+def launch(
+    state: TrainState,
+    batches: Sequence[MicroBatch],
+    supervised: int,
+    rules: StepRules,
+    tokens: tuple[int, int] | None = None,
+) -> Launched:
     """Train on this rank's micro-batches of one optimizer step. Nothing here waits for a device: whether the step is
     skipped, and how far its gradients are clipped, is decided where they are.
 
     ``supervised`` counts the supervised tokens (or pairs) of all ranks and micro-batches: every loss is divided by it,
-    so that gradients are sums and do not depend on the layout. A step with a non-finite loss or gradient is skipped by
-    all ranks alike.
+    so that gradients are sums and do not depend on the layout. ``tokens``: of all ranks the supervised ones, and those
+    that are read; None: all are read, and ``supervised`` counts tokens. A step with a non-finite loss or gradient is
+    skipped by all ranks alike.
     """
     plan, meshes = rules.plan, rules.meshes
     if plan.lora is not None and plan.lora.dropout:
@@ -111,11 +125,12 @@ def launch(state: TrainState, batches: Sequence[MicroBatch], supervised: int, ru
     if state.host and not state.host.scratch:
         state.host.give_back()
     figures = torch.cat([figures, state.scale.update(finite, figures[1].isfinite())])
-    tokens = plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len
-    state.advance(tokens)
-    counts = tokens, state.tokens, supervised
-    told, pairs = dict.fromkeys(loss.figures, math.nan), plan.loss == "dpo"
-    known = StepStats(state.step, math.nan, math.nan, rate, *counts, skipped=False, pairs=pairs, figures=told)
+    room = plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len
+    learnt, read = tokens or (supervised, room)
+    state.advance(read, learnt)
+    figured, pairs = dict.fromkeys(loss.figures, math.nan), supervised if plan.loss == "dpo" else 0
+    known = StepStats(state.step, math.nan, math.nan, rate, read, state.tokens, learnt, False, pairs, 1 - read / room)
+    known = replace(known, figures=figured)
     experts = Counts(spec_of(state.parts), balance.rows_of(batches, plan))
     return Launched(known, Figures(figures), experts)
 

@@ -193,11 +193,7 @@ def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Pr
         if every is not None and per_epoch is not None:
             what = f"`{steps}` and `{key}` both set the interval"
             yield Problem("CFG008", what, place(key), "drop one of the two")
-    judges = {
-        "checkpoint.keep_best": save.keep_best,
-        "evaluate.early_stopping_patience": evaluate.early_stopping_patience is not None,
-    }
-    for key in (key for key, given in judges.items() if given):
+    for key in recipe.judged:
         if evaluate.eval_steps is None and evaluate.evals_per_epoch is None:
             what = f"`{key}` needs validation at intervals"
             yield Problem("CFG008", what, place(key), "`evaluate.eval_steps: 100`")

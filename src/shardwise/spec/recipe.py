@@ -72,7 +72,8 @@ class TokenizerSection(Section):
 
 class Data(Section):
     """What it is trained on: files, directories or globs of text or records; ``stdlib`` is Python's own sources.
-    ``mixture_weights``: how often each of several paths is read an epoch. ``streaming``: portions of
+    ``validation_records``: of records and documents of jsonl at least so many are held out, of few no more than a
+    quarter. ``mixture_weights``: how often each of several paths is read an epoch. ``streaming``: portions of
     ``streaming_bytes`` of text are prepared while it trains, and deleted when they are used up. From ``format`` on, for
     ``method: sft`` and ``dpo``."""
 
@@ -80,6 +81,7 @@ class Data(Section):
     mixture_weights: list[float] | None = None
     validation_path: str | list[str] | None = None
     validation_share: float = Field(default=0.05, ge=0.0, le=0.5)
+    validation_records: int = Field(default=1, ge=1)
     text_key: str = "text"
     tokenizer: TokenizerSection = TokenizerSection()
     mask_documents: bool = True
@@ -331,3 +333,9 @@ class Recipe(Section):
     def pairs(self) -> bool:
         """Whether a record is a pair of answers."""
         return self.method.name == "dpo"
+
+    @property
+    def judged(self) -> tuple[str, ...]:
+        """The keys given that need a validation loss during the run."""
+        best, patience = self.checkpoint.keep_best, self.evaluate.early_stopping_patience
+        return ("checkpoint.keep_best",) * best + ("evaluate.early_stopping_patience",) * (patience is not None)

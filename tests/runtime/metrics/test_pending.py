@@ -31,7 +31,7 @@ READS = {"item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "equal", "allc
 READS |= {"__bool__", "__int__", "__float__", "__index__", "is_nonzero", "synchronize"}
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
 """What makes the host wait for a CUDA device: of Python's calls, and of those that torch's own code makes."""
-HOST = {("reduce.py", "count_supervised"), ("kernels.py", "_segments")}
+HOST = {("reduce.py", "count_tokens"), ("kernels.py", "_segments")}
 """Who may read tensors: these are on the host. The second is the attention of a CPU."""
 
 

@@ -204,7 +204,10 @@ class Log(AbstractContextManager["Log"]):
             "mfu": None if mfu is None else round(mfu, 4),
             "memory_bytes": memory_bytes(device),
             "seconds": round(elapsed_s, 4),
-            "pairs" if stats.pairs else "supervised_tokens": stats.supervised_tokens,
+            "read_tokens": stats.tokens,
+            "supervised_tokens": stats.supervised_tokens,
+            "padding": round(stats.padding, 4),
+            **({"pairs": stats.pairs} if stats.pairs else {}),
             "skipped": stats.skipped,
         }
         record |= told(stats.loads, self.expert_ranks, stats.dropped)

@@ -29,7 +29,7 @@ AfterStep = Callable[[TrainState, StepStats], None]
 class PendingSteps(AbstractContextManager["PendingSteps"]):
     """Puts the figures of each step into state and log, in order. Call :meth:`log_all` before reading the state of the
     last step. When the run fails, the figures that are there are logged before it ends. ``newest_good``: this rank's
-    part of the newest batch that gave finite numbers (or of the first), and the supervised tokens of all ranks."""
+    part of the newest batch that gave finite numbers (or of the first), and its terms on all ranks."""
 
     job: Job
     state: TrainState
@@ -94,6 +94,6 @@ class PendingSteps(AbstractContextManager["PendingSteps"]):
         launched, batch, typical = self._open.popleft()
         stats = launched.wait(self.state)
         if self.newest_good is None or not stats.skipped:
-            self.newest_good = batch, stats.supervised_tokens
+            self.newest_good = batch, stats.terms
         self.log.step(self.state, stats, self.job.device, typical)
         return stats, batch

@@ -30,11 +30,11 @@ COMPILED = (
 def header(job: Job) -> str:
     """What runs, on which machines and data, and how it is split. It shows every setting that changes results."""
     plan, recipe = job.plan, job.recipe
-    batch, precision, layout = plan.batch, plan.precision, plan.layout
+    precision, layout = plan.precision, plan.layout
     devices = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
     backend = "nccl" if job.device.type == "cuda" else "gloo"
     threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
-    tokens = batch.global_batch_size(layout.dp) * batch.seq_len
+    tokens = job.step_room
     split = job.prepared.manifest.splits["train"]
     run = f"run {recipe.run.name} · seed {recipe.run.seed}"
     ranks = f"{layout.world} x {devices} ({backend}, {threads} per rank)"
@@ -67,11 +67,17 @@ def header(job: Job) -> str:
         ("dtypes", f"{kept}, {sums} · fp32 matmul precision {precision.matmul}"),
         ("data", f"{text}, {ids}"),
         ("plan", f"{strategy(job)}, {execution(plan)}{taken}"),
-        ("length", f"{counted(job.max_steps, 'step')}, {show_count(job.max_steps * tokens)} tokens · {saves}"),
+        ("length", f"{counted(job.max_steps, 'step')}, {show_count(read_tokens(job))} tokens · {saves}"),
     ]
     if assumed := assumptions(plan, recipe):
         rows.append(("assumed", assumed))
     return "\n".join(f"{name:<8}{text}" if name else text for name, text in rows)
+
+
+def read_tokens(job: Job) -> int:
+    """The tokens that the run reads, padding left out, as many a window as there are on average."""
+    samples = job.max_steps * job.plan.batch.global_batch_size(job.plan.layout.dp)
+    return round(min(samples, job.end or samples) * job.windows.store.tokens / max(len(job.windows), 1))
 
 
 def of_routers(spec: ModelSpec) -> str:

@@ -22,7 +22,8 @@ class Report:
     """What a run did, in ``seconds`` since step ``since``. ``traffic`` is (axis, kind) -> (bytes, count) of one
     step on rank 0; parts that were not measured, because the run was too short, are None or empty. ``unsaved``: why the
     last step has no checkpoint; None if it has one. ``expert_imbalance``: how many times its share of rows the fullest
-    of ranks with different experts got at most; 0 where there are none."""
+    of ranks with different experts got at most; 0 where there are none. Of ``tokens`` so many are ``supervised``, and
+    ``padding`` are not among them."""
 
     directory: Path
     steps: int
@@ -41,11 +42,18 @@ class Report:
     adapter: bool = False
     since: int = 0
     expert_imbalance: float = 0.0
+    supervised: int = 0
+    padding: int = 0
 
     @property
     def took(self) -> str:
         """In words."""
         return clock(self.seconds) + (f" since step {self.since}" if self.since else "")
+
+    @property
+    def shares(self) -> str:
+        """Of records, how many tokens were trained on, and what padding took."""
+        return f" ({self.supervised:,} supervised, {self.padding:,} more of padding)" if self.chat else ""
 
     @property
     def warning(self) -> str:
@@ -73,7 +81,7 @@ class Report:
 
     def markdown(self) -> str:
         """The content of report.md."""
-        done = f"{counted(self.steps, 'step')}, {self.tokens:,} tokens in {self.took}."
+        done = f"{counted(self.steps, 'step')}, {self.tokens:,} tokens{self.shares} in {self.took}."
         lines = [f"# {self.directory.name}", "", done]
         if self.unsaved is not None:
             lines.append(f"**Not saved: {self.warning}.** The exported model is complete.")
