@@ -128,6 +128,7 @@ def report_run(
         chat=job.recipe.sample_tokens is not None,
         adapter=job.plan.lora is not None,
         expert_imbalance=log.expert_imbalance,
+        pairs=log.preference.means(),
     )
     if job.rank == 0:
         kept = job.directory / "report.md"

@@ -22,7 +22,8 @@ class Report:
     """What a run did, in ``seconds`` since step ``since``. ``traffic`` is (axis, kind) -> (bytes, count) of one
     step on rank 0; parts that were not measured, because the run was too short, are None or empty. ``unsaved``: why the
     last step has no checkpoint; None if it has one. ``expert_imbalance``: how many times its share of rows the fullest
-    of ranks with different experts got at most; 0 where there are none."""
+    of ranks with different experts got at most; 0 where there are none. ``pairs``: what training on
+    pairs of answers has come to over the last steps."""
 
     directory: Path
     steps: int
@@ -41,6 +42,7 @@ class Report:
     adapter: bool = False
     since: int = 0
     expert_imbalance: float = 0.0
+    pairs: dict[str, float] = field(default_factory=dict)
 
     @property
     def took(self) -> str:
@@ -82,6 +84,9 @@ class Report:
             lines.append(f"{self.skipped} steps were skipped: {why}.")
         if self.validation:
             lines.append(f"Validation: {self.validation}.")
+        if self.pairs:
+            means = ", ".join(f"{name} {value:.3f}" for name, value in self.pairs.items())
+            lines.append(f"Training pairs, mean of the last steps: {means}.")
         lines += ["", "| | predicted | measured | |", "|---|---:|---:|---:|"]
         lines += [f"| {' | '.join(row)} |" for row in self.rows()]
         if self.memory:
