@@ -7,7 +7,7 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 2_681,
+    "spec": 2_692,
     "models": 3_850,
     "data": 3_350,
     "distributed": 492,
