@@ -17,6 +17,7 @@ from shardwise.models.resolve import resolve
 from shardwise.runtime.checkpoint.locate import locate_best
 from shardwise.runtime.checkpoint.manifest import candidates, train_again
 from shardwise.spec.load import load_recipe
+from shardwise.spec.units import typed
 
 
 @dataclass
@@ -54,7 +55,9 @@ def run(options: Options) -> None:
     source = locate_best(options.run) if options.best else source
     tokenizer = open_directory(options.run / "tokenizer")
     merged = export_run(source, recipe, resolve(recipe), tokenizer, target)
+    arguments = typed(f"pretrained={target},dtype=auto")
     if options.json:
         print_json({"directory": str(target)})
     else:
         say(f"written: {target}{f' ({merged})' if merged else ''}")
+        say(f"benchmarks: lm_eval --model hf --model_args {arguments} --tasks hellaswag --batch_size auto")

@@ -103,14 +103,19 @@ def prompt_ids(tokenizer: tokens.Tokenizer, prompt: str) -> list[int]:
 
 
 def answer(
-    parts: Sequence[nn.Module], tokenizer: tokens.Tokenizer, asked: Prompt, sampling: Sampling, device: torch.device
+    parts: Sequence[nn.Module],
+    tokenizer: tokens.Tokenizer,
+    asked: Prompt,
+    sampling: Sampling,
+    device: torch.device,
+    first: Callable[[Callable[[], int]], int] = lambda choose: choose(),
 ) -> str:
-    """The model's answer, without the token that ends its turn."""
+    """The model's answer, without the token that ends its turn; ``first`` as in :func:`generate`."""
 
     def over(ids: list[int]) -> bool:
         return ids[-1] == asked.end or (bool(asked.closing) and asked.closing in tokenizer.decode(ids))
 
-    text = tokenizer.decode(generate(parts, asked.ids, sampling, device, over))
+    text = tokenizer.decode(generate(parts, asked.ids, sampling, device, over, first))
     return (text.partition(asked.closing)[0] if asked.closing else text).strip()
 
 

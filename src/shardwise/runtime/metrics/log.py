@@ -257,6 +257,8 @@ class Log(AbstractContextManager["Log"]):
             self._events.write({"time_s": round(time.time(), 3), "event": kind, **facts})
             if kind == "validation":
                 self._tracks.row(facts["step"], kind, facts)
+            elif kind == "task":
+                self._tracks.row(facts["step"], kind, {facts["task"]: facts["score"]})
 
     def progress(self, what: str, done: int, total: int) -> None:
         """A bar for what comes between steps."""

@@ -28,15 +28,12 @@ class PreferenceWatch:
         if "logps/chosen" not in figures:
             return ""
         self._steps.append(figures)
-        fall = self._fall()
-        if self.warned or fall < LEAST_FALL:
+        if self.warned or len(self._steps) < WINDOW * WINDOWS or (fall := self._fall()) < LEAST_FALL:
             return ""
         self.warned = True
-        return (
-            f"warning[DPO002]: chosen answers become less likely: their log-probability has fallen for "
-            f"{len(self._steps)} steps and is {fall:.0%} below the reference's; the loss does not show it. "
-            "A lower optim.learning_rate or a higher method.beta keeps the model nearer to the reference"
-        )
+        told = f"has fallen for {len(self._steps)} steps and is {fall:.0%} below the reference's; the loss hides it"
+        fix = "a lower optim.learning_rate or a higher method.beta keeps the model nearer to the reference"
+        return f"warning[DPO002]: the log-probability of chosen answers {told}\nfix:   {fix}"
 
     def means(self) -> dict[str, float]:
         """Each figure over the last steps; empty without pairs."""
@@ -47,8 +44,6 @@ class PreferenceWatch:
         """By what share of the reference's log-probability that of chosen answers lies below it, where it has fallen
         steadily; else 0."""
         steps = list(self._steps)
-        if len(steps) < WINDOW * WINDOWS:
-            return 0.0
         windows = [steps[first : first + WINDOW] for first in range(0, len(steps), WINDOW)]
         gains = [fmean(step["rewards/chosen"] for step in window) / self.beta for window in windows]
         steady = all(later < earlier for earlier, later in pairwise(gains))
