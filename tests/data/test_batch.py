@@ -44,7 +44,7 @@ def test_each_token_is_one_rank_s_with_all_that_is_known_of_it(ring: int, ulysse
 
 def test_pairs_are_counted_by_one_of_the_ranks_that_share_their_rows() -> None:
     """Tokens by each that has them."""
-    whole = replace(rows(), references=torch.zeros(3, dtype=torch.float64))
+    whole = replace(rows(), references=torch.zeros(3, 2, dtype=torch.float64))
     each = [whole.cut(RowShare(2, 2, rank)) for rank in range(4)]
     assert [part.terms() for part in each] == [3, 0, 0, 0] and whole.terms() == 3
     assert [part.supervised_tokens() for part in each] == [LENGTH] * 4

@@ -116,12 +116,12 @@ def test_pairs_lie_in_windows_together(pairs: Pairs, packing: bool) -> None:
     assert isinstance(windows, Packs) and prepared.train.split.pairs and prepared.train.split.documents == 80
     assert sorted(pair for k in range(len(windows)) for pair in windows.pairs(k)) == list(range(40))
     assert (len(windows) == 40) is not packing
-    scores = np.arange(40) + 0.5
+    scores = np.arange(80.0).reshape(40, 2)
     known = Packs(windows.store, 64, scores)
     for k in range(len(windows)):
         sample, numbers = known[k], windows.pairs(k)
-        assert sample.references is not None and sample.references.tolist() == [n + 0.5 for n in numbers]
-        assert windows[k].references.tolist() == [0.0] * len(numbers)
+        assert sample.references is not None and sample.references.tolist() == [[2 * n, 2 * n + 1] for n in numbers]
+        assert windows[k].references.tolist() == [[0.0, 0.0]] * len(numbers)
         at = 0
         for index, length in zip([i for n in numbers for i in (2 * n, 2 * n + 1)], sample.segments, strict=False):
             begin, end, _ = prepared.train.sample(index)
@@ -131,9 +131,9 @@ def test_pairs_lie_in_windows_together(pairs: Pairs, packing: bool) -> None:
         assert (sample.labels[at:] == IGNORE).all()
     batch = collate([known[0], known.padding(), known[1]])
     assert batch.answers is not None and batch.references is not None
-    assert batch.references.tolist() == [*known[0].references, *known[1].references] and batch.terms() == len(
-        windows.pairs(0) + windows.pairs(1)
-    )
+    assert batch.references.tolist() == np.concatenate(
+        [known[0].references, known[1].references]
+    ).tolist() and batch.terms() == len(windows.pairs(0) + windows.pairs(1))
     runs = [row[np.flatnonzero(np.diff(row, prepend=-1))].tolist() for row in batch.answers.numpy()]
     first, second = 2 * len(windows.pairs(0)), 2 * len(windows.pairs(1))
     assert runs[0][:first] == list(range(first))

@@ -147,7 +147,7 @@ def preference() -> tuple[Tensor, Tensor, MicroBatch]:
     labels[2] = torch.randint(0, 29, (7,))
     answers = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [2, 2, 2, 3, 3, 3, 3], [0, 0, 1, 1, 2, 2, 3]])
     batch = MicroBatch(labels, labels, labels, None, 0)
-    batch.answers, batch.references = answers, torch.tensor([0.3, -1.2], dtype=torch.float64)
+    batch.answers, batch.references = answers, torch.tensor([[0.3, 0.0], [0.2, 1.4]], dtype=torch.float64)
     return hidden.requires_grad_(), weight, batch
 
 

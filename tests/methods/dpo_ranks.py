@@ -27,7 +27,9 @@ def preferred(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
     start, stop = cut((0, LENGTH), world, rank)
     mine = hidden[:, start:stop].clone().requires_grad_()
     own = labels[:, start:stop]
-    batch = MicroBatch(own, own, own, None, 0, answers[:, start:stop], torch.tensor([0.3, -1.2, 0.7]).double())
+    batch = MicroBatch(
+        own, own, own, None, 0, answers[:, start:stop], torch.tensor([[0.3, 0.0], [0.2, 1.4], [0.0, -0.7]]).double()
+    )
     method = Method(name="dpo", beta=0.7, label_smoothing=0.2)
     head = Output(weight, group=dist.group.WORLD if world > 1 else None)
     loss = dpo.finish(mine, head, batch, 3.0, chunk_tokens=4, method=method).value

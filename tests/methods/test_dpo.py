@@ -4,6 +4,7 @@ reference, pairs one at a time and without padding, in float64."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -140,12 +141,12 @@ def scored(packs: Packs, first: nn.Module) -> Packs:
     ours = Decoder(pair_spec(first)).double()
     state = first.state_dict()
     ours.load_state_dict({name: state[to_hf_name(name)] for name in ours.state_dict()})
-    known = np.full(PAIRS, np.nan)
+    known = np.full((PAIRS, 2), np.nan)
     with torch.no_grad():
         for k in range(len(packs)):
             batch = collate([packs[k]])
             losses = passes.infer([ours], batch, partial(pretrain.score, chunk_tokens=40))
-            known[packs.pairs(k)] = dpo.ratios(losses, batch).numpy()
+            known[packs.pairs(k)] = dpo.log_probabilities(losses, batch).numpy()
     assert not np.isnan(known).any()
     return Packs(packs.store, SEQ_LEN, known)
 
@@ -180,6 +181,39 @@ def test_loss_and_gradients(packs: Packs, seed: int, chunk_tokens: int, method: 
         right = named[to_hf_name(name)].grad
         assert parameter.grad is not None and right is not None
         assert float((parameter.grad - right).norm()) <= 1e-10 * float(right.norm()), name
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["dpo", "cdpo"])
+def test_figures_are_those_of_trl(packs: Packs, method: Method) -> None:
+    """Their sum over two micro-batches of a step is the mean over all its pairs, as DPOTrainer's get_batch_loss_metrics
+    has it, written out."""
+    ours, theirs, first = models(5)
+    known = scored(packs, first)
+    found: Counter[str] = Counter()
+    for numbers in (range(1), range(1, len(known))):
+        batch = collate([known[k] for k in numbers])
+        finish = partial(dpo.finish, denominator=float(PAIRS), chunk_tokens=17, method=method)
+        found.update({name: float(value) for name, value in passes.forward([ours], batch, finish).figures.items()})
+    pairs = sides(known)
+    with torch.no_grad():
+        chosen_logps, ref_chosen_logps = (
+            torch.stack([log_probability(m, c) for c, _ in pairs]) for m in (theirs, first)
+        )
+        rejected_logps, ref_rejected_logps = (
+            torch.stack([log_probability(m, r) for _, r in pairs]) for m in (theirs, first)
+        )
+    chosen_rewards = method.beta * (chosen_logps - ref_chosen_logps)
+    rejected_rewards = method.beta * (rejected_logps - ref_rejected_logps)
+    expected = {
+        "rewards/chosen": chosen_rewards.mean(),
+        "rewards/rejected": rejected_rewards.mean(),
+        "rewards/margins": (chosen_rewards - rejected_rewards).mean(),
+        "rewards/accuracies": (chosen_rewards > rejected_rewards).double().mean(),
+        "logps/chosen": chosen_logps.mean(),
+        "logps/rejected": rejected_logps.mean(),
+    }
+    assert list(found) == list(expected) and 0 < found["rewards/accuracies"] < 1
+    assert dict(found) == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-9)
 
 
 def test_at_the_reference_itself(packs: Packs) -> None:

@@ -33,6 +33,7 @@ from shardwise.spec.recipe import Data, Method, Recipe, Run
 
 CPU = torch.device("cpu")
 SEQ_LEN = 48
+Trained = tuple[parity.Trace, dict[str, np.ndarray], list[dict[str, float]]]
 METHOD = Method(name="dpo", beta=0.5, label_smoothing=0.1)
 
 
@@ -61,17 +62,13 @@ def named(rank: int) -> Iterator[None]:
             os.environ["RANK"] = before
 
 
-def train(
-    rank: int, world: int, directory: str, spec: ModelSpec, plans: Sequence[Plan], steps: int
-) -> list[tuple[parity.Trace, dict[str, np.ndarray]]]:
-    """One training after another; of each its trace and what the reference said."""
+def train(rank: int, world: int, directory: str, spec: ModelSpec, plans: Sequence[Plan], steps: int) -> list[Trained]:
+    """One training after another; of each its trace, what the reference said, and the figures of every step."""
     with named(rank):
         return [one(rank, Path(directory), spec, plan, steps) for plan in plans]
 
 
-def one(
-    rank: int, directory: Path, spec: ModelSpec, plan: Plan, steps: int
-) -> tuple[parity.Trace, dict[str, np.ndarray]]:
+def one(rank: int, directory: Path, spec: ModelSpec, plan: Plan, steps: int) -> Trained:
     job = job_of(directory, spec, plan, steps)
     if rank == 0:
         shutil.rmtree(job.directory, ignore_errors=True)
@@ -89,26 +86,27 @@ def one(
 
     rules = StepRules(plan, job.meshes, parity.OPTIM, parity.MAX_STEPS, finish_of(METHOD, plan), enter)
     assert isinstance(job.windows, Packs)
-    batches, losses, norms = stream(job.windows, job.order, job.share), [], []
+    batches, losses, norms, figures = stream(job.windows, job.order, job.share), [], [], []
     for _ in range(steps):
         batch = next(batches)
         stats = step(state, batch.micro_batches, reduce.count_supervised(job.meshes, batch.terms)[0], rules)
         losses.append(stats.loss)
         norms.append(stats.grad_norm)
+        figures.append(dict(stats.figures))
     weights = {name: parity.full(parameter.detach()) for name, parameter in state.parameters().items()}
-    return parity.Trace(tuple(losses), tuple(norms), gradients, weights), dict(job.references)
+    return parity.Trace(tuple(losses), tuple(norms), gradients, weights), dict(job.references), figures
 
 
 def evaluated(rank: int, world: int, directory: str, spec: ModelSpec, plan: Plan) -> tuple[Validation, Preference]:
-    """What validation finds in texts, and in held-out pairs, of a model whose adapters begin at random."""
+    """What validation finds in texts, and in held-out pairs, of a model that is far from its reference."""
     with named(rank):
         job = job_of(Path(directory), spec, plan, 1)
         if rank == 0:
             shutil.rmtree(job.directory, ignore_errors=True)
             job.directory.mkdir(parents=True)
         dist.barrier()
+        job = refer(job, build(job.recipe, spec, plan, job.meshes, CPU).parts, lambda phase: None)
         state = build(job.recipe, spec, plan, job.meshes, CPU, random_everywhere)
-        job = refer(job, state.parts, lambda phase: None)
         odd = replace(plan, batch=replace(plan.batch, seq_len=SEQ_LEN - 1))  # which no number of ranks divides
         rows = parity.share_of_rank(parity.job_of(spec, odd, 1).batch(0), job.meshes, odd)
         texts = [EvaluationBatch(batch, batch.supervised_tokens(), 1.0) for batch in rows]

@@ -26,7 +26,7 @@ from shardwise.models.roles import is_adapter
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Lora, Plan, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Pipeline, Plan, Remat, Shard
 from shardwise.spec.recipe import Data, TokenizerSection
 from tests.parity import dpo_ranks
 from tests.parity.cases import FP64, UNTIED, layout
@@ -75,8 +75,9 @@ def log_probability(model: Decoder, weights: dict[str, Tensor], ids: Tensor, lea
 @cache
 def plain(
     directory: Path, lora: Lora | None, spec: ModelSpec = SPEC, rows: int = ROWS, steps: int = STEPS
-) -> tuple[parity.Trace, dict[int, float]]:
-    """The training by a loop that anyone can check, and the reference's score of each pair that it met."""
+) -> tuple[parity.Trace, dict[int, tuple[float, float]], list[dict[str, float]]]:
+    """The training by a loop that anyone can check, the reference's log-probabilities of each pair that it met, and
+    TRL's metrics of every step."""
     run = dpo_ranks.job_of(directory, spec, plan("ddp", 1, "none", 1, lora), steps)
     windows, order = run.windows, run.order
     assert isinstance(windows, Packs)
@@ -89,9 +90,9 @@ def plain(
         {"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(parity.OPTIM.beta1, parity.OPTIM.beta2), eps=parity.OPTIM.eps)
-    losses, norms, gradients, scores = [], [], {}, {}
+    losses, norms, gradients, scores, metrics = [], [], {}, {}, []
     for number in range(steps):
-        terms, whole = [], parity.merged(parameters, job)
+        terms, logps, whole = [], [], parity.merged(parameters, job)
         for pair in [n for k in order.samples(number * rows, rows).tolist() for n in windows.pairs(k)]:
             spans = [windows.store.sample(index)[:2] for index in (2 * pair, 2 * pair + 1)]
             sides = [
@@ -99,10 +100,11 @@ def plain(
                 for span in spans
             ]
             with torch.no_grad():
-                chosen, rejected = (log_probability(model, first, *side) for side in sides)
-                scores[pair] = float(chosen - rejected)
+                scores[pair] = tuple(float(log_probability(model, first, *side)) for side in sides)
             chosen, rejected = (log_probability(model, whole, *side) for side in sides)
-            reward = METHOD.beta * (chosen - rejected - scores[pair])
+            rewards = METHOD.beta * (chosen - scores[pair][0]), METHOD.beta * (rejected - scores[pair][1])
+            logps.append([value.item() for value in (*rewards, chosen, rejected)])
+            reward = rewards[0] - rewards[1]
             wrong = METHOD.label_smoothing
             terms.append(-(1 - wrong) * torch.sigmoid(reward).log() - wrong * torch.sigmoid(-reward).log())
         optimizer.zero_grad()
@@ -118,8 +120,23 @@ def plain(
             group["lr"] = parity.OPTIM.learning_rate * rate
         optimizer.step()
         losses.append(loss.item())
+        metrics.append(trl_metrics(logps))
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    return parity.Trace(tuple(losses), tuple(norms), gradients, weights), scores
+    return parity.Trace(tuple(losses), tuple(norms), gradients, weights), scores, metrics
+
+
+def trl_metrics(logps: list[list[float]]) -> dict[str, float]:
+    """As DPOTrainer.get_batch_loss_metrics names and defines them, of a step's pairs: rewards and log-probabilities of
+    the chosen and the rejected answer."""
+    chosen_rewards, rejected_rewards, chosen_logps, rejected_logps = np.array(logps).T
+    return {
+        "rewards/chosen": chosen_rewards.mean(),
+        "rewards/rejected": rejected_rewards.mean(),
+        "rewards/margins": (chosen_rewards - rejected_rewards).mean(),
+        "rewards/accuracies": (chosen_rewards > rejected_rewards).mean(),
+        "logps/chosen": chosen_logps.mean(),
+        "logps/rejected": rejected_logps.mean(),
+    }
 
 
 def holds(ranks: RankPool, directory: Path, plans: list[Plan], spec: ModelSpec = SPEC, steps: int = STEPS) -> None:
@@ -127,15 +144,17 @@ def holds(ranks: RankPool, directory: Path, plans: list[Plan], spec: ModelSpec =
     world = plans[0].layout.world
     answers = ranks.run(dpo_ranks.train, str(directory), spec, plans, steps, world=world, timeout_s=300)
     for place, of in enumerate(plans):
-        right, scores = plain(directory, of.lora, spec, of.batch.global_batch_size(of.layout.dp), steps)
+        right, scores, metrics = plain(directory, of.lora, spec, of.batch.global_batch_size(of.layout.dp), steps)
         assert abs(right.losses[0] - np.log(2)) < 1e-12 < 0.05 < abs(right.losses[-1] - np.log(2))
         found = parity.compare(right, [mine[place][0] for mine in answers], staged=of.layout.pp > 1)
         errors = [found.norm, found.gradient, found.weight, found.loss]
         assert all(error.error <= TOLERANCE for error in errors), f"{found}\nunder {of}"
-        for _, references in (mine[place] for mine in answers):
+        for _, references, figures in (mine[place] for mine in answers):
             known = references["train"]
-            assert set(np.flatnonzero(~np.isnan(known))) == set(scores)
-            assert max(abs(known[pair] - score) for pair, score in scores.items()) < 1e-9
+            assert set(np.flatnonzero(~np.isnan(known[:, 0]))) == set(scores)
+            assert max(abs(known[pair] - score).max() for pair, score in scores.items()) < 1e-9
+            figures[0]["rewards/accuracies"] = 0.0  # margins are zero but for rounding
+            assert figures == [pytest.approx(each, rel=1e-6, abs=1e-9) for each in metrics]
             assert not np.isnan(references["validation"]).any()
 
 
@@ -163,8 +182,17 @@ ADAPTERS = Lora(3, 6.0, frozen="fp64")
 
 
 @pytest.mark.prove
+def test_metrics_under_every_kind_of_layout(ranks: RankPool, pairs: Path) -> None:
+    """Rows cut along the sequence, and stages of which only the last knows the answers."""
+    rows = plan("ddp", 1, "none", 2)
+    stages = Pipeline("1f1b", split=(1, SPEC.num_hidden_layers - 1))
+    holds(ranks, pairs, [replace(rows, layout=replace(rows.layout, cp=2))])
+    holds(ranks, pairs, [replace(rows, layout=replace(rows.layout, pp=2), pipeline=stages)])
+
+
+@pytest.mark.prove
 def test_adapters(ranks: RankPool, pairs: Path) -> None:
-    """The reference is the model without them."""
+    """They begin as nothing, so the reference is the model without them."""
     holds(ranks, pairs, [plan(s, 2, remat, m, ADAPTERS) for s, remat, m in SETTINGS[::2]])
 
 
@@ -175,7 +203,7 @@ EVEN = replace(SPEC, intermediate_size=28)
 @pytest.mark.prove
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_tensor_parallelism(ranks: RankPool, pairs: Path, sequence: bool) -> None:
-    """The reference is cut as the model is; with adapters it is the model without them."""
+    """The reference is cut as the model is; with adapters too."""
 
     def cut(of: Plan) -> Plan:
         return replace(of, layout=replace(of.layout, tp=2), sequence_parallel=sequence)
@@ -208,7 +236,7 @@ def test_a_longer_run_scores_what_is_new(ranks: RankPool, pairs: Path, tmp_path:
     """What was known stays to the bit; pairs that no run has read are NaN."""
     (tmp_path / "pairs").symlink_to(pairs / "pairs")
     short, long = ranks.run(dpo_ranks.grown, str(tmp_path), SPEC, plan("zero3", 2, "none", 1), world=2)[1]
-    before, after = ~np.isnan(short["train"]), ~np.isnan(long["train"])
+    before, after = (~np.isnan(scores["train"]).any(1) for scores in (short, long))
     assert 0 < before.sum() < after.sum() < len(after) and not (before & ~after).any()
     assert np.array_equal(short["train"][before], long["train"][before])
     assert np.array_equal(short["validation"], long["validation"])

@@ -59,7 +59,7 @@ def test_an_excerpt_has_the_end_of_a_prompt_and_the_beginning_of_its_answer() ->
 
 
 def test_of_pairs_both_answers_are_kept() -> None:
-    whole = replace(long_row(40, 20, 6), references=np.zeros(3))
+    whole = replace(long_row(40, 20, 6), references=np.zeros((3, 2)))
     short = excerpt(whole, 24, 67)
     assert short.references is not None and len(short.references) in (1, 2)
     answers = collate([short]).answers

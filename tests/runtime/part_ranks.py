@@ -59,7 +59,7 @@ def rows(number: int, rank: int = 0) -> list[MicroBatch]:
     drawn = torch.Generator().manual_seed(10 * number + rank)
     ids, labels = (torch.randint(SPEC.vocab_size, (2, LENGTH), generator=drawn) for _ in range(2))
     positions = torch.arange(LENGTH)[None]
-    answers, references = (positions >= LENGTH // 2).long(), torch.full((1,), 0.25, dtype=torch.float64)
+    answers, references = (positions >= LENGTH // 2).long(), torch.tensor([[0.25, 0.0]], dtype=torch.float64)
     each = ids.split(1), labels.split(1)
     return [MicroBatch(*one, positions, None, LENGTH, answers, references) for one in zip(*each, strict=True)]
 

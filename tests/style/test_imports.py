@@ -293,7 +293,6 @@ NAMED_BY_THE_RUNTIME = {
     "own_optim": {"optim": "the moments that a user's optimizer begins with"},
     "passes": {"compile": "the loss is compiled", "pp": "whether parts are stages of a pipeline"},
     "pipeline": {"pp": "the order of actions"},
-    "reference": {"lora": "the reference is the model without its adapters"},
     "state": {"offload": "copies are updated", "optim": "the names of what it trains, and how often it has"},
     "step": {"optim": "the learning rate and the update"},
     "metrics.measure": {"compile": "compiled blocks cannot be watched", "offload": "what is on the host is held too"},

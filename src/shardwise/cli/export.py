@@ -76,3 +76,5 @@ def run(options: Options) -> None:
             say(f"pushed: {address}")
         say(f"written: {target}{f' ({merged})' if merged else ''}", f"serve    vllm serve {typed(target)}")
         say(f"         python -m sglang.launch_server --model-path {typed(target)}")
+        arguments = typed(f"pretrained={target},dtype=auto")
+        say(f"measure  lm_eval --model hf --model_args {arguments} --tasks hellaswag --batch_size auto")

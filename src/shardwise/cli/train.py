@@ -24,6 +24,7 @@ from shardwise.cli.preview import report
 from shardwise.cli.show import note, outlive_output, output_to_stderr, print_error, print_json, say
 from shardwise.cli.work import work
 from shardwise.data.source import taken_and_left_out
+from shardwise.data.tasks import check_tasks
 from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import OutputError, PreemptedError, TrainingError, UnavailableError
 from shardwise.launch import local, nodes, rundir
@@ -132,6 +133,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
         print_json({"run": str(directory), "exit_code": 0}) if options.json else say(done)
         return 0
     check_installed(recipe)
+    check_tasks(recipe)
     check_wandb(recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe)
     if not options.plan:

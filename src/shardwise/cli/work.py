@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of, suited
 from shardwise.cli.show import defect, note, out_of_memory, print_error, say
+from shardwise.data.tasks import check_tasks
 from shardwise.errors import UNWRITABLE, PreemptedError, ShardwiseError
 from shardwise.launch import nodes, rundir
 from shardwise.launch.worker import (
@@ -69,6 +70,7 @@ def _claimed(directory: Path, recipe: Recipe, resume: bool) -> Iterator[Claim | 
     if warning := nodes.exposure():
         note(warning)
     check_installed(recipe)
+    check_tasks(recipe)
     if rank():
         rundir.check_standing(directory, recipe, resume=resume)
         yield owner.follow(directory, start_name(), recipe.run.timeout_s)

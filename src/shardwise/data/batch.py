@@ -27,7 +27,7 @@ class MicroBatch:
     longest    tokens in the longest segment
     answers    [b, s] int64, of pairs of answers: 2p for the tokens of pair p's chosen answer, 2p + 1 for its rejected
                one's, and any for padding; else None
-    references [p] float64: log p(chosen) - log p(rejected) of each pair under the initial model
+    references [p, 2] float64: log p(chosen) and log p(rejected) of each pair under the initial model
     row_length of rows of which a rank has some tokens (``s`` is their number), that of the whole ones, which
                ``documents`` and ``longest`` are of; None: rows are whole
     bounds     ``documents`` of such rows, on the host

@@ -85,7 +85,7 @@ class Windows:
 @dataclass(frozen=True)
 class Packs:
     """The windows of prepared samples, each of several whole samples and some end-of-text to fill up. ``reference``: of
-    each pair of answers log p(chosen) - log p(rejected) under the initial model; 0 where None."""
+    each pair of answers log p(chosen) and log p(rejected) under the initial model [p, 2]; 0 where None."""
 
     store: TokenStore
     seq_len: int
@@ -114,7 +114,7 @@ class Packs:
         references = None
         if self.store.split.pairs:
             pairs = self.pairs(k)
-            references = np.zeros(len(pairs)) if self.reference is None else self.reference[pairs]
+            references = np.zeros((len(pairs), 2)) if self.reference is None else self.reference[pairs]
         padding = self.seq_len - at
         return replace(sample, positions=positions, segments=tuple(lengths), references=references, padding=padding)
 
@@ -129,7 +129,7 @@ class Packs:
     def padding(self) -> Sample:
         """A window without supervised tokens."""
         made = _padding(self.store, self.seq_len, masked=True)
-        return replace(made, references=np.zeros(0)) if self.store.split.pairs else made
+        return replace(made, references=np.zeros((0, 2))) if self.store.split.pairs else made
 
 
 def _padding(store: TokenStore, seq_len: int, masked: bool) -> Sample:

@@ -23,6 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from shardwise.data.batch import MicroBatch
 from shardwise.methods.loss import Loss, Output, linear_cross_entropy, token_losses
+from shardwise.spec.plan import PREFERENCE_FIGURES
 from shardwise.spec.recipe import Method
 
 
@@ -32,25 +33,41 @@ def finish(
     """The sum of the pairs' losses over ``denominator``, which is the number of pairs of the whole optimizer step."""
     assert batch.answers is not None and batch.references is not None
     scored = token_losses(hidden, head, batch.labels, chunk_tokens)
-    margins = ratios(scored, batch, head.group) - batch.references
+    answers = log_probabilities(scored, batch, head.group)
+    margins = margins_of(answers, batch.references)
     grad_margins = margin_gradients(margins, method)
     factors = torch.stack([-grad_margins, grad_margins], 1).flatten()[batch.answers].to(scored.dtype)
     ranks = 1 if head.group is None else dist.get_world_size(head.group)
     value = pair_losses(margins, method).sum().to(scored.dtype) / ranks
     weighed = linear_cross_entropy(hidden, head, batch.labels, chunk_tokens, factors)
-    return Loss((weighed - weighed.detach() + value) / denominator)
+    means = figures(answers, batch.references, method).sum(1) / (denominator * ranks)
+    return Loss((weighed - weighed.detach() + value) / denominator, dict(zip(PREFERENCE_FIGURES, means, strict=True)))
 
 
-def ratios(losses: Tensor, batch: MicroBatch, group: dist.ProcessGroup | None = None) -> Tensor:
-    """log p(chosen) - log p(rejected) of each pair [p] in fp64, from the losses of the tokens [b,s], which may be some
-    of a row, the others on the other ranks of ``group``; of no pair where all is padding."""
+def log_probabilities(losses: Tensor, batch: MicroBatch, group: dist.ProcessGroup | None = None) -> Tensor:
+    """log p(chosen) and log p(rejected) of each pair [p,2] in fp64, from the losses of the tokens [b,s], which may be
+    some of a row, the others on the other ranks of ``group``; of no pair where all is padding."""
     assert batch.answers is not None and batch.references is not None
     pairs = len(batch.references)
     sums = losses.new_zeros(2 * max(1, pairs), dtype=torch.float64)
     sums.index_add_(0, batch.answers.flatten(), losses.flatten().double())
     if group is not None:
         dist.all_reduce(sums, group=group)
-    return (sums[1::2] - sums[::2])[:pairs]
+    return -sums.view(-1, 2)[:pairs]
+
+
+def margins_of(answers: Tensor, references: Tensor) -> Tensor:
+    """How much more than the reference the model prefers the chosen answer [p], from log-probabilities [p,2]."""
+    chosen, rejected = (answers - references).unbind(1)
+    return chosen - rejected
+
+
+def figures(answers: Tensor, references: Tensor, method: Method) -> Tensor:
+    """What ``PREFERENCE_FIGURES`` names, of each pair [6,p], as TRL defines it: an answer's reward is beta times what
+    its log-probability has over the reference's."""
+    chosen, rejected = (method.beta * (answers - references)).unbind(1)
+    margins = chosen - rejected
+    return torch.stack([chosen, rejected, margins, (margins > 0).to(margins.dtype), *answers.unbind(1)])
 
 
 def pair_losses(margins: Tensor, method: Method) -> Tensor:

@@ -54,7 +54,8 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
         elif product_apart:
             steps.append(("product", vocabulary * hidden * compute, ()))
         steps.append(("", 0, (*["product"] * product_apart, *["grad_logits"] * low_precision, probabilities)))
-    steps.append(("loss", wide, (*["cast"] * copied, *["factors"] * (plan.loss == "dpo"))))
+    reported = 8 * len(plan.loss_figures)
+    steps.append(("loss", wide + reported, (*["cast"] * copied, *["factors"] * (plan.loss == "dpo"))))
     return steps
 
 

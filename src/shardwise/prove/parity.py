@@ -389,7 +389,8 @@ def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, j
         return functional.cross_entropy(wide, batch.labels.flatten(), reduction="sum") / batch.supervised_tokens()
     losses, method = functional.cross_entropy(wide, batch.labels.flatten(), reduction="none"), job.setting.method
     assert batch.answers is not None
-    sides = [losses[batch.answers.flatten() == answer].sum() for answer in range(2 * len(batch.references))]
-    margins = torch.stack(sides[1::2]) - torch.stack(sides[::2]) - batch.references
+    sides = [-losses[batch.answers.flatten() == answer].sum() for answer in range(2 * len(batch.references))]
+    chosen, rejected = (torch.stack(sides).view(-1, 2) - batch.references).unbind(1)
+    margins = chosen - rejected
     right, wrong = (torch.sigmoid(sign * method.beta * margins).log() for sign in (1, -1))
     return -((1 - method.label_smoothing) * right + method.label_smoothing * wrong).mean()

@@ -118,7 +118,7 @@ def pairs(job: Workload, number: int) -> list[Sample]:
         for begin, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
             learnt = slice(begin + int(draw.integers(2)), begin + length - 1)
             sample.labels[learnt] = np.roll(sample.ids, -1)[learnt]
-        rows.append(replace(sample, references=draw.normal(size=count)))
+        rows.append(replace(sample, references=draw.normal(size=(count, 2))))
     return rows
 
 
@@ -189,7 +189,7 @@ def excerpt(sample: Sample, seq_len: int, vocab_size: int) -> Sample:
         labels = sample.labels[source : source + length]
         short.labels[at : at + length] = np.where(labels == IGNORE, IGNORE, labels % vocab_size)
         at, begin = at + length, begin + whole
-    return short if sample.references is None else replace(short, references=np.linspace(-1, 1, kept // 2))
+    return short if sample.references is None else replace(short, references=np.linspace(-1, 1, kept).reshape(-1, 2))
 
 
 def _empty(seq_len: int, lengths: list[int], masked: bool) -> Sample:

@@ -223,7 +223,7 @@ def _step(state: TrainState, rules: StepRules, micro_batches: int) -> None:
             batch.row_length, batch.reached = plan.batch.seq_len, torch.zeros(shape, dtype=torch.int64)
         if plan.loss == "dpo":
             batch.answers = torch.zeros(shape, dtype=torch.int64)
-            batch.references = torch.zeros(shape[0], dtype=torch.float64)
+            batch.references = torch.zeros(shape[0], 2, dtype=torch.float64)
         batches.append(batch)
     reduce.count_supervised(rules.meshes, 1)
     steps.step(state, batches, 1, rules)

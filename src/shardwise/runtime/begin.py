@@ -92,6 +92,7 @@ def open_log(job: Job, state: TrainState) -> Log:
         tracks = track(job.recipe, Subject(name, job.run_id, job.directory, state.step, config))
     log = Log(job.directory, job.rank, state.step, job.max_steps, speed(job), tracks)
     log.expert_ranks = job.plan.layout.ep
+    log.preference.beta = job.recipe.method.beta
     log.log_steps = job.recipe.run.log_steps
     log.event("start", step=state.step, ranks=job.plan.layout.world)
     if state.step:

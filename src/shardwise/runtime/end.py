@@ -13,6 +13,7 @@ import torch
 from shardwise.data.stream import EvaluationBatch, evaluation
 from shardwise.distributed.slices import kept
 from shardwise.errors import OutputError, PreemptedError, Problem
+from shardwise.runtime.checkpoint.crew import Crew
 from shardwise.runtime.checkpoint.locate import best, newest
 from shardwise.runtime.checkpoint.manifest import step_name, train_again, whole
 from shardwise.runtime.checkpoint.save import RunCheckpoints
@@ -26,6 +27,7 @@ from shardwise.runtime.report.report import Report
 from shardwise.runtime.report.sample import earlier_sample, sample, shown
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
+from shardwise.runtime.tasks import answer_tasks, side_by_side
 from shardwise.spec.units import counted, show_count, typed
 from shardwise.techniques.dtypes import torch_dtype
 
@@ -74,13 +76,18 @@ def until_asked(
     log.progress("validation", total, total)
 
 
-def evaluate_now(job: Job, state: TrainState, log: Log, stop: StopRequest) -> Validation | Preference | None:
-    """Validate between two steps, print and log the result, and count it in ``state`` for early stopping."""
+def evaluate_now(
+    job: Job, state: TrainState, crew: Crew, log: Log, stop: StopRequest
+) -> Validation | Preference | None:
+    """Validate between two steps, print and log the result, and count it in ``state`` for early stopping; then answer
+    the tasks, for which ``crew`` are the ranks (:func:`task_crew`)."""
     found = validate(job, state, log, stop)
     if found is not None:
         state.judge(found.loss)
         log.event("validation", step=state.step, **found.facts())
         log.say(f"step {state.step}: validation {found}")
+    if not stop.everywhere:
+        answer_tasks(job, state, crew, log)
     log.start_clock()
     return found
 
@@ -130,12 +137,14 @@ def report_run(
         expert_imbalance=log.expert_imbalance,
         supervised=state.supervised,
         padding=state.step * job.step_room - state.tokens,
+        pairs=log.preference.means(),
     )
     if job.rank == 0:
         kept = job.directory / "report.md"
         with only_reports("report.md", log.say):
             if trained or not kept.exists():  # a run that was finished before keeps what was measured then
-                kept.write_text(report.markdown(), encoding="utf-8")
+                text = "\n".join([report.markdown(), *side_by_side(job.directory)])
+                kept.write_text(text, encoding="utf-8")
         with only_reports("the summary", log.say):
             log.say("\n".join(closing_lines(report, f"{model_directory(job).name}/")))
             if job.recipe.checkpoint.keep_best and (found := best(checkpoints.directory)):

@@ -92,7 +92,8 @@ def evaluate_pairs(job: Job, parts: Sequence[nn.Module], batches: Iterable[Evalu
     sums, method = torch.zeros(4, dtype=torch.float64, device=job.device), job.recipe.method
     for _, micro, losses in scored(job, parts, batches):
         assert micro.references is not None
-        margins = dpo.ratios(losses, micro, job.meshes.groups.get("cp")) - micro.references
+        answers = dpo.log_probabilities(losses, micro, job.meshes.groups.get("cp"))
+        margins = dpo.margins_of(answers, micro.references)
         if not micro.counts:
             continue
         columns = (dpo.pair_losses(margins, method), margins > 0, method.beta * margins, torch.ones_like(margins))

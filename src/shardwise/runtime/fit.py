@@ -45,7 +45,7 @@ def longest_batch(plan: Plan, vocab_size: int, device: torch.device) -> MicroBat
     batch = MicroBatch(ids, ids.roll(-1, 1), positions, documents, length)
     if plan.loss == "dpo":
         batch.answers = 2 * torch.arange(rows)[:, None] + (positions >= length // 2)
-        batch.references = torch.zeros(rows, dtype=torch.float64)
+        batch.references = torch.zeros(rows, 2, dtype=torch.float64)
     return batch.to(device)
 
 

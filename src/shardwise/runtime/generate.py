@@ -146,11 +146,19 @@ def prompt_ids(tokenizer: tokens.Tokenizer, prompt: str) -> list[int]:
 
 
 def answer(
-    parts: Sequence[nn.Module], tokenizer: tokens.Tokenizer, asked: Prompt, sampling: Sampling, device: torch.device
+    parts: Sequence[nn.Module],
+    tokenizer: tokens.Tokenizer,
+    asked: Prompt,
+    sampling: Sampling,
+    device: torch.device,
+    first: Callable[[Callable[[], list[int]]], list[int]] = lambda choose: choose(),
 ) -> str:
-    """The model's answer, without the token that ends its turn."""
-    [text] = write_batch(parts, tokenizer, [asked], sampling, device)
-    return text.strip()
+    """The model's answer, without the token that ends its turn; ``first`` as in :func:`generate`."""
+
+    def over(ids: list[int]) -> bool:
+        return ids[-1] == asked.end or (bool(asked.closing) and asked.closing in tokenizer.decode(ids))
+
+    return _until(asked.closing, tokenizer.decode(generate(parts, asked.ids, sampling, device, over, first))).strip()
 
 
 def write_batch(

@@ -75,7 +75,8 @@ def train(
 
     if line := pp.line_of(parts):
         shares = PipelineRank[Loss](parts, line, partial(run_part, score=score), rules.enter).train(batches, scale)
-        shares = shares or [Loss(torch.zeros((), dtype=torch.float64, device=batches[0].ids.device))]
+        none = torch.zeros((), dtype=torch.float64, device=batches[0].ids.device)
+        shares = shares or [Loss(none, dict.fromkeys(rules.plan.loss_figures, none))]
     else:
         shares = _one_part_after_another(parts, batches, rules, score, scale)
     techniques.after_backward(parts, rules.plan, rules.meshes)

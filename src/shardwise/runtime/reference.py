@@ -1,5 +1,5 @@
 """The initial model's scores of each pair of answers (``method: dpo``): computed once before the first step, then a
-number a pair in a file beside the checkpoints, so that no second model is kept (docs/decisions/0007).
+number an answer in a file beside the checkpoints, so that no second model is kept (docs/decisions/0007).
 
 A run that goes on reads the file. Pairs that it has not scored yet, because the run is to be longer, are scored by the
 initial weights, which are in memory until the checkpoint is loaded.
@@ -24,7 +24,7 @@ from shardwise.data.pack import Packs
 from shardwise.data.stream import evaluation
 from shardwise.errors import DataError, Problem
 from shardwise.methods import dpo
-from shardwise.models import tensorfile
+from shardwise.models import peft, tensorfile
 from shardwise.runtime.build import weights_directory
 from shardwise.runtime.checkpoint.manifest import candidates
 from shardwise.runtime.evaluate import scored
@@ -32,10 +32,9 @@ from shardwise.runtime.job import Job
 from shardwise.runtime.metrics.log import clock
 from shardwise.runtime.world import from_first
 from shardwise.spec.files import open_regular
-from shardwise.techniques import lora
 
 Scores = dict[str, NDArray[np.float64]]
-"""By split, for each pair: log p(chosen) - log p(rejected); NaN for pairs that the run does not read."""
+"""By split, for each pair: log p(chosen) and log p(rejected); NaN for pairs that the run does not read."""
 _SAMPLE_BYTES = 2**20
 
 
@@ -64,16 +63,16 @@ def refer(job: Job, parts: Sequence[nn.Module], enter: Callable[[str], None]) ->
 def score(
     job: Job, parts: Sequence[nn.Module], windows: Packs, numbers: Sequence[int], enter: Callable[[str], None]
 ) -> NDArray[np.float64]:
-    """log p(chosen) - log p(rejected) of the pairs in the windows ``numbers``, adapters left out; 0 for all others. The
-    ranks divide the windows among them, and all get every score."""
-    sums = torch.zeros(windows.store.split.documents // 2, dtype=torch.float64, device=job.device)
-    numbered = replace(windows, reference=np.arange(float(len(sums))))  # so a batch says which pairs are in it
-    with lora.disabled(parts):
-        batches = evaluation(numbered, replace(job.share, accumulation=1), numbers=numbers)
-        for _, micro, losses in scored(job, parts, batches, partial(enter, "evaluate")):
-            assert micro.references is not None
-            ratios = dpo.ratios(losses, micro, job.meshes.groups.get("cp"))
-            sums[micro.references.long()] = ratios * micro.counts
+    """log p(chosen) and log p(rejected) of the pairs in the windows ``numbers`` under the model as it is; 0 for all
+    others. The ranks divide the windows among them, and all get every score."""
+    pairs = windows.store.split.documents // 2
+    sums = torch.zeros(pairs, 2, dtype=torch.float64, device=job.device)
+    numbered = replace(windows, reference=np.arange(2.0 * pairs).reshape(-1, 2))  # so a batch says which are in it
+    batches = evaluation(numbered, replace(job.share, accumulation=1), numbers=numbers)
+    for _, micro, losses in scored(job, parts, batches, partial(enter, "evaluate")):
+        assert micro.references is not None
+        answers = dpo.log_probabilities(losses, micro, job.meshes.groups.get("cp"))
+        sums[micro.references[:, 0].long() // 2] = answers * micro.counts
     job.meshes.total(sums)
     found: NDArray[np.float64] = sums.cpu().numpy()
     return found
@@ -98,7 +97,7 @@ def _read(job: Job) -> dict[str, torch.Tensor] | Problem:
         except DataError as error:
             return error.problems[0]
     if not candidates(job.directory / "checkpoints"):
-        return {name: torch.full((size,), torch.nan, dtype=torch.float64) for name, size in sizes.items()}
+        return {name: torch.full((size, 2), torch.nan, dtype=torch.float64) for name, size in sizes.items()}
     others = sorted(other.name for other in job.directory.glob("reference-*.safetensors"))
     what = f"the run has checkpoints, but {path.name}, the reference's scores, is missing"
     if others:
@@ -110,7 +109,7 @@ def _read(job: Job) -> dict[str, torch.Tensor] | Problem:
 def read_scores(path: Path, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
     """The scores in a file, of so many pairs of each split. Raises DataError: DPO001 for other ones, or as
     :func:`tensorfile.entries`."""
-    found, wanted = tensorfile.entries(path), {name: (torch.float64, (size,)) for name, size in sizes.items()}
+    found, wanted = tensorfile.entries(path), {name: (torch.float64, (size, 2)) for name, size in sizes.items()}
     scores = {name: entry.read() for name, entry in found.items()}
     held = {name: (entry.dtype, entry.shape) for name, entry in found.items()}
     if held != wanted or any(bool(values.isinf().any()) for values in scores.values()):
@@ -121,12 +120,14 @@ def read_scores(path: Path, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]
 
 def _path(job: Job) -> Path:
     """The file is named for the data and for the weights that the run begins with: the names, sizes, and the first and
-    last MiB of their files, or what they are drawn from."""
+    last MiB of their files, or what they are drawn from; an adapter's that it begins with too."""
     source, model = weights_directory(job.recipe), job.recipe.model
     files = [] if source is None else [source]
     if source is not None and source.is_dir():
         files = sorted([*source.glob("*.safetensors"), *source.glob("config.json")])
     drawn = None if files else [job.recipe.run.seed, model.path, model.config]
+    if job.recipe.lora.path is not None:
+        files += [Path(job.recipe.lora.path) / name for name in (peft.CONFIG, peft.WEIGHTS)]
     digest = xxhash.xxh3_64(json.dumps([job.prepared.manifest.fingerprint, drawn], sort_keys=True).encode())
     for file in files:
         size = file.stat().st_size

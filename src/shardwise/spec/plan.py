@@ -12,6 +12,15 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Matmul = Literal["highest", "high", "medium"]
 """torch's setting for fp32 products."""
+PREFERENCE_FIGURES = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+"""What dpo reports of each step beside its loss, by the names that TRL gives it."""
 MEMORY_CATEGORIES = (
     "weights",
     "gradients",
@@ -268,6 +277,11 @@ class Plan:
     def row_tokens(self) -> int:
         """How many tokens of each row a rank has."""
         return self.batch.seq_len // self.layout.cp
+
+    @property
+    def loss_figures(self) -> tuple[str, ...]:
+        """The names of what the loss reports of each step beside itself."""
+        return PREFERENCE_FIGURES if self.loss == "dpo" else ()
 
     @property
     def sharded(self) -> bool:

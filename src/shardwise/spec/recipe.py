@@ -262,15 +262,35 @@ class Checkpoint(Section):
     asynchronous: bool = True
 
 
+class EvaluationTask(Section):
+    """Prompts that the model answers at every evaluation: the first ``samples`` lines of the jsonl file ``path``, each
+    with a ``prompt`` to be continued, or ``messages``, and the expected ``answer``. ``score`` is ``exact_match``, or a
+    function of yours as ``FILE.py:FUNCTION``, which gets the model's answer and the expected one."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
+    path: str
+    samples: int = Field(default=8, ge=1)
+    max_new_tokens: int = Field(default=64, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+    score: str = "exact_match"
+
+
 class Evaluate(Section):
     """Validation every ``eval_steps``, or ``evals_per_epoch`` times while the data are read once; the run ends when
-    ``early_stopping_patience`` of them in a row have found no lower loss."""
+    ``early_stopping_patience`` of them in a row have found no lower loss. ``tasks`` are answered at the same steps, and
+    after the last."""
 
     eval_steps: int | None = Field(default=None, ge=1)
     evals_per_epoch: int | None = Field(default=None, ge=1)
     early_stopping_patience: int | None = Field(default=None, ge=1)
     max_batches: int | None = Field(default=None, ge=1)
     sample_prompt: str | None = None
+    tasks: list[EvaluationTask] = []
+
+    def contradictions(self) -> Iterator[Problem]:
+        if len({task.name for task in self.tasks}) < len(self.tasks):
+            what = "two tasks of `evaluate.tasks` have one name"
+            yield Problem("CFG008", what, "evaluate.tasks", "give each a name of its own")
 
 
 class Run(Section):

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.models.config import ModelSpec
 from shardwise.runtime.metrics.log import Log, Screen, Speed, clock, flops_per_token, keep_until, progress_line
+from shardwise.runtime.metrics.preference import PreferenceWatch
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.spec.plan import Batch, Lora, Plan
@@ -82,6 +83,42 @@ def test_a_line_tells_how_experts_are_loaded(tmp_path: Path, capsys: pytest.Capt
     assert (line["expert_fullest"], line["dead_experts"], line["router_aux_loss"]) == (3.0, 2, 2.5)
     assert not {"experts", "dead_experts"} & without.keys()
     assert "  experts 3.0x, 2 dead  " in capsys.readouterr().out
+
+
+def test_a_line_tells_what_pairs_come_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
+    log.step(state_at(1), replace(stats(1), figures=figures(0.5, -20.0)), torch.device("cpu"))
+    log.step(state_at(2), replace(stats(2, skipped=True), figures=figures(math.nan, math.nan)), torch.device("cpu"))
+    log.close()
+    line, _ = lines(tmp_path / "metrics.jsonl")
+    assert {name: line[name] for name in figures(0.5, -20.0)} == figures(0.5, -20.0)
+    assert "  loss 1.500  accuracy 75 %  margin +1.25  lr " in capsys.readouterr().out
+    assert log.preference.means() == figures(0.5, -20.0)
+
+
+def figures(reward: float, logp: float) -> dict[str, float]:
+    """Of the chosen answers."""
+    margins = {"rewards/margins": 1.25, "rewards/accuracies": 0.75}
+    return {"rewards/chosen": reward, "rewards/rejected": reward - 1.25, **margins, "logps/chosen": logp}
+
+
+@pytest.mark.parametrize(
+    ("falls", "steps"),
+    [
+        ([0.4 * step for step in range(30)], [15]),  # 4.8 of 20 on average over the last five
+        ([0.4 * step * (-1) ** step for step in range(30)], []),
+        ([0.05 * step for step in range(30)], []),
+        ([8.0 - 0.2 * step for step in range(30)], []),
+        ([max(0.0, 0.4 * (step - 10)) for step in range(40)], [18]),
+    ],
+    ids=["steadily", "up and down", "little", "rising", "later"],
+)
+def test_a_warning_where_chosen_answers_become_less_likely(falls: list[float], steps: list[int]) -> None:
+    """By more than a tenth of their log-probability under the reference, which is -20; once."""
+    watch = PreferenceWatch(beta=0.5)
+    told = [watch.add(figures(-0.5 * fall, -20.0 - fall)) for fall in falls]
+    assert [number for number, text in enumerate(told, 1) if text] == steps
+    assert all("DPO002" in text and "log-probability" in text for text in told if text)
 
 
 def test_the_highest_imbalance_of_ranks_is_kept(tmp_path: Path) -> None:

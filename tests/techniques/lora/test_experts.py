@@ -100,8 +100,6 @@ def test_a_merge_computes_what_the_adapters_did() -> None:
     model = adapted()
     experts, (x, routing) = experts_of(model), given()
     before = experts(x, routing)
-    with lora.disabled([model]):
-        assert not torch.allclose(experts(x, routing), before, rtol=1e-3)
     count, lost = lora.merge([model], SETTINGS)
     assert (count, lost) == (4 * 2 + 3 * 3, []) and not any(is_adapter(name) for name, _ in model.named_parameters())
     assert torch.allclose(experts(x, routing), before, rtol=1e-12, atol=1e-12)

@@ -25,6 +25,7 @@ from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.runtime.balance import told
 from shardwise.runtime.checkpoint.inflight import SaveResult
 from shardwise.runtime.metrics.measure import resident_bytes, return_freed_memory
+from shardwise.runtime.metrics.preference import PreferenceWatch
 from shardwise.runtime.metrics.trackers import Outcome, Tracks
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
@@ -145,7 +146,7 @@ class Log(AbstractContextManager["Log"]):
     ``tracks`` get the same numbers, and are closed with the log. With ``log_steps`` (set after it is made) the screen
     and they get only every so many steps; metrics.jsonl has them all. ``expert_ranks`` (set likewise): how many ranks
     have different experts, of which the fullest got at most ``expert_imbalance`` times its share; 0: not known.
-    ``unsaved``: why the last save failed."""
+    ``unsaved``: why the last save failed. ``preference`` (set likewise) watches what pairs of answers come to."""
 
     def __init__(
         self,
@@ -165,6 +166,7 @@ class Log(AbstractContextManager["Log"]):
         self.unsaved = ""
         self.log_steps: int | None = None
         self.expert_ranks, self.expert_imbalance = 1, 0.0
+        self.preference = PreferenceWatch()
         self._tracks = tracks or Tracks()
         self._start_s = self._begin_s = self._trimmed_s = time.perf_counter()
         if rank == 0:
@@ -216,6 +218,8 @@ class Log(AbstractContextManager["Log"]):
             record["loss_scale"] = stats.loss_scale
         if stats.skipped:
             record["reason"] = unfit(stats, state.scale.value)
+        elif warning := self.preference.add(stats.figures):
+            self.say(warning)
         due = None if self.log_steps is None else stats.step % self.log_steps == 0 or stats.step == self.max_steps
         if self.rank == 0:
             self._metrics.write(record)
@@ -256,6 +260,8 @@ class Log(AbstractContextManager["Log"]):
             self._events.write({"time_s": round(time.time(), 3), "event": kind, **facts})
             if kind == "validation":
                 self._tracks.row(facts["step"], kind, facts)
+            elif kind == "task":
+                self._tracks.row(facts["step"], kind, {facts["task"]: facts["score"]})
 
     def progress(self, what: str, done: int, total: int) -> None:
         """A bar for what comes between steps."""
@@ -336,6 +342,8 @@ def progress_line(record: Mapping[str, Any], max_steps: int, left_s: float | Non
     parts = [
         f"step {record['step']:>{len(str(max_steps))}}/{max_steps} {bar(record['step'], max_steps)}",
         f"loss {record['loss']:.3f}",
+        *([f"accuracy {100 * record['rewards/accuracies']:.0f} %"] if "rewards/accuracies" in record else []),
+        *([f"margin {record['rewards/margins']:+.2f}"] if "rewards/margins" in record else []),
         f"lr {record['learning_rate']:.1e}",
         f"grad_norm {record['grad_norm']:.2f}",
         *([f"experts {_fullness(record)}"] if "experts" in record else []),

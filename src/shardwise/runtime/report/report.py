@@ -23,7 +23,7 @@ class Report:
     step on rank 0; parts that were not measured, because the run was too short, are None or empty. ``unsaved``: why the
     last step has no checkpoint; None if it has one. ``expert_imbalance``: how many times its share of rows the fullest
     of ranks with different experts got at most; 0 where there are none. Of ``tokens`` so many are ``supervised``, and
-    ``padding`` are not among them."""
+    ``padding`` are not among them. ``pairs``: what training on pairs of answers has come to over the last steps."""
 
     directory: Path
     steps: int
@@ -44,6 +44,7 @@ class Report:
     expert_imbalance: float = 0.0
     supervised: int = 0
     padding: int = 0
+    pairs: dict[str, float] = field(default_factory=dict)
 
     @property
     def took(self) -> str:
@@ -90,6 +91,9 @@ class Report:
             lines.append(f"{self.skipped} steps were skipped: {why}.")
         if self.validation:
             lines.append(f"Validation: {self.validation}.")
+        if self.pairs:
+            means = ", ".join(f"{name} {value:.3f}" for name, value in self.pairs.items())
+            lines.append(f"Training pairs, mean of the last steps: {means}.")
         lines += ["", "| | predicted | measured | |", "|---|---:|---:|---:|"]
         lines += [f"| {' | '.join(row)} |" for row in self.rows()]
         if self.memory:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -219,19 +218,6 @@ def store(
         weight = values()[rows.start - first : rows.stop - first]
         put(magnitude, torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64))
     return values
-
-
-@contextmanager
-def disabled(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Within it the model computes without its adapters."""
-    layers = [module for part in parts for module in part.modules() if module in _HOOKS]
-    for layer in layers:
-        layer.lora_off = True  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.lora_off = False  # type: ignore[assignment]
 
 
 def merge(parts: Iterable[nn.Module], lora: Lora) -> tuple[int, list[str]]:

@@ -38,8 +38,6 @@ def attach(module: nn.Linear | Stacked, lora: Lora, factor: float, norms_of: Nor
     module.lora_a, module.lora_b = down, up
 
     def add(module: Any, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
-        if module.lora_off:
-            return out
         x, *counts = args
         if torch.compiler.is_compiling() and joins(module) and not lora.dora and not lora.dropout:
             return joint(x, module.weight, down.weight, up.weight, factor)  # ``out`` is then not computed
@@ -60,7 +58,6 @@ def attach(module: nn.Linear | Stacked, lora: Lora, factor: float, norms_of: Nor
         bias: torch.Tensor = local(module.bias)[share.rows].to(out.dtype)
         return (total - bias) * gain + bias
 
-    module.lora_off = False  # type: ignore[assignment]
     module.share = WHOLE  # type: ignore[assignment]
     return module.register_forward_hook(add)
 

@@ -72,11 +72,12 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Adds the two small all-reduces of a step: the counts of tokens and the wish to stop (four int64), and
-    the squared norm and the loss (two fp64), with what is counted of experts (runtime/reduce.py)."""
+    """Adds the two small all-reduces of a step: the counts of tokens and the wish to stop (four int64), and the squared
+    norm and the loss (two fp64), with what the loss reports and what is counted of experts (runtime/reduce.py)."""
     if plan.layout.world == 1:
         return sheet
-    votes, size, axes = Collective("all_reduce", "world", "control", 32), 16 + 8 * sheet.counts, plan.layout.axes()
+    votes, axes = Collective("all_reduce", "world", "control", 32), plan.layout.axes()
+    size = 16 + 8 * (len(plan.loss_figures) + sheet.counts)
     figures = dataclasses.replace(votes, bytes=size)
     if size > CONTROL_BYTES:  # of a single axis, the group of all ranks is the axis's own
         figures = Collective("all_reduce", axes[0][0] if len(axes) == 1 else "world", "counts", size)

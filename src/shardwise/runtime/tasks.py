@@ -1,0 +1,111 @@
+"""Answers to a recipe's tasks (data/tasks.py), written by the model as it is after a step. Every rank takes part in
+writing them; rank 0 scores them and keeps them in the run's ``answers/``, a file for each task and step."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from shardwise import techniques
+from shardwise.data import tokens
+from shardwise.data.chat import Chat, Encoder, Prompt
+from shardwise.data.tasks import HeldOutPrompt, questions, scorer
+from shardwise.data.template import Template, find_template
+from shardwise.data.whole import write_whole
+from shardwise.runtime.checkpoint.crew import Crew
+from shardwise.runtime.generate import Sampling, answer, prompt_ids
+from shardwise.runtime.job import Job
+from shardwise.runtime.metrics.log import Log
+from shardwise.runtime.report.warn import failure
+from shardwise.runtime.state import TrainState
+from shardwise.spec.files import regular_lines
+from shardwise.spec.recipe import EvaluationTask
+from shardwise.spec.record import from_json
+
+SHOWN_PROMPTS, SHOWN_CHARACTERS = 3, 200
+"""How much of a task's answers a report shows."""
+
+
+def task_crew(job: Job) -> Crew:
+    """The ranks that answer, in a group of their own: meanwhile a save may be in flight, which uses the checkpoints'.
+    Collective where there are tasks."""
+    return Crew.of(None) if job.recipe.evaluate.tasks else Crew(None, job.rank, 1)
+
+
+def answer_tasks(job: Job, state: TrainState, crew: Crew, log: Log) -> None:
+    """Answer and score all tasks. One that fails is a warning (REP001)."""
+    for task in job.recipe.evaluate.tasks:
+        done = crew.spared(partial(_answer, job, state, crew, task), job.recipe.run.timeout_s / 2)
+        if isinstance(done, Exception):
+            log.say(failure(f"the task {task.name} at step {state.step}", done))
+        else:
+            log.event("task", step=state.step, task=task.name, score=done)
+            log.say(f"step {state.step}: {task.name} {done:.3f} ({_file(job.directory, task.name, state.step)})")
+
+
+def _answer(job: Job, state: TrainState, crew: Crew, task: EvaluationTask) -> float:
+    """Returns the mean score."""
+    asked = crew.first(lambda: [_asked(job, one) for one in questions(task)])
+    answers = []
+    try:
+        for number, (*_, ids, end, closing) in enumerate(asked):
+            seed, prompt = job.recipe.run.seed + number, Prompt(ids, end, closing)
+            sampling = Sampling(task.max_new_tokens, task.temperature, seed, job.tokenizer.eot_id)
+            answers.append(answer(state.parts, job.tokenizer, prompt, sampling, job.device, crew.first))
+    finally:
+        techniques.after_inference(state.parts, job.plan)
+
+    def keep() -> float:
+        score = scorer(task)
+        lines: list[dict[str, Any]] = [
+            {"prompt": one[0], "expected": one[1], "answer": text, "score": score(text, one[1])}
+            for one, text in zip(asked, answers, strict=True)
+        ]
+        file = _file(job.directory, task.name, state.step)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+        return fmean(line["score"] for line in lines)
+
+    return crew.first(keep)
+
+
+Asked = tuple[str, str | None, list[int], int | None, str]
+"""The text and the expected answer of a question, and its prompt: plain values, which ranks can send each other."""
+
+
+def _asked(job: Job, one: HeldOutPrompt) -> Asked:
+    """Messages are written by the chat template; a text is continued up to an end-of-text."""
+    if not one.messages:
+        return one.shown, one.answer, prompt_ids(job.tokenizer, one.prompt), job.tokenizer.eot_id, ""
+    directory = job.tokenizer.directory
+    template = Template(find_template(job.recipe.data.chat_template, directory), tokens.special_tokens(directory))
+    prompt = Chat(template, Encoder(directory), end_of_turn=True).ask(one.messages)
+    return one.shown, one.answer, prompt.ids, prompt.end, prompt.closing
+
+
+def _file(run: Path, task: str, step: int) -> Path:
+    return run / "answers" / task / f"step-{step:08d}.jsonl"
+
+
+def side_by_side(run: Path) -> list[str]:
+    """For report.md: of each task the scores by step, and beside them the answers to its first prompts."""
+    lines = []
+    for folder in sorted((run / "answers").glob("*/")):
+        for place, file in enumerate(sorted(folder.glob("step-*.jsonl"))):
+            found = [from_json(dict[str, Any], line) for line in regular_lines(file)]
+            shown = found[:SHOWN_PROMPTS]
+            if place == 0:
+                heads = ["step", "score", *(_cell(f"{one['prompt']} ({one['expected']})") for one in shown)]
+                lines += ["", f"## {folder.name}", "", f"| {' | '.join(heads)} |", "|---:|---:|" + "---|" * len(shown)]
+            cells = [str(int(file.stem[5:])), f"{fmean(one['score'] for one in found):.3f}"]
+            lines += [f"| {' | '.join([*cells, *(_cell(one['answer']) for one in shown)])} |"]
+    return lines
+
+
+def _cell(text: str) -> str:
+    """A text in one cell of a table, cut short."""
+    plain = " ".join(text.split()).replace("|", "\\|")
+    return plain if len(plain) <= SHOWN_CHARACTERS else f"{plain[:SHOWN_CHARACTERS]}..."
