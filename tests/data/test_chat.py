@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
 
 from shardwise.data import tokens
 from shardwise.data.bounds import bounded
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered
-from shardwise.data.formats import Fault, parse
+from shardwise.data.formats import Conversation, Fault, parse
 from shardwise.data.prepare import check_records, prepare
 from shardwise.data.template import SHIPPED, RenderError, Template, find_template
 from shardwise.data.tokens import special_tokens
@@ -509,13 +510,87 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
 
 
 def test_templates_by_the_name_of_other_models(tmp_path: Path) -> None:
-    """What axolotl and LLaMA-Factory call ``qwen3`` is what Qwen3's tokenizer brings, and nothing else is taken for
-    it."""
+    """What axolotl and LLaMA-Factory call ``qwen3_5`` is what Qwen3.5's tokenizer brings, and nothing else is taken
+    for it."""
     (tmp_path / "chat_template.jinja").write_text("{{ '<|im_start|>' }}<think></think>")
-    assert find_template("qwen3", tmp_path) == find_template("qwen_25", tmp_path) == find_template(None, tmp_path)
+    assert find_template("qwen3_5", tmp_path) == find_template("qwen_25", tmp_path) == find_template(None, tmp_path)
     with pytest.raises(DataError, match=r"CHAT001.*`mistral`.*other models"):
         find_template("mistral", tmp_path)
     assert find_template("llama3", tmp_path) == SHIPPED["llama3"]
+    assert find_template("qwen3", tmp_path) == SHIPPED["qwen3"]
+
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "What the weather is.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "Its name."}},
+            "required": ["city"],
+        },
+    },
+}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+WITH_CALL = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How is Bern?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "content": "sunny"},
+    {"role": "assistant", "content": "Sunny."},
+]
+REASONED = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4.", "reasoning_content": "Two and two.", "thinking": "Two and two."},
+    {"role": "user", "content": "And 1?"},
+    {"role": "assistant", "content": "5.", "reasoning_content": "One more.", "thinking": "One more."},
+]
+
+
+@pytest.mark.parametrize("name", ["glm4_5", "gpt_oss", "llama3_1", "qwen3"])
+@pytest.mark.parametrize(("talk", "tools"), [(WITH_CALL, [SCHEMA]), (REASONED, None), (WITH_CALL[:2], None)])
+def test_templates_with_tools_render_as_in_transformers(
+    name: str, talk: list[Any], tools: list[Any] | None, tokenizer: tokens.Tokenizer
+) -> None:
+    theirs = AutoTokenizer.from_pretrained(tokenizer.directory, bos_token="<|endoftext|>")
+    ours = Template(find_template(name, tokenizer.directory), {"bos_token": "<|endoftext|>"})
+    for number in range(2, len(talk) + 1):
+        for generate in (False, True):
+            kept = {"chat_template": SHIPPED[name], "tokenize": False, "add_generation_prompt": generate}
+            expected = theirs.apply_chat_template(talk[:number], tools=tools, **kept)
+            assert ours.render(talk[:number], tools, generate) == expected
+    assert all(word in expected for word in (["weather", "Bern", "sunny"] if tools else ["user"]))
+
+
+@pytest.mark.parametrize("name", ["glm4_5", "gpt_oss", "llama3_1", "qwen3"])
+def test_calls_and_reasoning_are_learnt(name: str, tokenizer: tokens.Tokenizer) -> None:
+    """Every assistant message once, from the end of the generation prompt on."""
+    chat = Chat(Template(SHIPPED[name], {"bos_token": ""}), Encoder(tokenizer.directory), True)
+    for talk, tools, answers in (
+        (WITH_CALL, [SCHEMA], ('"Bern"' if name != "glm4_5" else "Bern", "Sunny.")),
+        (REASONED, None, ("4.", "5.")),
+    ):
+        trained = [message["role"] == "assistant" for message in talk]
+        samples = chat.render(Conversation(talk, trained, tools))
+        learnt = [sample.text[start:end] for sample in samples for start, end in sample.spans]
+        assert len(learnt) == 2 and all(answer in text for answer, text in zip(answers, learnt, strict=True))
+        assert not any(message["content"] in text for text in learnt for message in talk if message["role"] == "user")
+
+
+def test_a_template_that_leaves_tools_out_names_those_that_write_them(tokenizer: tokens.Tokenizer) -> None:
+    """Whether it says so itself, as the shipped ones do, or drops them silently."""
+    silent = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<{% endif %}"
+    )
+    own = "cannot be rendered by the chat template: this template cannot write tools or their calls"
+    for text, said in ((SHIPPED["zephyr"], own), (silent, "has `{}`, which the chat template leaves out")):
+        chat = Chat(Template(text, {"eos_token": ""}), Encoder(tokenizer.directory), True)
+        for field, tools in (("tools", [SCHEMA]), ("tool_calls", None)):
+            with pytest.raises(Fault) as caught:
+                chat.render(Conversation(WITH_CALL, [m["role"] == "assistant" for m in WITH_CALL], tools))
+            assert caught.value.what == said.format(field)
+            assert "data.chat_template=glm4_5 or gpt_oss or llama3_1 or qwen3, which write" in caught.value.fix
 
 
 @pytest.mark.parametrize(

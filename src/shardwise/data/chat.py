@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from shardwise.data.faults import Fault, not_unicode
 from shardwise.data.formats import ROLES, Conversation, Segment
-from shardwise.data.template import CLOSE, OPEN, PROBE, RenderError, Template
+from shardwise.data.template import CLOSE, OPEN, PROBE, WITH_TOOLS, RenderError, Template
 from shardwise.spec.files import read_regular
 
 if TYPE_CHECKING:
@@ -167,6 +168,9 @@ def _first_token(encoding: Encoding, at: int, end: int) -> int:
     return len(encoding.ids)
 
 
+_WRITES_TOOLS = f"data.chat_template={' or '.join(WITH_TOOLS)}, which write tools and their calls; or repair the record"
+
+
 @dataclass(frozen=True)
 class Chat:
     """Renders conversations with one template. ``end_of_turn``: the tokens that end a turn are learnt with it."""
@@ -181,6 +185,7 @@ class Chat:
         messages = self.encoder.guard(talk.messages)
         tools = self.encoder.guard(talk.tools)
         self._check_roles(messages, tools)
+        self._check_tools(messages, tools)
         if talk.trained is None:
             text = self._text(messages, tools)
             return [Rendered(text, [(0, len(text))])]
@@ -224,6 +229,15 @@ class Chat:
                 fix = f"{quote(f'data.roles.{role}=user')}, or =system, =assistant, =tool"
                 raise Fault("CHAT002", what, fix)
 
+    def _check_tools(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+        """Raises Fault CHAT002 where the template leaves out the tools, or an assistant's calls of them."""
+        bare = [{**message, "tool_calls": None, "content": message.get("content") or ""} for message in messages]
+        called = any(message.get("tool_calls") for message in messages)
+        for field, given, other in (("tools", tools, (messages, None)), ("tool_calls", called, (bare, tools))):
+            with suppress(RenderError):
+                if given and self.template.render(*other) == self.template.render(messages, tools):
+                    raise Fault("CHAT002", f"has `{field}`, which the chat template leaves out", _WRITES_TOOLS)
+
     def _text(self, messages: list[dict[str, Any]], tools: list[Any] | None, generate: bool = False) -> str:
         return self.encoder.alias(_unmarked(self._raw(messages, tools, generate))[0])
 
@@ -233,7 +247,8 @@ class Chat:
         except RenderError as error:
             what = f"cannot be rendered by the chat template: {error}"
             fix = "repair the record, or choose another data.chat_template"
-            raise Fault("CHAT002", what, fix) from error
+            called = tools or any(message.get("tool_calls") for message in messages)
+            raise Fault("CHAT002", what, _WRITES_TOOLS if called else fix) from error
 
     def _turn(self, messages: list[dict[str, Any]], tools: list[Any] | None, k: int) -> tuple[str, int]:
         """The conversation up to and including turn ``k``, and where generation of that turn begins."""

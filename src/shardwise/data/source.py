@@ -47,7 +47,8 @@ _NO_TEXT = re.compile(
     r"\.(png|jpe?g|gif|webp|ico|pdf|zip|tar|whl|mp[34]|wav|pyc|so|o|a|exe|class|woff2?|ttf|np[yz]|pth?|pkl|db|sqlite"
     r"|safetensors|gguf)"
 )
-"""Files of these suffixes are left out of a directory of text."""
+"""Files of these suffixes are left out of a directory."""
+_ABOUT = re.compile(r"(readme|licen[cs]e|changelog)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -204,13 +205,14 @@ def _find_one(name: str, records: bool) -> Iterator[Source]:
 
 
 def _taken(directory: Path, records: bool) -> list[Path]:
-    """The files of a directory that are data: where there are tables or records, those alone; else all that may be
-    text."""
-    files = list(_walk(directory, set()))
+    """The files of a directory that are data. Pictures and the like never are; beside tables or records a readme or a
+    licence is not, and where ``records`` are read no text is."""
+    files = [file for file in _walk(directory, set()) if not _NO_TEXT.fullmatch(file.suffix.lower())]
     kinds = {*_KINDS, ".idx", *(_AMBIGUOUS if records else ())}
-    return [file for file in files if _suffix(file) in kinds] or [
-        file for file in files if not _NO_TEXT.fullmatch(_suffix(file))
-    ]
+    tables = [file for file in files if _suffix(file) in kinds]
+    if records or not tables:
+        return tables or files
+    return [file for file in files if _suffix(file) in kinds or not _ABOUT.match(file.stem)]
 
 
 def _suffix(path: Path) -> str:

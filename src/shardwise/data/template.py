@@ -28,7 +28,10 @@ from shardwise.errors import DataError, Problem, ShardwiseError, first_line
 from shardwise.spec.files import NOTE_BYTES, read_regular
 
 _TABLES = json.loads(Path(__file__).with_name("templates.json").read_text("utf-8"))
-SHIPPED: dict[str, str] = _TABLES["shipped"]
+_FILES = sorted(Path(__file__).with_name("templates").glob("*.jinja"))
+WITH_TOOLS = {file.stem: file.read_text("utf-8") for file in _FILES}
+"""Templates that write tools and reasoning, as the owners of the models wrote them (templates/README.md)."""
+SHIPPED: dict[str, str] = _TABLES["shipped"] | WITH_TOOLS
 """Templates by name, for tokenizers without one. ``zephyr`` needs no token but the end-of-text."""
 _OWN: dict[str, str] = _TABLES["own"]
 """Names that axolotl and LLaMA-Factory give to templates that a model's tokenizer brings: what is found in each."""
