@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.spec import complaints, elsewhere
+from shardwise.spec.beside_recipe import placed
 from shardwise.spec.complaints import COMMAND_LINE
 from shardwise.spec.document import Document, KeyPath, parse, read, refuse_interpolation, resolve
 from shardwise.spec.emit import emit
@@ -90,6 +91,10 @@ def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         reading.problems += document.problems
         for dotted, value, where in _flatten(mapping, (), document, reading):
             _take(reading, dotted, value, where, replace=False)
+        for key, (value, where) in reading.settings.items():
+            found, words = placed(key, value, Path(path))
+            reading.settings[key] = found, where
+            reading.notices += words
     return _finished(reading, overrides)
 
 
