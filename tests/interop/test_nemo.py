@@ -185,9 +185,9 @@ def test_of_nemo_rls_two_backends_the_one_that_is_on_counts(tmp_path: Path) -> N
     [
         (HYDRA.replace("hidden_dropout: 0.0", "hidden_dropout: 0.1"), "dropout"),
         (HYDRA.replace("fp8: false", "fp8: true"), "fp8 are not there"),
-        (BRIDGE + "mixed_precision: bf16_with_fp8_current_scaling_mixed\n", "fp8 are not there"),
+        (BRIDGE + "mixed_precision: bf16_with_fp8_mixed\n", "bf16_with_fp8_mixed is none of bf16"),
         (RL.replace("sft_loss_weight: 0", "sft_loss_weight: 0.1"), "a loss on the chosen answer"),
-        (RL + "  scheduler: {name: torch.optim.lr_scheduler.StepLR}\n", "StepLR is not there yet"),
+        (RL + "  scheduler: {name: torch.optim.lr_scheduler.StepLR}\n", "this schedule (StepLR) is not there yet"),
         (RL.replace("dpo: {", "grpo: {num_generations_per_prompt: 4}\ndpo: {"), "GRPO"),
         (HYDRA.replace("${.hidden_size}", "${.width}"), "`--set model.width=VALUE`"),
         (HYDRA.replace("num_layers: 8", "num_layers: ${env.layers}"), "`--set env.layers=VALUE`"),
