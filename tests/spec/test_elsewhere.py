@@ -55,6 +55,10 @@ best, and learns the same           ZeRO-1 over 4, pp 2 (interleaved, stages of 
 92,906 tokens/s  fits: 59.3 GiB of 79.1 GiB (75%)
 ```
 
+**The way back**: `shardwise plan recipe.yaml --cluster 8xH100 --emit deepspeed` prints the plan as a file of DeepSpeed;
+`accelerate`, `megatron` and `torchtitan` are the others. What such a file cannot say stands above it, as a comment;
+what it says is the same plan, read again.
+
 ## What is read of each system
 
 Keys, and patterns of keys, by how they end; `import` tells of your own file which is which. A value of a key that is

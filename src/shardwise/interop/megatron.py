@@ -46,6 +46,8 @@ def split(found: Import) -> None:
         degree = found.count(key)
         if degree and degree > 1:
             found.set(f"parallel.{axis}", degree, key)
+    kinds = {"p2p": "ring", "a2a": "ulysses", "all_gather": "gather", "a2a+p2p": "nested"}
+    found.set("parallel.cp_kind", kinds.get(word(found.get("cp_comm_type"))), "cp_comm_type")
     if (stages := shared.value_of(found, "parallel.pp", 1)) > 1:
         each = found.count("num_virtual_stages_per_pipeline_rank")
         if blocks := found.count("num_layers_per_virtual_pipeline_stage"):

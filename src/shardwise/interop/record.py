@@ -177,7 +177,7 @@ class System:
 def table(name: str) -> tuple[dict[str, Meaning], tuple[tuple[str, Meaning], ...]]:
     """The rows of a table: those of whole keys, and those of globs, in order."""
     whole, globs = dict[str, Meaning](), list[tuple[str, Meaning]]()
-    for line in _lines(name):
+    for line in lines_of(name):
         values = dict(pair.split("=", 1) for pair in line["values"].split())
         row = Meaning(line["fate"], line["ours"], values, line["say"])
         for key in line["keys"].split():
@@ -191,10 +191,11 @@ def table(name: str) -> tuple[dict[str, Meaning], tuple[tuple[str, Meaning], ...
 @cache
 def hub_names(system: str) -> dict[str, str]:
     """The models of the Hub by the names that a system has for them."""
-    return {line["name"]: line["hub"] for line in _lines("models") if line["system"] == system}
+    return {line["name"]: line["hub"] for line in lines_of("models") if line["system"] == system}
 
 
-def _lines(name: str) -> list[dict[str, str]]:
+def lines_of(name: str) -> list[dict[str, str]]:
+    """The lines of a table by the names of its columns."""
     text = resources.files("shardwise.interop").joinpath("tables", f"{name}.csv").read_text("utf-8")
     return list(csv.DictReader(text.splitlines()))
 
