@@ -46,6 +46,15 @@ def test_a_page_shows_their_split_and_the_best(there: Path, capsys: pytest.Captu
     assert "plan trl.yaml split.yaml" in again
 
 
+def test_a_plan_is_printed_in_the_terms_of_another_system(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing else is, so that it may go to a file, which is read again."""
+    assert main(["plan", "trl.yaml", "split.yaml", *MACHINES, "parallel.strategy=zero3", "--emit", "deepspeed"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert (written["zero_optimization"], written["bf16"]) == ({"stage": 3}, {"enabled": True})
+    assert main(["plan", "trl.yaml", *MACHINES, "--emit", "horovod"]) == 2
+    assert "one of deepspeed, accelerate, megatron, torchtitan" in capsys.readouterr().err
+
+
 def test_theirs_that_is_illegal_is_told_and_the_plan_made(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("tp.yaml").write_text(AXOLOTL.replace("adapter: qlora\n", "") + "tensor_parallel_size: 3\n")
     assert main(["plan", "tp.yaml", *MACHINES]) == 0

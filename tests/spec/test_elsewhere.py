@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.interop.record import FATES, table
+from shardwise.interop.systems import SYSTEMS
 from shardwise.spec import elsewhere
 from shardwise.spec.keys import keys_of, other_names
 from shardwise.spec.load import read_recipe, recipe_schema
@@ -19,13 +22,58 @@ _TITLES = {
     "automatic": "Not needed: ignored",
     "missing": "Not supported",
 }
-_HEAD = """# Coming from axolotl, TRL, transformers, DeepSpeed, LLaMA-Factory or torchtune
+_HEAD = """# Coming from another system
 
-A recipe accepts many of their keys unchanged, flat or in the right section; `shardwise plan RECIPE --explain keys`
-lists how each was read. For every other key of their example configurations there is one answer, which is also printed
-when a recipe has such a key. Keys that are empty or off (`load_in_8bit: false`, `wandb_project:`) are ignored.
+Configuration files of other systems are read whole, wherever a command takes a recipe, and several together as that
+system merges them:
 
-`src/shardwise/spec/elsewhere.json` and `keys.json` are the tables from which this page is generated:
+    shardwise plan train.yaml zero3.json --cluster 8xH100      # an axolotl file, and the DeepSpeed JSON that it uses
+    shardwise import train.yaml zero3.json --cluster 8xH100 -o recipe.yaml
+    shardwise train recipe.yaml
+
+`key=value` of a recipe may follow, and goes before what the files say; `--from SYSTEM` where a file could be of two;
+`--set NAME=VALUE` for a variable of a script, which is read and never run. What no file says (machines, the model, the
+data) is asked for once, together. The recipe that `import` writes says of each line where it came from.
+
+**Each key ends in one of four ways**, and `--explain keys` lists them:
+
+* **read**: the same meaning here, with that system's defaults and units;
+* **left to the plan**: how something is done, which is chosen here (bucket sizes, prefetch, overlap, pinned memory);
+* **without effect on training**: logging, launching, publishing;
+* **refused**: it changes the mathematics in a way that is not there, and the error says what it would have done.
+
+A key in no table is named as not read, and is an error where it might change what is learned.
+
+**A page shows two rows on top**: the split that the files pin, and the best that learns the same. Of an axolotl file
+for Llama-3.1-8B (rows of 4,096 tokens, micro-batch 1, accumulation 8, `gradient_checkpointing: true`) and a DeepSpeed
+JSON of stage 3 that has the optimizer and the parameters on the CPU, `--cluster 8xH100`:
+
+```text
+as DeepSpeed and axolotl splits it  ZeRO-3 over 8                                               6.80 s a step  \
+38,537 tokens/s  fits: 16.0 GiB of 79.1 GiB (20%); 119.7 GiB of 1,000.0 GiB on the host (12%)
+best, and learns the same           ZeRO-1 over 4, pp 2 (interleaved, stages of 2 to 5 blocks)  2.82 s a step  \
+92,906 tokens/s  fits: 59.3 GiB of 79.1 GiB (75%)
+```
+
+**The way back**: `shardwise plan recipe.yaml --cluster 8xH100 --emit deepspeed` prints the plan as a file of DeepSpeed;
+`accelerate`, `megatron` and `torchtitan` are the others. What such a file cannot say stands above it, as a comment;
+what it says is the same plan, read again.
+
+## What is read of each system
+
+Keys, and patterns of keys, by how they end; `import` tells of your own file which is which. A value of a key that is
+read, or several keys together, may ask for what is not there, and are refused as well.
+
+SYSTEMS
+
+## Keys of theirs in a recipe
+
+A recipe of Shardwise's own accepts many keys of axolotl, TRL, transformers, DeepSpeed, LLaMA-Factory and torchtune
+unchanged, flat or in the right section; `shardwise plan RECIPE --explain keys` lists how each was read. For every other
+key of their example configurations there is one answer, which is also printed when a recipe has such a key. Keys that
+are empty or off (`load_in_8bit: false`, `wandb_project:`) are ignored.
+
+This page is generated from `src/shardwise/interop/tables/`, `src/shardwise/spec/elsewhere.json` and `keys.json`:
 `python -m tests.spec.test_elsewhere > docs/migrating.md`.
 
 ## Accepted unchanged
@@ -435,7 +483,7 @@ def test_every_argument_of_transformers_trainer_has_an_answer() -> None:
 
 def page() -> str:
     """docs/migrating.md."""
-    text = [_HEAD]
+    text = [_HEAD.replace("SYSTEMS", "\n".join(systems()))]
     for key, names in sorted(other_names().items()):
         text.append(f"| {' '.join(f'`{name}`' for name in names)} | `{key}` |")
     for kind, title in _TITLES.items():
@@ -448,6 +496,22 @@ def page() -> str:
                     said += f". `{value}`: {told(means)}"
                 text.append(f"| {keys} | {answer.of} | {said} |")
     return "\n".join(text) + "\n"
+
+
+def systems() -> list[str]:
+    """A row for each system whose files are read, of how many keys of its own tables end in which way."""
+    rows = [
+        "| system | `--from` | read | left to the plan | without effect | refused | refused, for instance |",
+        "|---|---|--:|--:|--:|--:|---|",
+    ]
+    for system in sorted(SYSTEMS, key=lambda system: system.title.lower()):
+        rows_of = [row for name in system.tables for keys in table(name) for row in dict(keys).values()]
+        ends = Counter("kept" if row.fate == "read" else row.fate for row in rows_of)
+        why = list(dict.fromkeys(row.say.partition(":")[0] for row in rows_of if row.fate == "refused"))
+        counts = " | ".join(str(ends[fate]) for fate in FATES)
+        said = "; ".join(why[:4]) + f"; {len(why) - 4} more" * (len(why) > 4)
+        rows.append(f"| {system.title} | `{system.name}` | {counts} | {said} |")
+    return rows
 
 
 def told(means: str) -> str:

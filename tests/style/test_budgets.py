@@ -7,7 +7,7 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 2_729,
+    "spec": 2_773,
     "models": 3_868,
     "data": 3_586,
     "distributed": 491,
@@ -17,11 +17,11 @@ PACKAGE_LINES = {
     "runtime": 5_986,
     "prove": 1_864,
     "launch": 972,
-    "interop": 2_409,
-    "cli": 3_336,
+    "interop": 2_621,
+    "cli": 3_346,
 }
 """Lines of code by package: docs/decisions/0013, what later decisions gave for each feature, 0029, which took 454
-away, and 0030: a sum of 33,143. One is raised only by taking from another."""
+away, 0030, and 0031: a sum of 36,355. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

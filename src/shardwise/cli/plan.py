@@ -25,6 +25,7 @@ from shardwise.cli.planned import (
 )
 from shardwise.cli.show import note, print_json, say, say_as_known, working
 from shardwise.cli.timeline import svg
+from shardwise.interop.emit_files import EMITTED, emitted
 from shardwise.launch.rundir import check_new
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.planner.length import read_prices, read_tokens
@@ -55,6 +56,9 @@ class Options(Foreign, Common):
         str | None,
         Option("--explain", help="More about: memory, network, time, schedule, why, keys (how they were read)."),
     ] = None
+    emit: Annotated[
+        str | None, Option("--emit", help=f"Print the plan in the terms of {', '.join(EMITTED)}.", metavar="SYSTEM")
+    ] = None
     plot: Annotated[Path | None, Option("--plot", help="Draw the schedule of a pipeline into this SVG file.")] = None
     out: Annotated[Path | None, Option("-o", "--out", "--output", help="Write the chosen plan to this YAML file.")] = (
         None
@@ -65,11 +69,15 @@ def run(options: Options) -> None:
     """Print the plan, or write it."""
     if options.explain is not None and options.explain not in TOPICS:
         raise misused(f"nothing to explain about `{options.explain}`", f"one of {', '.join(TOPICS)}", "--explain")
+    if options.emit not in (None, *EMITTED):
+        raise misused(f"no plan is written for `{options.emit}`", f"one of {', '.join(EMITTED)}", "--emit")
     if options.plan:
         if rest := [*options.arguments, *filter(None, (options.cluster, options.out, options.tokens, *options.price))]:
             what = f"`--plan` shows that plan unchanged, so `{rest[0]}` has no effect"
             raise misused(what, "leave out one of the two")
         plan = load_plan(options.plan)
+        if options.emit:
+            return say(emitted(plan, options.emit).rstrip())
         parts = plan_parts(plan, lambda: [plan], lambda: plan, options.explain)
         return print_json(asdict(plan)) if options.json else say(*(line for part in parts for line in part))
     words = sort_words(options.arguments, Options, several=True)
@@ -101,6 +109,8 @@ def run(options: Options) -> None:
         options.plot.write_text(svg(schedule_of(answer)), encoding="utf-8")
     if options.json:
         return print_json(as_json(answer))
+    if options.emit:
+        return say(emitted(answer.best, options.emit).rstrip())
     say(*head_lines(answer))
     if found.imported is not None and found.pinned is not None:
         say(*beside_theirs(answer, found.imported, with_adapter(found.pinned.recipe), keys=options.explain == "keys"))

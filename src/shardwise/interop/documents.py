@@ -14,7 +14,8 @@ from shardwise.interop.scripts import read_flags
 from shardwise.spec.document import Document, KeyPath, parse, read_text
 
 DEPTH = 32
-REFERENCE = re.compile(r"\$\{?([\w.]+)\}?")
+REFERENCE = re.compile(r"\$\{?([\w.]+)\b(?!:)\}?")
+PRODUCT = re.compile(r"\$\{multiply:\s*(\d{1,9})\s*,\s*(\d{1,9})\s*\}")
 
 
 SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
@@ -51,19 +52,28 @@ def _flatten(value: dict[str, Any], path: KeyPath, document: Document, into: dic
 
 
 def _referred(entry: Said, entries: dict[str, Said], depth: int = 0) -> Said:
-    """``${batch_size}`` as the value of that key, where the file has it."""
+    """``${batch_size}`` as the value of that key, where the file has it; ``${.lr}`` is of the same section, and
+    ``${multiply:4,${.hidden_size}}`` a product."""
     if not isinstance(entry.value, str) or "$" not in entry.value or depth > DEPTH:
         return entry
     whole = REFERENCE.fullmatch(entry.value)
-    if whole and whole.group(1) in entries:
-        other = _referred(entries[whole.group(1)], entries, depth + 1)
+    if whole and (name := _named(whole.group(1), entry.key)) in entries:
+        other = _referred(entries[name], entries, depth + 1)
         return Said(entry.key, other.value, entry.where)
 
     def write(match: re.Match[str]) -> str:
-        other = entries.get(match.group(1))
-        return match.group() if other is None else str(_referred(other, entries, depth + 1).value)
+        other = entries.get(name := _named(match.group(1), entry.key))
+        return f"${{{name}}}" if other is None else str(_referred(other, entries, depth + 1).value)
 
-    return Said(entry.key, REFERENCE.sub(write, entry.value)[:10_000], entry.where)
+    text = REFERENCE.sub(write, entry.value)[:10_000]
+    product = PRODUCT.fullmatch(text)
+    return Said(entry.key, int(product[1]) * int(product[2]) if product else text, entry.where)
+
+
+def _named(name: str, key: str) -> str:
+    """The key that a reference in ``key`` names: each dot before it is a section up."""
+    up = len(name) - len(name.lstrip("."))
+    return ".".join([*key.split(".")[:-up], name[up:]]) if up else name
 
 
 def _toml(text: str, name: str) -> Document:

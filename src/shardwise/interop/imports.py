@@ -19,7 +19,7 @@ from shardwise.interop.systems import SYSTEMS, named, recognise
 
 PINS = ("parallel.", "offload.", "recompute.", "train.micro_batch_size", "train.gradient_accumulation_steps", "compile")
 """Keys of ours, and beginnings of them, that do not change what is learned."""
-UNKNOWN = re.compile(r"\$\{?(\w+)?[^}\s]*\}?")
+UNKNOWN = re.compile(r"\$\{(?:\w+:[^$]*\$\{)?([\w.]+)?[^}\s]*\}?|\$(\w+)?")
 """What a script, or a file with references, leaves to somebody else."""
 NAMED = 4
 """More keys than these that are refused for one reason are counted."""
@@ -130,7 +130,12 @@ def _open(path: Path, system: str | None, variables: Mapping[str, str]) -> _Open
 
 def _sort(found: Import, system: System) -> None:
     """Give each key its fate, where its row alone decides."""
+    off = tuple(section for section in system.switches if not found.on(f"{section}enabled"))
     for key, entry in list(found.entries.items()):
+        if key.startswith(off):
+            found.fates["none"].append(key)
+            del found.entries[key]
+            continue
         row = system.row(key)
         if row is None:
             asks = word(entry.value) not in OFF
@@ -145,7 +150,7 @@ def _sort(found: Import, system: System) -> None:
                 found.refuse(entry, row.say)
             continue
         if row.fate in ("kept", "read") and isinstance(entry.value, str) and (open_ := UNKNOWN.search(entry.value)):
-            found.unknown.append((entry, open_.group(1) or open_.group()))
+            found.unknown.append((entry, open_.group(1) or open_.group(2) or open_.group()))
             found.fates["refused"].append(key)
             found.entries[key] = Said(key, None, entry.where)
             continue

@@ -25,17 +25,18 @@ def settle(found: Import) -> None:
     """The split, the batch, the optimizer, the schedule and the model."""
     for key in [key for key in found.entries if key.startswith("MODEL_ARGS.--")]:
         found.entries[key.removeprefix("MODEL_ARGS.--").replace("-", "_")] = found.entries[key]
-    _split(found)
-    _batch(found)
+    split(found)
+    batch(found)
     found.set("method.name", "pretrain", of=OF)
     found.set("train.seq_len", found.count("seq_length", "encoder_seq_length"), "seq_length", "encoder_seq_length")
     found.set("run.seed", found.count("seed"), "seed")
-    _optimizer(found)
-    _precision(found)
-    _model(found)
+    optimizer(found)
+    precision(found)
+    model(found)
 
 
-def _split(found: Import) -> None:
+def split(found: Import) -> None:
+    """Degrees, what is sharded over data-parallel ranks, recomputation and offload."""
     for axis, key in (
         ("tp", "tensor_model_parallel_size"),
         ("pp", "pipeline_model_parallel_size"),
@@ -45,6 +46,8 @@ def _split(found: Import) -> None:
         degree = found.count(key)
         if degree and degree > 1:
             found.set(f"parallel.{axis}", degree, key)
+    kinds = {"p2p": "ring", "a2a": "ulysses", "all_gather": "gather", "a2a+p2p": "nested"}
+    found.set("parallel.cp_kind", kinds.get(word(found.get("cp_comm_type"))), "cp_comm_type")
     if (stages := shared.value_of(found, "parallel.pp", 1)) > 1:
         each = found.count("num_virtual_stages_per_pipeline_rank")
         if blocks := found.count("num_layers_per_virtual_pipeline_stage"):
@@ -73,7 +76,8 @@ def _split(found: Import) -> None:
         found.set("offload.optimizer_fraction", share, "optimizer_offload_fraction", of=OF)
 
 
-def _batch(found: Import) -> None:
+def batch(found: Import) -> None:
+    """The batch of a step is given, and how often micro-batches are added up follows."""
     micro = found.count("micro_batch_size", default=1) or 1
     whole = found.count("global_batch_size") or micro * shared.dp(found)
     found.set("train.micro_batch_size", micro, "micro_batch_size", of=OF)
@@ -83,7 +87,8 @@ def _batch(found: Import) -> None:
         found.set("train.max_steps", steps or max(1, (samples or 0) // whole), "train_iters", "train_samples")
 
 
-def _optimizer(found: Import) -> None:
+def optimizer(found: Import) -> None:
+    """The optimizer and its schedule, in steps or samples."""
     shared.optimizer(found, "optimizer", "adam", OF)
     found.set("optim.learning_rate", found.number("lr"), "lr")
     for ours, theirs, default in (
@@ -106,21 +111,34 @@ def _optimizer(found: Import) -> None:
     if share := found.number("lr_warmup_fraction"):
         warmup = round(share * (decay or 0))
     keys = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+    if steps and (warmup or 0) > steps:
+        return _ends_in_warmup(found, steps, warmup or 0, keys)
     found.set("optim.warmup_steps", warmup or 0, *keys, of=OF)
     if decay and decay != steps and style != "constant":
         found.set("optim.decay_steps", max(1, decay - (warmup or 0)), "lr_decay_iters", "lr_decay_samples")
     return None
 
 
-def _precision(found: Import) -> None:
+def _ends_in_warmup(found: Import, steps: int, warmup: int, keys: tuple[str, ...]) -> None:
+    """As much of the warm-up as the run has steps, up to the rate that it has then."""
+    rate = shared.value_of(found, "optim.learning_rate", 0.0) * steps / warmup
+    found.set("optim.learning_rate", rate, "lr", *keys)
+    found.set("optim.warmup_steps", steps, *keys)
+    found.set("optim.min_learning_rate", 0.0, *keys)
+    found.notes.append(
+        f"the run ends within its warm-up of {warmup} steps: its {steps} rise to the rate that it has then"
+    )
+
+
+def precision(found: Import) -> None:
+    """The dtype of computing; no flag is fp32."""
     given = next((kind for kind in ("bf16", "fp16") if found.on(kind)), None)
     found.set("precision.compute", given or "fp32", *([given] if given else []), of=f"{OF}: no flag is fp32")
-    if found.entry("fp8_format") or found.entry("fp8"):
-        key = "fp8_format" if "fp8_format" in found.entries else "fp8"
+    if key := next((key for key in ("fp8_format", "fp8") if found.on(key)), None):
         found.refuse(found.entries[key], "products in fp8 are not there yet")
 
 
-def _model(found: Import) -> None:
+def model(found: Import) -> None:
     """The model's dimensions as a config of transformers."""
     if found.count("num_layers") is None:
         return

@@ -57,6 +57,8 @@ class Meaning:
 
     def harmless(self, value: Any) -> bool:
         """Whether a value of a key that is refused asks for nothing."""
+        if value is None:
+            return True
         names = self.values or dict.fromkeys(OFF)
         found = number(value)
         return word(value) in names or (found is not None and found in map(number, names))
@@ -150,13 +152,16 @@ class Import:
 @dataclass(frozen=True)
 class System:
     """A system whose files are read. ``marks``: keys (or globs of them) that its files have and others do not, and how
-    much each counts; ``tables``: of its keys, the first that knows a key decides."""
+    much each counts; ``tables``: of its keys, the first that knows a key decides; ``sections``: beginnings of keys
+    without which a table may know them; ``switches``: sections that have no effect unless their ``enabled`` is on."""
 
     name: str
     title: str
     marks: dict[str, int]
     tables: tuple[str, ...]
     settle: Callable[[Import], None]
+    sections: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
 
     def likeness(self, keys: set[str]) -> int:
         """How much these keys look like one of its files."""
@@ -164,14 +169,15 @@ class System:
 
     def row(self, key: str) -> Meaning | None:
         """What the tables say of a key."""
-        return next((row for name in self.tables if (row := _find(name, key)) is not None), None)
+        names = [key, *(key.removeprefix(part) for part in self.sections if key.startswith(part))]
+        return next((row for of in self.tables for name in names if (row := _find(of, name)) is not None), None)
 
 
 @cache
 def table(name: str) -> tuple[dict[str, Meaning], tuple[tuple[str, Meaning], ...]]:
     """The rows of a table: those of whole keys, and those of globs, in order."""
     whole, globs = dict[str, Meaning](), list[tuple[str, Meaning]]()
-    for line in _lines(name):
+    for line in lines_of(name):
         values = dict(pair.split("=", 1) for pair in line["values"].split())
         row = Meaning(line["fate"], line["ours"], values, line["say"])
         for key in line["keys"].split():
@@ -185,10 +191,11 @@ def table(name: str) -> tuple[dict[str, Meaning], tuple[tuple[str, Meaning], ...
 @cache
 def hub_names(system: str) -> dict[str, str]:
     """The models of the Hub by the names that a system has for them."""
-    return {line["name"]: line["hub"] for line in _lines("models") if line["system"] == system}
+    return {line["name"]: line["hub"] for line in lines_of("models") if line["system"] == system}
 
 
-def _lines(name: str) -> list[dict[str, str]]:
+def lines_of(name: str) -> list[dict[str, str]]:
+    """The lines of a table by the names of its columns."""
     text = resources.files("shardwise.interop").joinpath("tables", f"{name}.csv").read_text("utf-8")
     return list(csv.DictReader(text.splitlines()))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.interop import accelerate, axolotl, deepspeed, hf, megatron, swift, torchtitan, torchtune
+from shardwise.interop import accelerate, axolotl, deepspeed, hf, megatron, nemo, swift, torchtitan, torchtune
 from shardwise.interop.record import System
 
 SYSTEMS: tuple[System, ...] = (
@@ -15,6 +15,7 @@ SYSTEMS: tuple[System, ...] = (
     hf.TRL,
     hf.SYSTEM,
     megatron.SYSTEM,
+    nemo.SYSTEM,
     torchtitan.SYSTEM,
     torchtune.SYSTEM,
 )

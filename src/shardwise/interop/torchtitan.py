@@ -73,6 +73,8 @@ def _split(found: Import) -> None:
             shard = -1 if degree is None else degree
         if degree is not None and degree > 1:
             found.set(f"parallel.{axis}", degree, key)
+    if shard == 1:  # replicas alone, which the strategy says
+        found.settings.pop("parallel.dp_replicate", None)
     resharded = word(found.get("parallelism.fsdp_reshard_after_forward", default="default"))
     piped = shared.value_of(found, "parallel.pp", 1) > 1
     kept = resharded == "never" or (resharded == "default" and piped)
@@ -96,6 +98,9 @@ def _batch(found: Import) -> None:
     said = ("training.local_batch_size", "training.batch_size", "training.gradient_accumulation_steps")
     if shared.value_of(found, "parallel.pp", 1) == 1:
         found.set("train.micro_batch_size", rows, *said[:2], of=OF)
+    else:
+        key = "parallelism.pipeline_parallel_microbatch_size"
+        found.set("train.micro_batch_size", found.count(key, default=1), key, of=OF)
     ours = whole if whole > 0 else rows * times * shared.dp(found)
     found.set("train.global_batch_size", ours, "training.global_batch_size", *said, of=OF)
 

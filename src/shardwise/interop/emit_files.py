@@ -1,0 +1,86 @@
+"""A plan in the terms of another system: what it cannot say there stands above, as a comment. Read again, it pins the
+same.
+
+``tables/emitted.csv`` has the words. A row counts ``if`` all values are so and no row above it has said the ``pins``
+that it says; ``{parallel.tp}`` is the plan's."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from typing import Any
+
+from shardwise.interop.record import lines_of
+from shardwise.spec.document import resolve
+from shardwise.spec.load import dump_settings
+from shardwise.spec.plan import Offload, Plan
+
+EMITTED = ("deepspeed", "accelerate", "megatron", "torchtitan")
+"""The systems in whose terms a plan is written."""
+
+
+def emitted(plan: Plan, system: str) -> str:
+    """The plan as a file of one of ``EMITTED``."""
+    left = _pins(plan)
+    known, said = _values(plan) | left, dict[str, Any]()
+    for row in lines_of("emitted"):
+        if row["system"] == system and _holds(row["if"], known) and _holds(row["pins"], left):
+            for pin in row["pins"].split():
+                del left[pin.partition("=")[0]]
+            for key, _, value in (pair.partition("=") for pair in row["says"].split()):
+                said[key] = resolve(re.sub(r"\{([\w.]+)\}", lambda name: str(known[name[1]]), value))
+    words = ", ".join(f"{key} {value}" for key, value in left.items())
+    head = f"A plan for {plan.layout.world} processes" + f"; not said here: {words}" * bool(left)
+    if system == "accelerate":
+        return dump_settings({key: (value, "") for key, value in said.items()}, head)
+    if system == "megatron":
+        flags = " \\\n".join(f"    --{key}" + f" {value}" * (value is not True) for key, value in said.items())
+        start = f"torchrun --nproc_per_node {plan.layout.ranks_per_node} pretrain_gpt.py"
+        return f"#!/bin/bash\n# {head}\n{start} \\\n{flags}\n"
+    nested: dict[str, Any] = {}
+    for key, value in said.items():
+        target, (*sections, leaf) = nested, key.split(".")
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[leaf] = value
+    if system == "deepspeed":
+        return json.dumps({"_comment": head, **nested}, indent=2) + "\n"
+    parts = [
+        [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())] for name, keys in nested.items()
+    ]
+    return "\n\n".join([f"# {head}", *map("\n".join, parts)]) + "\n"
+
+
+def _pins(plan: Plan) -> dict[str, Any]:
+    """What another plan could have otherwise, by the recipe's keys."""
+    layout, pipeline = plan.layout, plan.pipeline
+    degrees = {f"parallel.{axis}": vars(layout)[axis] for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")}
+    found: dict[str, Any] = {"parallel.strategy": plan.shard.strategy}
+    found |= {key: degree for key, degree in degrees.items() if degree > 1}
+    found |= {"parallel.sequence_parallel": plan.sequence_parallel} if layout.tp > 1 else {}
+    found |= {"parallel.cp_kind": plan.cp_kind} if layout.cp > 1 else {}
+    if layout.pp > 1:
+        found |= {"parallel.schedule": pipeline.schedule, "parallel.stages_per_rank": pipeline.stages_per_rank}
+    found["recompute.mode"] = plan.remat.mode
+    found |= {"recompute.every": plan.remat.every} if plan.remat.every > 1 else {}
+    outside, usual = asdict(plan.offload), asdict(Offload())
+    found |= {f"offload.{key}": value for key, value in outside.items() if value != usual[key] and key != "sums"}
+    return found | {"train.micro_batch_size": plan.batch.micro_batch_size}
+
+
+def _values(plan: Plan) -> dict[str, Any]:
+    """What rows may ask for, or write, that is no pin or not always one."""
+    found: dict[str, Any] = {axis: vars(plan.layout)[axis] for axis in ("tp", "pp", "cp", "ep", "dp_replicate")}
+    found |= {"world": plan.layout.world, "dp": plan.layout.dp, "accumulation": plan.batch.accumulation}
+    found |= {"seq_len": plan.batch.seq_len, "precision": plan.precision.compute, "compile": str(plan.compile).lower()}
+    found["nodes"] = plan.layout.world // plan.layout.ranks_per_node
+    found["fraction"] = plan.offload.optimizer_fraction
+    found["global"] = plan.batch.global_batch_size(plan.layout.dp)
+    return found | {"rows": plan.batch.micro_batch_size * plan.batch.accumulation}
+
+
+def _holds(conditions: str, values: dict[str, Any]) -> bool:
+    """Whether each key has one of its values; any is ``*``."""
+    pairs = (pair.partition("=") for pair in conditions.split())
+    return all(key in values and (of == "*" or str(values[key]) in of.split("|")) for key, _, of in pairs)
