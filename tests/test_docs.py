@@ -25,15 +25,25 @@ from typer.core import TyperGroup
 
 from shardwise.cli import app
 from shardwise.cli.options import recipe_or_quickstart, sort_words
+from shardwise.interop.imports import foreign
 from shardwise.spec.cluster_file import machines
 from shardwise.spec.load import load_recipe
 from shardwise.spec.shipped import recipes_directory
+from tests.interop.test_imports import ACCELERATE, AXOLOTL, TRL
+from tests.interop.test_scripts import MEGATRON
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *(page for page in sorted(ROOT.glob("docs/**/*.md")) if page.parent.name != "decisions")]
 PAGES.remove(ROOT / "docs" / "log.md")  # measurements of the past, with the commands of then
 FILES = ("recipe.yaml", "mine.yaml", "runs/x/recipe.yaml", "RECIPE")
 """Recipes that pages speak of as the reader's own: here the quickstart's."""
+
+SPLIT = '{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}'
+THEIRS = {
+    **{"axolotl.yaml": AXOLOTL, "train.sh": MEGATRON, "trl.yaml": TRL, "accelerate.yaml": ACCELERATE},
+    **{"train.yaml": TRL, "zero3.json": SPLIT},
+}
+"""Files of other systems that pages speak of."""
 
 
 class Text(NamedTuple):
@@ -128,6 +138,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((recipes_directory() / "quickstart.yaml").read_text())
+    for name, text in THEIRS.items():
+        (tmp_path / name).write_text(text)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -150,7 +162,8 @@ def test_a_command_is_understood(command: Text, place: Path) -> None:
     name, options = understood(command.text)
     if name not in ("generate", "schema", "plan-accuracy", "export", "runs", "compare"):
         words = sort_words(options.get("arguments", options.get("words", [])), several="system" in options)
-        if words.more:  # of another system, whose files are no recipe
+        if words.more or str(words.path) in THEIRS:
+            assert all(foreign(path) for path in words.files if path.exists())
             return
         if name == "train" and options["resume"]:
             words.path = place / "runs/x"
@@ -170,7 +183,7 @@ def test_what_else_is_typed_is_there(command: Text) -> None:
         assert all(re.search(rf"^{word}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for word in words)
     elif program == "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        assert all(extra in extras for extra in re.findall(r"\[(.*?)\]", command.text))
+        assert all(extra in extras for extra in re.findall(r"(?:shardwise|\.)\[(.*?)\]", command.text))
     elif words[0] == "-m":
         assert all(find_spec(module) for module in words[1:2])
     elif "/" in words[0]:

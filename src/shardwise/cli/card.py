@@ -23,9 +23,9 @@ def write_card(run: Path, model: Path) -> None:
 def card_of(history: History) -> str:
     """A run's model card."""
     recipe = history.recipe
-    base = recipe.get("model.path")
+    model_path = recipe.get("model.path")
     front: dict[str, Any] = {"library_name": "transformers", "tags": ["shardwise", str(recipe["method.name"])]}
-    front |= {"base_model": base} if base and not Path(str(base)).exists() else {}
+    front |= {"base_model": model_path} if model_path and not Path(str(model_path)).exists() else {}
     paths = recipe["data.path"] if isinstance(recipe["data.path"], list) else [recipe["data.path"]]
     losses, validation = sorted(history.losses.items()), history.validation
     lines = [f"- {key}: {recipe[key]}" for key in SHOWN if recipe.get(key) is not None]
@@ -36,7 +36,7 @@ def card_of(history: History) -> str:
     measured = [f"| {name} | {value} |" for name, value in history.report.items()]
     table = ["", "| measured | |", "|---|---|", *measured] if measured else []
     head = f"# {history.directory.resolve().name}\n\nTrained with [Shardwise](https://pypi.org/project/shardwise)"
-    of = f" from {base}" if base else ""
+    of = f" from {model_path}" if model_path else ""
     return f"---\n{emit(front, lambda path, value: '')}---\n\n{head}{of}.\n\n" + "\n".join([*lines, *table]) + "\n"
 
 

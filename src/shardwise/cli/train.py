@@ -132,9 +132,7 @@ def _launch(options: Options, recipe: Recipe) -> int:
     if options.resume and (done := rundir.nothing_to_do(directory, recipe)):
         print_json({"run": str(directory), "exit_code": 0}) if options.json else say(done)
         return 0
-    check_installed(recipe)
-    check_tasks(recipe)
-    check_wandb(recipe)
+    _check_beside(recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe)
     if not options.plan:
         if cluster.measured is not None:
@@ -183,6 +181,13 @@ def _launch(options: Options, recipe: Recipe) -> int:
         if not claim.held():  # what stands in exit.json now is the other one's
             ended = local.Ended(OutputError.exit_code, claim.lost())
     return _wait(ended, directory, options)
+
+
+def _check_beside(recipe: Recipe) -> None:
+    """Raise for what a run needs beside its model and data, and is not there: trackers and their keys, tasks."""
+    check_installed(recipe)
+    check_tasks(recipe)
+    check_wandb(recipe)
 
 
 def _check_disks(directory: Path, recipe: Recipe, spec: ModelSpec, plan: Plan) -> int:
