@@ -40,8 +40,12 @@ FILES = ("recipe.yaml", "mine.yaml", "runs/x/recipe.yaml", "RECIPE")
 
 SPLIT = '{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}'
 THEIRS = {
-    **{"axolotl.yaml": AXOLOTL, "train.sh": MEGATRON, "trl.yaml": TRL, "accelerate.yaml": ACCELERATE},
-    **{"train.yaml": TRL, "zero3.json": SPLIT},
+    "axolotl.yaml": AXOLOTL,
+    "train.sh": MEGATRON,
+    "trl.yaml": TRL,
+    "accelerate.yaml": ACCELERATE,
+    "train.yaml": TRL,
+    "zero3.json": SPLIT,
 }
 """Files of other systems that pages speak of."""
 

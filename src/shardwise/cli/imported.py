@@ -52,6 +52,9 @@ class Foreign:
     set: Annotated[list[str], Option("--set", metavar="NAME=VALUE", help="A variable of another system's script.")] = (
         field(default_factory=list)
     )
+    strict: Annotated[
+        bool, Option("--strict", help="Refuse another system's keys that have no effect here, or are left to the plan.")
+    ] = False
 
 
 def given(words: Words, cluster: str | None, files: Foreign, *, data: bool = True) -> GivenRecipe:
@@ -71,7 +74,7 @@ def given(words: Words, cluster: str | None, files: Foreign, *, data: bool = Tru
     here = [word for word in words.overrides if word.startswith(MACHINES)]
     world = cluster_of(load_recipe(None, here), cluster).world
     variables = dict(word.partition("=")[::2] for word in files.set)
-    imported = read_files(theirs, world, files.system, variables=variables)
+    imported = read_files(theirs, world, files.system, strict=files.strict, variables=variables)
     learned = read_settings(as_given(imported.settings), words.overrides)
     ask(imported, learned, data=data)
     pinned = read_settings(as_given(imported.settings | imported.pins), words.overrides)

@@ -73,9 +73,8 @@ def trl(found: Import) -> None:
         found.set("method.label_smoothing", found.number("label_smoothing", default=0.0), "label_smoothing", of="TRL")
     elif "packing" not in found.entries:
         found.set("data.packing", False, of="TRL")
-    if found.on("assistant_only_loss") or method == "dpo" or found.on("completion_only_loss"):
-        pass
-    elif method == "sft":
+    answers_only = found.on("assistant_only_loss") or found.on("completion_only_loss")
+    if method == "sft" and not answers_only:
         found.set("data.train_on", "all", of="TRL: the loss is over the whole text")
     if found.on("use_peft") or found.entry("lora_r"):
         shared.adapter(found, 16, 32.0, LORA, "TRL")
