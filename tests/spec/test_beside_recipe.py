@@ -52,8 +52,9 @@ def test_what_is_no_relative_path_stays(recipe: Path, text: str) -> None:
 
 def test_keys_that_are_no_paths_and_recipes_of_runs_stay(recipe: Path) -> None:
     assert placed("run.name", "beside.jsonl", recipe) == ("beside.jsonl", [])
-    (recipe.parent / "run.json").touch()
-    assert data_of(recipe, "both.jsonl") == ("both.jsonl", ())
+    recipe.write_text("run: {name: mine}\ndata: {path: both.jsonl}\n")
+    loaded = read_recipe(recipe)
+    assert (loaded.recipe.data.path, loaded.notices) == ("both.jsonl", ())
 
 
 def test_settings_of_the_command_line_are_the_shells(recipe: Path) -> None:

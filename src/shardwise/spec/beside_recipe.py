@@ -20,16 +20,20 @@ KEYS = (
     "lora.path",
 )
 """Keys whose values may be paths."""
-KEPT = "run.json"
-"""Beside the recipe of a run, which has the paths that its start had, from the shell's directory. Paths of recipes that
-ship with the package are the user's, too."""
+
+
+def relative(recipe: Path, run: Any) -> bool:
+    """Whether paths in ``recipe`` are relative to its file, and not to the shell's directory: not where both are the
+    same, nor in recipes that ship with the package, nor in a run's own, which names the run as its directory is
+    named and has the paths of its start."""
+    home = recipe.parent.resolve()
+    return home not in (Path.cwd(), recipes_directory().resolve()) and home.name != run
 
 
 def placed(key: str, value: Any, recipe: Path) -> tuple[Any, list[str]]:
     """The value of a key of ``recipe`` as the shell's directory would have it, and words about paths that are not
     beside the recipe, or in both places."""
-    home = recipe.parent.resolve()
-    if key not in KEYS or home in (Path.cwd(), recipes_directory().resolve()) or (home / KEPT).exists():
+    if key not in KEYS:
         return value, []
     if isinstance(value, list):
         found = [placed(key, one, recipe) for one in value]

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.spec import complaints, elsewhere
-from shardwise.spec.beside_recipe import placed
+from shardwise.spec.beside_recipe import placed, relative
 from shardwise.spec.complaints import COMMAND_LINE
 from shardwise.spec.document import Document, KeyPath, parse, read, refuse_interpolation, resolve
 from shardwise.spec.emit import emit
@@ -91,7 +91,8 @@ def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         reading.problems += document.problems
         for dotted, value, where in _flatten(mapping, (), document, reading):
             _take(reading, dotted, value, where, replace=False)
-        for key, (value, where) in reading.settings.items():
+        run, _ = reading.settings.get("run.name", (None, ""))
+        for key, (value, where) in reading.settings.items() if relative(Path(path), run) else ():
             found, words = placed(key, value, Path(path))
             reading.settings[key] = found, where
             reading.notices += words
