@@ -16,7 +16,7 @@ from pyarrow import parquet
 from shardwise.cli import work
 from shardwise.cli.app import main
 from shardwise.cli.decide import cluster_of_ranks, with_history
-from shardwise.cli.length import Asked, length_lines, run_length, show_duration
+from shardwise.cli.length import Asked, known_count, length_lines, run_length, show_duration
 from shardwise.data import rough
 from shardwise.data.prepare import already_prepared, prepare
 from shardwise.launch.worker import state_directory
@@ -339,3 +339,10 @@ def test_a_run_is_remembered_with_what_it_measured_of_experts(monkeypatch: pytes
     [run] = past_runs(cluster_of_ranks(recipe), state_directory()).runs
     assert (run.measured_s, run.expert_imbalance) == (REPORT.step_s, 1.75)
     assert (run.family, run.parameters) == ("llama", parameter_count(resolve(recipe)))
+
+
+def test_data_that_a_recipe_does_not_name_are_not_counted() -> None:
+    """The batch of a plan is not an eighth of Python's own sources, which nobody asked for."""
+    named = ["model=meta-llama/Llama-3.2-1B", "lora.rank=16", "seq_len=32768"]
+    assert known_count(load_recipe(None, named), about=True) is None
+    assert known_count(load_recipe(None, [*named, "data.path=stdlib"]), about=True) is not None

@@ -27,10 +27,16 @@ class Rough:
 
 
 def roughly(recipe: Recipe) -> Rough | None:
-    """Count what the recipe trains on; None where that cannot be told without reading tables, fetching or decoding."""
+    """Count what the recipe trains on; None where it names no data, or that cannot be told without reading tables,
+    fetching or decoding."""
     data, samples = recipe.data, recipe.sample_tokens is not None
     names = [data.path] if isinstance(data.path, str) else data.path
-    if data.streaming or data.mixture_weights or any(map(remote.is_remote, names)):
+    if (
+        "path" not in data.model_fields_set
+        or data.streaming
+        or data.mixture_weights
+        or any(map(remote.is_remote, names))
+    ):
         return None
     with suppress(ShardwiseError, OSError):  # `train` says what is wrong with the data
         found = source.find(names, samples)
