@@ -75,9 +75,13 @@ def header(job: Job) -> str:
 
 
 def read_tokens(job: Job) -> int:
-    """The tokens that the run reads, padding left out, as many a window as there are on average."""
+    """The tokens that the run reads, padding left out: of text every window is full, of samples as many as there are
+    on average."""
     samples = job.max_steps * job.plan.batch.global_batch_size(job.plan.layout.dp)
-    return round(min(samples, job.end or samples) * job.windows.store.tokens / max(len(job.windows), 1))
+    samples = min(samples, job.end or samples)
+    if not job.prepared.manifest.splits["train"].packs:
+        return samples * job.plan.batch.seq_len
+    return round(samples * job.windows.store.tokens / max(len(job.windows), 1))
 
 
 def of_routers(spec: ModelSpec) -> str:
