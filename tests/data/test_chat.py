@@ -419,9 +419,7 @@ def test_the_limit_holds_while_constant_parts_are_computed(monkeypatch: pytest.M
     begun = time.process_time()
     with pytest.raises(PolicyError, match=r"SEC009.*more than 0.4 s"):
         Template("{{ 'x' " + "| tojson " * 40 + "}}", {})
-    assert (
-        time.process_time() - begun < 20
-    )  # a call in C ends before the limit is looked at, and each takes twice as long
+    assert time.process_time() - begun < 3
 
 
 def test_whole_numbers_do_not_grow_without_end() -> None:
