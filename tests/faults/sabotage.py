@@ -157,7 +157,9 @@ def diverge(rank: int, directory: Path, cause: str, step: int) -> None:
         return loss._replace(value=loss.value * float("inf")) if bad else loss
 
     def rating(*args: Any) -> float:
-        rates = {"rate": 30.0, "jump": 1e30}
+        # At 30 the norm of huge numbers may come to 0, and nothing is ever infinite; at 1e4 the decay alone multiplies
+        # weights by a thousand in every step.
+        rates = {"rate": 1e4, "jump": 1e30}
         return rates[cause] if cause in rates and at[0] >= step else rated(*args)
 
     loop.launch, pretrain.finish, optim.learning_rate = launching, finishing, rating

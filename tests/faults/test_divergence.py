@@ -36,9 +36,6 @@ def test_a_run_that_diverges_keeps_what_is_good(make: Make, compute: str, layout
     changes = {"precision": {"compute": compute}, "checkpoint": {"save_steps": SAVED}}
     words = job.write(train={"max_steps": LAST}, **changes)
     codes = job.train(words, sabotage=("diverge", cause, DIVERGES))
-    if cause == "rate" and codes == [0, 0]:  # it ended in equal logits, and had no number that is not finite
-        assert newest_kept(job) == LAST
-        return
     assert codes == [1, 1], job.log.read_text()[-3000:]
     assert all(job.fired(f"{cause}-{rank}") for rank in range(2))
     assert [problem["code"] for problem in job.ended().problems] == ["NUM001"]
