@@ -109,8 +109,8 @@ def test_two_ranks_learn_and_a_kill_changes_nothing(
 def test_the_reference_has_the_adapters_that_a_run_begins_with(
     words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    adapters = ["lora.rank=2", "--nproc", "1"]
-    assert main([*words, *adapters, "--run", "a", "optim.learning_rate=2e-2"]) == 0, capfd.readouterr()
+    adapters = ["lora.rank=2", "--nproc", "1", "optim.learning_rate=2e-2"]
+    assert main([*words, *adapters, "--run", "a"]) == 0, capfd.readouterr()
     assert main([*words, *adapters, "--run", "b", "lora.path=runs/a/adapter", "--max-steps", "8"]) == 0
     one, two = ({name: entry.read() for name, entry in entries(reference(run)).items()} for run in "ab")
     assert one.keys() == two.keys() == {"train", "validation"}
@@ -118,7 +118,7 @@ def test_the_reference_has_the_adapters_that_a_run_begins_with(
     for run in "ab":
         first, *_, last = map(json.loads, Path(f"runs/{run}/metrics.jsonl").read_text().splitlines())
         assert abs(first["loss"] - math.log(2)) < 1e-5 and first["rewards/chosen"] == pytest.approx(0, abs=1e-5)
-        assert last["rewards/margins"] > 0.01 and last["rewards/accuracies"] > 0.5
+        assert last["rewards/margins"] > 0.1 and last["rewards/accuracies"] > 0.5
     assert Path("runs/b/adapter/adapter_config.json").is_file()
 
 
