@@ -63,7 +63,7 @@ def run(options: Options) -> None:
 
 
 def _written(options: Options, questions: Sequence[Question], gpu: int = 0) -> list[str]:
-    """What the model writes after each, in their order; computed in batches of similar lengths."""
+    """Return what the model writes after each, in their order; computed in batches of similar lengths."""
     from shardwise.runtime.generate import ask_text, ask_turns, chat_of
 
     answers = [options.chat or question.text is None for question in questions]

@@ -33,7 +33,7 @@ MACHINES = ("run.nproc=", "run.nodes=", "run.device=", "nproc=", "nodes=", "devi
 
 @dataclass(frozen=True)
 class GivenRecipe:
-    """What a command was given: a recipe, or other systems' files as one. ``pinned``: these with their own split, which
+    """A command was given this: a recipe, or other systems' files as one. ``pinned``: these with their own split, which
     ``loaded`` leaves to the plan."""
 
     loaded: Loaded
@@ -44,7 +44,7 @@ class GivenRecipe:
 
 @dataclass(kw_only=True)
 class Foreign:
-    """How the files of other systems are read."""
+    """These options say how the files of other systems are read."""
 
     system: Annotated[
         str | None, Option("--from", help="Whose files they are (axolotl, trl, deepspeed ...), where it could be two.")
@@ -98,7 +98,7 @@ def as_given(settings: dict[str, Taken]) -> dict[str, tuple[Any, str]]:
 
 
 def beside_theirs(answer: Planned, imported: Imported, pinned: Recipe, *, keys: bool) -> list[str]:
-    """How the files were read, and the split that they pin beside the best that learns the same."""
+    """Return how the files were read, and the split that they pin beside the best that learns the same."""
     titles = " and ".join(dict.fromkeys(system.title for system in imported.systems))
     counts = [f"{len(names)} {FATES[fate]}" for fate, names in imported.fates.items() if names and fate in FATES]
     lines = [f"keys of {titles}: {', '.join(counts)}" + ("" if keys else "        --explain keys lists them")]

@@ -1,4 +1,4 @@
-"""What the commands that let a model write have in common: how it chooses, and which model a path means."""
+"""The commands that let a model write have this in common: how it chooses, and which model a path means."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Writing(Common):
-    """How a model is chosen, and how it chooses its words."""
+    """These options say which model writes, and how it chooses its words."""
 
     best: Annotated[bool, Option("--best", help="Use the run's checkpoint with the lowest validation loss.")] = False
     tokens: Annotated[int | None, Option("--tokens", min=1, help="The most tokens (64; of an answer 256).")] = None
@@ -37,8 +37,8 @@ class Writing(Common):
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the sampling.")] = 0
 
     def writer(self, path: Path, gpu: int = 0, *, answers: bool) -> Writer:
-        """What writes with the model that ``path`` means, on this GPU if there is one; answers to questions are longer,
-        unless ``--tokens`` says."""
+        """Open the model that ``path`` means, on this GPU if there is one; answers to questions are longer, unless
+        ``--tokens`` says."""
         import torch
 
         from shardwise.runtime.generate import Sampling
@@ -60,7 +60,7 @@ class Writer:
     device: torch.device
 
     def write(self, asked: Sequence[Prompt], tell: Callable[[int, str], None] = lambda row, text: None) -> list[str]:
-        """What follows each prompt, as ``write_batch`` of the runtime."""
+        """Return what follows each prompt, as ``write_batch`` of the runtime."""
         from shardwise.runtime.generate import write_batch
 
         return write_batch([self.model], self.tokenizer, asked, self.sampling, self.device, tell)

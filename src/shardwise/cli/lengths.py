@@ -67,7 +67,7 @@ def many_epochs(windows: Windows | Packs, read_samples: int) -> str | None:
 
 
 def validated(recipe: Recipe, prepared: Prepared, every: int | None, total_steps: int) -> list[str]:
-    """How many records are held out and when they are read."""
+    """Return how many records are held out and when they are read."""
     if prepared.validation is None:
         return []
     number, often = prepared.validation.split.records, every is not None and every < total_steps

@@ -216,7 +216,7 @@ def _taken(directory: Path, records: bool) -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    """That of a file, without the one of its compression."""
+    """Return the suffix of a file, without the one of its compression."""
     return Path(path.stem if path.suffix in _COMPRESSED else path).suffix.lower()
 
 

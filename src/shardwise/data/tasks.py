@@ -32,7 +32,7 @@ class HeldOutPrompt:
 
     @property
     def shown(self) -> str:
-        """What was asked, in one text."""
+        """Return what was asked, in one text."""
         last = self.messages[-1] if self.messages else {}
         return self.prompt or str(last.get("content", ""))
 
@@ -66,7 +66,8 @@ def questions(task: EvaluationTask) -> list[HeldOutPrompt]:
 
 
 def scorer(task: EvaluationTask) -> Score:
-    """What scores an answer. The file of a user's own function is run, as any Python file is that is imported."""
+    """Return what scores an answer. The file of a user's own function is run, as any Python file is that is
+    imported."""
     if task.score == EXACT_MATCH:
         return lambda answer, expected: float(answer.strip() == (expected or "").strip())
     path, _, name = task.score.rpartition(":")

@@ -55,7 +55,7 @@ def _sharding(found: Import) -> None:
 
 
 def _batch(found: Import) -> None:
-    """What is missing of the three follows from the others."""
+    """Read the three sizes of a batch; one that is missing follows from the others."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, times = (found.count(key) for key in keys)
     ranks = dp(found)

@@ -53,7 +53,7 @@ def emitted(plan: Plan, system: str) -> str:
 
 
 def _pins(plan: Plan) -> dict[str, Any]:
-    """What another plan could have otherwise, by the recipe's keys."""
+    """Return what another plan could have otherwise, by the recipe's keys."""
     layout, pipeline = plan.layout, plan.pipeline
     degrees = {f"parallel.{axis}": vars(layout)[axis] for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")}
     found: dict[str, Any] = {"parallel.strategy": plan.shard.strategy}
@@ -70,7 +70,7 @@ def _pins(plan: Plan) -> dict[str, Any]:
 
 
 def _values(plan: Plan) -> dict[str, Any]:
-    """What rows may ask for, or write, that is no pin or not always one."""
+    """Return what rows may ask for, or write, that is no pin or not always one."""
     found: dict[str, Any] = {axis: vars(plan.layout)[axis] for axis in ("tp", "pp", "cp", "ep", "dp_replicate")}
     found |= {"world": plan.layout.world, "dp": plan.layout.dp, "accumulation": plan.batch.accumulation}
     found |= {"seq_len": plan.batch.seq_len, "precision": plan.precision.compute, "compile": str(plan.compile).lower()}
@@ -81,6 +81,6 @@ def _values(plan: Plan) -> dict[str, Any]:
 
 
 def _holds(conditions: str, values: dict[str, Any]) -> bool:
-    """Whether each key has one of its values; any is ``*``."""
+    """Return whether each key has one of its values; any is ``*``."""
     pairs = (pair.partition("=") for pair in conditions.split())
     return all(key in values and (of == "*" or str(values[key]) in of.split("|")) for key, _, of in pairs)

@@ -19,7 +19,7 @@ def settle(found: Import) -> None:
 
 
 def arguments(found: Import, of: str, *, learning_rate: float, epochs: float, length: int | None, bf16: str) -> None:
-    """What every script that takes TrainingArguments is told."""
+    """Read the arguments that every script of TrainingArguments takes."""
     shared.fsdp_words(found)
     if found.on("fsdp") or any(key.startswith("fsdp_config.") for key in found.entries):
         shared.fsdp_config(found)

@@ -35,7 +35,7 @@ FATES = {
 
 @dataclass(frozen=True)
 class Imported:
-    """What files of other systems say. ``settings`` and ``pins``: by key of ours; ``fates``: which of their keys ended
+    """The files of other systems, read. ``settings`` and ``pins``: by key of ours; ``fates``: which of their keys ended
     how; ``asked``: what is in none of the files, by key of ours."""
 
     systems: tuple[System, ...]
@@ -64,7 +64,7 @@ class _Opened:
 
 
 def foreign(path: Path) -> bool:
-    """Whether a file is one of another system's. A file that cannot be read is not."""
+    """Return whether a file is one of another system's. A file that cannot be read is not."""
     try:
         entries, _ = read_entries(path, {})
     except (OSError, ConfigError):
@@ -80,7 +80,7 @@ def read_files(
     strict: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> Imported:
-    """What the files say together, on so many processes; those whose system cannot be told are of ``system``.
+    """Return what the files say together, on so many processes; those whose system cannot be told are of ``system``.
     ``strict``: keys that are left to the plan, or have no effect, are errors; ``variables``: of scripts. Raises
     ConfigError with everything that is refused (IMP001), may change the mathematics and is not known (IMP002), cannot
     be told apart (IMP003), is not in the files (IMP007), or contradicts another file (IMP004)."""

@@ -120,7 +120,7 @@ def optimizer(found: Import) -> None:
 
 
 def _ends_in_warmup(found: Import, steps: int, warmup: int, keys: tuple[str, ...]) -> None:
-    """As much of the warm-up as the run has steps, up to the rate that it has then."""
+    """Keep as much of the warm-up as the run has steps, up to the rate that it has then."""
     rate = shared.value_of(found, "optim.learning_rate", 0.0) * steps / warmup
     found.set("optim.learning_rate", rate, "lr", *keys)
     found.set("optim.warmup_steps", steps, *keys)
@@ -183,7 +183,7 @@ def _gpt2(found: Import, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama(found: Import, config: dict[str, Any]) -> dict[str, Any]:
-    """Without a width of the MLP, SwiGLU's is two thirds of four times the model's, in steps of 64."""
+    """SwiGLU's width, where no flag gives it, is two thirds of four times the model's, in steps of 64."""
     hidden = config.get("hidden_size", 0)
     width = found.count("ffn_hidden_size") or int(4 * hidden * 2 / 3 / 64) * 64
     groups = found.count("num_query_groups", default=1) if found.on("group_query_attention") else None

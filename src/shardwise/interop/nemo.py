@@ -91,7 +91,7 @@ def _bridge(found: Import) -> None:
 
 
 def _method(found: Import, kind: str) -> None:
-    """What is trained, and what a kind of file takes for granted of precision, packing and clipping."""
+    """Read what is trained, and what a kind of file takes for granted of precision, packing and clipping."""
     pairs = any(key.startswith("dpo.") for key in found.entries)
     data = word(found.get("dataset._target_"))
     texts = kind == HYDRA or "megatron" in data or "nanogpt" in data

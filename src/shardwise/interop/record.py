@@ -1,4 +1,4 @@
-"""What a system is to the importer: how its files are recognised, what its keys mean, and what they say together.
+"""A system, as the importer knows it: how its files are recognised, what its keys mean, and what they say together.
 
 A key ends in one of four ways, which a row of the system's table (``tables/NAME.csv``) or its :attr:`System.settle`
 decides:
@@ -38,7 +38,7 @@ MATHEMATICAL = re.compile(
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a key means. ``values``: theirs and ours; empty: unchanged, and an empty one of ours leaves the setting
+    """The meaning of a key. ``values``: theirs and ours; empty: unchanged, and an empty one of ours leaves the setting
     out."""
 
     fate: str
@@ -56,7 +56,7 @@ class Meaning:
         return resolve(self.values[name])
 
     def harmless(self, value: Any) -> bool:
-        """Whether a value of a key that is refused asks for nothing."""
+        """Return whether a value of a key that is refused asks for nothing."""
         if value is None:
             return True
         names = self.values or dict.fromkeys(OFF)
@@ -124,7 +124,7 @@ class Import:
         return None if value is None else int(value)
 
     def on(self, key: str) -> bool:
-        """Whether a switch is on."""
+        """Return whether a switch is on."""
         return key in self.entries and word(self.entries[key].value) not in OFF
 
     def set(self, ours: str, value: Any, *keys: str, of: str = "") -> None:
@@ -164,11 +164,11 @@ class System:
     switches: tuple[str, ...] = ()
 
     def likeness(self, keys: set[str]) -> int:
-        """How much these keys look like one of its files."""
+        """Return how much these keys look like one of its files."""
         return sum(weight for mark, weight in self.marks.items() if any(fnmatchcase(key, mark) for key in keys))
 
     def row(self, key: str) -> Meaning | None:
-        """What the tables say of a key."""
+        """Return what the tables say of a key."""
         names = [key, *(key.removeprefix(part) for part in self.sections if key.startswith(part))]
         return next((row for of in self.tables for name in names if (row := _find(of, name)) is not None), None)
 

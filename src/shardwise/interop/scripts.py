@@ -82,7 +82,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _open(text: str) -> bool:
-    """Whether an array or a quotation goes on in the next line."""
+    """Return whether an array or a quotation goes on in the next line."""
     plain = re.sub(r"\$\([^()]*\)", "", text)
     array = re.match(r"\s*(?:export\s+)?\w+\+?=\(", plain)
     return bool((array and plain.count("(") > plain.count(")")) or plain.replace('\\"', "").count('"') % 2)

@@ -1,4 +1,4 @@
-"""What several systems say in the same words: batches, optimizers, schedules, precision and adapters."""
+"""This reads what several systems say in the same words: batches, optimizers, schedules, precision and adapters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def value_of(found: Import, ours: str, default: Any = None) -> Any:
 
 
 def dp(found: Import) -> int:
-    """How many groups of ranks read different sequences."""
+    """Return how many groups of ranks read different sequences."""
     degrees = prod(int(value_of(found, f"parallel.{axis}", 1)) for axis in ("tp", "pp", "cp"))
     return max(1, found.world // degrees)
 
@@ -163,7 +163,7 @@ def adapter(found: Import, rank: int | None, alpha: float | None, names: dict[st
 
 
 def evaluation(found: Import) -> None:
-    """When transformers evaluates and saves, as far as it is in steps or epochs."""
+    """Read when transformers evaluates and saves, as far as it is in steps or epochs."""
     strategy = word(found.get("eval_strategy", "evaluation_strategy", default="no"))
     steps, saved = found.number("eval_steps"), found.number("save_steps", default=500)
     if strategy == "steps" and steps and steps >= 1:

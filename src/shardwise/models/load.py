@@ -87,7 +87,8 @@ def _nearest(source: str) -> str:
 
 
 def _instead(directory: Path) -> str:
-    """What to write for a directory that is no model: of a run its export, of an adapter what goes on from one."""
+    """Return what to write for a directory that is no model: of a run its export, of an adapter what goes on from
+    one."""
     if (directory / "adapter_config.json").is_file():
         return f"`lora.path: {directory}`, with the `model.path` that it was trained on"
     if not (directory / "recipe.yaml").is_file():

@@ -122,7 +122,8 @@ def choose(logits: Tensor, sampling: Sampling, draw: torch.Generator) -> int:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """With which each id of ``logits`` [V] is drawn: after the temperature, then ``top_k``, then ``top_p``."""
+    """Return the probability with which each id of ``logits`` [V] is drawn: after the temperature, then ``top_k``, then
+    ``top_p``."""
     scores = logits / sampling.temperature
     if 0 < sampling.top_k < len(scores):
         scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
@@ -169,8 +170,8 @@ def write_batch(
     device: torch.device,
     tell: Callable[[int, str], None] = lambda row, text: None,
 ) -> list[str]:
-    """What the model writes after each prompt, without what ends its turn. ``tell`` is given the number of a prompt and
-    what has been written after it, at every token."""
+    """Return what the model writes after each prompt, without what ends its turn. ``tell`` is given the number of a
+    prompt and what has been written after it, at every token."""
 
     def over(row: int, ids: list[int]) -> bool:
         whole, closing = tokenizer.decode(ids), asked[row].closing

@@ -107,7 +107,7 @@ class Job:
 
     @property
     def end(self) -> int | None:
-        """How many samples the run reads, where its epochs set that."""
+        """Return how many samples the run reads, where its epochs set that."""
         return samples_of_epochs(self.windows, self.recipe.train.num_epochs)
 
     @property

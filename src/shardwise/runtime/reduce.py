@@ -17,7 +17,7 @@ PIECE = 4096
 
 
 def count_supervised(meshes: Meshes, terms: int, stop: bool = False) -> tuple[int, bool]:
-    """What the loss of the whole optimizer step is a mean over, and whether any rank wants to ``stop``."""
+    """Return what the loss of the whole optimizer step is a mean over, and whether any rank wants to ``stop``."""
     total, _, stops = count_tokens(meshes, terms, (0, 0), stop)
     return total, stops
 

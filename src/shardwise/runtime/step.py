@@ -50,7 +50,7 @@ class StepStats:
 
     @property
     def terms(self) -> int:
-        """How many pairs or supervised tokens the loss is a mean over."""
+        """Return how many pairs or supervised tokens the loss is a mean over."""
         return self.pairs or self.supervised_tokens
 
 

@@ -91,7 +91,7 @@ def _file(run: Path, task: str, step: int) -> Path:
 
 
 def side_by_side(run: Path) -> list[str]:
-    """For report.md: of each task the scores by step, and beside them the answers to its first prompts."""
+    """Return lines for report.md: of each task the scores by step, and beside them the answers to its first prompts."""
     lines = []
     for folder in sorted((run / "answers").glob("*/")):
         for place, file in enumerate(sorted(folder.glob("step-*.jsonl"))):

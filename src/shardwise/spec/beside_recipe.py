@@ -23,8 +23,8 @@ KEYS = (
 
 
 def relative(recipe: Path, run: Any) -> bool:
-    """Whether paths in ``recipe`` are relative to its file, and not to the shell's directory: not where both are the
-    same, nor in recipes that ship with the package, nor in a run's own, which names the run as its directory is
+    """Return whether paths in ``recipe`` are relative to its file, and not to the shell's directory: not where both are
+    the same, nor in recipes that ship with the package, nor in a run's own, which names the run as its directory is
     named and has the paths of its start."""
     home = recipe.parent.resolve()
     return home not in (Path.cwd(), recipes_directory().resolve()) and home.name != run
@@ -52,7 +52,7 @@ def _placed(key: str, value: str, recipe: Path) -> tuple[str, list[str]]:
 
 
 def _there(path: str) -> bool:
-    """Whether a file, a directory, or any that a pattern names, is there."""
+    """Return whether a file, a directory, or any that a pattern names, is there."""
     try:
         return os.path.exists(path) or any(_matches(path))
     except (ValueError, OSError):

@@ -41,8 +41,8 @@ class PreferenceWatch:
         return {name: fmean(step[name] for step in self._steps) for name in names}
 
     def _fall(self) -> float:
-        """By what share of the reference's log-probability that of chosen answers lies below it, where it has fallen
-        steadily; else 0."""
+        """Return by what share of the reference's log-probability that of chosen answers lies below it, where it has
+        fallen steadily; else 0."""
         steps = list(self._steps)
         windows = [steps[first : first + WINDOW] for first in range(0, len(steps), WINDOW)]
         gains = [fmean(step["rewards/chosen"] for step in window) / self.beta for window in windows]

@@ -53,7 +53,7 @@ class Report:
 
     @property
     def shares(self) -> str:
-        """Of records, how many tokens were trained on, and what padding took."""
+        """Return, of records, how many tokens were trained on, and what padding took."""
         return f" ({self.supervised:,} supervised, {self.padding:,} more of padding)" if self.chat else ""
 
     @property
