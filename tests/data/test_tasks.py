@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.data.tasks import check_tasks, questions, scorer
+from shardwise.data.tasks import check_tasks, expected, questions, scorer
 from shardwise.errors import DataError
 from shardwise.spec.recipe import EvaluationTask, Recipe
 
@@ -31,7 +31,7 @@ def test_what_is_read() -> None:
     check_tasks(recipe())
     check_tasks(recipe(score="mine.py:score"))  # which does not run it
     first, second = questions(recipe().evaluate.tasks[0])
-    assert (first.shown, first.answer, second.shown) == ("2 + 2 = ", "4", "hi")
+    assert (first.shown, expected(first), second.shown, expected(second)) == ("2 + 2 = ", "4", "hi", "hello")
     assert len(questions(recipe(samples=1).evaluate.tasks[0])) == 1
 
 
@@ -40,8 +40,11 @@ def test_what_is_read() -> None:
     [
         (None, {"path": "nowhere.jsonl"}, "cannot be read"),
         ("", {}, "empty"),
-        ('{"prompt": 5}\n', {}, "line 1"),
-        ('{"answer": "4"}\n', {}, "neither"),
+        ('{"prompt": 5}\n', {}, "asks nothing"),
+        ('{"answer": "4"}\n', {}, "asks nothing"),
+        ('{"messages": [{"role": "assistant", "content": "4"}], "answer": "4"}\n', {}, "nothing is left to answer"),
+        ('{"prompt": "2 + 2 = ", "answer": 4}\n', {}, "no text"),
+        ("{\n", {}, "not JSON"),
         ('{"prompt": "2 + 2 = "}\n', {}, "no `answer`"),
         (None, {"score": "bleu"}, "no Python file"),
         (None, {"score": "nowhere.py:score"}, "no Python file"),
@@ -57,6 +60,7 @@ def test_what_is_refused(text: str | None, settings: dict[str, str], said: str) 
         check_tasks(recipe(**settings))
     [problem] = caught.value.problems
     assert problem.code == "EVAL001" and said in problem.what and problem.fix
+    assert text in (None, "") or problem.where == "prompts.jsonl:1"
 
 
 def test_two_tasks_of_one_name_are_refused() -> None:

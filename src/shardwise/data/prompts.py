@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,22 @@ class Question:
     turns: Conversation
     text: str | None = None
 
+    @property
+    def shown(self) -> str:
+        """Return what is asked, in one text."""
+        return self.text or str(self.turns.messages[-1]["content"])
+
 
 def asked_text(record: dict[str, Any], where: str, text: str) -> Question:
     """The question of a text, which is continued, or answered as the turn of a user."""
     return Question(record, where, Conversation([{"role": "user", "content": text}], None), text)
 
 
-def read_prompts(file: Path) -> list[Question]:
-    """Every line of ``file``. Raises MissingInputError (DATA001); DataError (DATA004, DATA005) for the first line
-    that asks nothing."""
+def read_prompts(file: Path, most: int | None = None) -> list[Question]:
+    """Read every line of ``file``, or the first ``most``. Raises MissingInputError (DATA001); DataError (DATA004,
+    DATA005) for the first line that asks nothing."""
     try:
-        return [_question(line, f"{file}:{number}") for number, line in enumerate(regular_lines(file), 1)]
+        return [_question(line, f"{file}:{number}") for number, line in enumerate(islice(regular_lines(file), most), 1)]
     except OSError as error:
         what = f"{file} cannot be read: {error.strerror or error}"
         raise MissingInputError(Problem("DATA001", what, "--file", f"a file of lines such as {_FORM}")) from error

@@ -5,36 +5,18 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import DataError, Problem
-from shardwise.spec.files import TABLE_BYTES, read_regular, regular_lines
+from shardwise.data.prompts import Question, read_prompts
+from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.spec.files import TABLE_BYTES, read_regular
 from shardwise.spec.recipe import EvaluationTask, Recipe
-from shardwise.spec.record import from_json
 
 Score = Callable[[str, str | None], float]
 """(the model's answer, the expected one) -> a number, higher is better."""
 EXACT_MATCH = "exact_match"
-
-
-@dataclass(frozen=True)
-class HeldOutPrompt:
-    """A line of a task's file: a ``prompt`` to be continued, or ``messages`` to be answered, and the expected
-    ``answer``, if there is one."""
-
-    prompt: str = ""
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    answer: str | None = None
-
-    @property
-    def shown(self) -> str:
-        """Return what was asked, in one text."""
-        last = self.messages[-1] if self.messages else {}
-        return self.prompt or str(last.get("content", ""))
 
 
 def check_tasks(recipe: Recipe) -> None:
@@ -45,24 +27,26 @@ def check_tasks(recipe: Recipe) -> None:
             _check_function(task)
 
 
-def questions(task: EvaluationTask) -> list[HeldOutPrompt]:
-    """The first prompts of its file."""
-    found, where = [], Path(task.path)
+def questions(task: EvaluationTask) -> list[Question]:
+    """Read the first prompts of its file, whose ``record`` has the expected ``answer``."""
     try:
-        for number, line in enumerate(islice(regular_lines(where), task.samples), 1):
-            try:
-                found.append(from_json(HeldOutPrompt, line))
-            except ValueError as error:
-                raise _wrong(f"line {number} is no prompt: {error}", task.path) from None
-            if not found[-1].shown:
-                raise _wrong(f"line {number} has neither `prompt` nor `messages`", task.path)
-            if found[-1].answer is None and task.score == EXACT_MATCH:
-                raise _wrong(f"line {number} has no `answer`, which `score: {EXACT_MATCH}` compares with", task.path)
-    except OSError as error:
-        raise _wrong(f"the prompts cannot be read: {error.strerror}", task.path) from None
+        found = read_prompts(Path(task.path), task.samples)
+    except (DataError, MissingInputError) as error:
+        raise _wrong(error.problems[0].what, error.problems[0].where) from None
+    for one in found:
+        answer = expected(one)
+        if not isinstance(answer, str | None):
+            raise _wrong("the `answer` is no text", one.where)
+        if answer is None and task.score == EXACT_MATCH:
+            raise _wrong(f"there is no `answer`, which `score: {EXACT_MATCH}` compares with", one.where)
     if not found:
         raise _wrong("the file of prompts is empty", task.path)
     return found
+
+
+def expected(one: Question) -> Any:
+    """Return the answer that a line expects, if it has any."""
+    return one.record.get("answer")
 
 
 def scorer(task: EvaluationTask) -> Score:

@@ -10,13 +10,12 @@ from statistics import fmean
 from typing import Any
 
 from shardwise import techniques
-from shardwise.data import tokens
-from shardwise.data.chat import Chat, Encoder, Prompt
-from shardwise.data.tasks import HeldOutPrompt, questions, scorer
-from shardwise.data.template import Template, find_template
+from shardwise.data.chat import Prompt
+from shardwise.data.prompts import Question
+from shardwise.data.tasks import expected, questions, scorer
 from shardwise.data.whole import write_whole
 from shardwise.runtime.checkpoint.crew import Crew
-from shardwise.runtime.generate import Sampling, answer, prompt_ids
+from shardwise.runtime.generate import Sampling, answer, ask_text, ask_turns, chat_of
 from shardwise.runtime.job import Job
 from shardwise.runtime.metrics.log import Log
 from shardwise.runtime.report.warn import failure
@@ -76,14 +75,13 @@ Asked = tuple[str, str | None, list[int], int | None, str]
 """The text and the expected answer of a question, and its prompt: plain values, which ranks can send each other."""
 
 
-def _asked(job: Job, one: HeldOutPrompt) -> Asked:
-    """Messages are written by the chat template; a text is continued up to an end-of-text."""
-    if not one.messages:
-        return one.shown, one.answer, prompt_ids(job.tokenizer, one.prompt), job.tokenizer.eot_id, ""
-    directory = job.tokenizer.directory
-    template = Template(find_template(job.recipe.data.chat_template, directory), tokens.special_tokens(directory))
-    prompt = Chat(template, Encoder(directory), end_of_turn=True).ask(one.messages)
-    return one.shown, one.answer, prompt.ids, prompt.end, prompt.closing
+def _asked(job: Job, one: Question) -> Asked:
+    """Messages are written by the run's chat template; a text is continued up to an end-of-text."""
+    if one.text is not None:
+        prompt = ask_text(job.tokenizer, one.text)
+    else:
+        prompt = ask_turns(chat_of(job.tokenizer.directory), one.turns, one.where)
+    return one.shown, expected(one), prompt.ids, prompt.end, prompt.closing
 
 
 def _file(run: Path, task: str, step: int) -> Path:
