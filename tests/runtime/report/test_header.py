@@ -46,6 +46,12 @@ def test_a_run_of_a_mixture_tells_how_much_of_it_computes_a_token(tmp_path: Path
     assert f", {show_count(whole)} parameters ({show_count(whole - 2 * 2 * 3 * 24 * 16)} active) · " in model
 
 
+def test_the_tokens_of_text_are_whole_windows(tmp_path: Path) -> None:
+    job = open_job(recipe(tmp_path), plan())
+    length = next(line for line in header(job).splitlines() if line.startswith("length"))
+    assert f"{job.max_steps} steps, {show_count(job.max_steps * job.step_room)} tokens" in length
+
+
 def test_what_fine_tuning_assumes_is_told_with_its_key() -> None:
     recipe = load_recipe(None, ["model=m", "method=sft", "lora=8"])
     plan = told(Plan(), recipe)

@@ -75,8 +75,8 @@ def header(job: Job) -> str:
 
 
 def read_tokens(job: Job) -> int:
-    """The tokens that the run reads, padding left out: of text every window is full, of samples as many as there are
-    on average."""
+    """The tokens that the run reads, padding left out: of text every window is full but the last, which is counted as
+    if it were; of samples there are as many as on average."""
     samples = job.max_steps * job.plan.batch.global_batch_size(job.plan.layout.dp)
     samples = min(samples, job.end or samples)
     if not job.prepared.manifest.splits["train"].packs:
