@@ -37,8 +37,10 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_page_shows_their_split_and_the_best(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("trl.yaml").write_text(TRL + "my_own_key: 3\n")
     assert main(["plan", "trl.yaml", "split.yaml", *MACHINES]) == 0
     out = capsys.readouterr().out
+    assert "not read: my_own_key" in out
     theirs = next(line for line in out.splitlines() if line.startswith("as Accelerate and TRL splits it"))
     best = next(line for line in out.splitlines() if line.startswith("best, and learns the same"))
     assert "ZeRO-3 over 8" in theirs and "fits" in theirs and "tokens/s" in best

@@ -315,6 +315,14 @@ def test_what_changes_the_mathematics_is_refused_by_name(tmp_path: Path, text: A
     assert said in refusals(tmp_path, text)
 
 
+def test_a_key_that_misspells_one_is_not_passed_over(tmp_path: Path) -> None:
+    """Its default would be taken, and nobody would see why."""
+    with pytest.raises(ConfigError) as caught:
+        imported(tmp_path, AXOLOTL.replace("learning_rate:", "learnin_rate:"))
+    [problem] = caught.value.problems
+    assert problem.code == "IMP002" and "learning_rate" in problem.fix and problem.where.endswith(":9")
+
+
 def test_what_is_off_is_not_refused(tmp_path: Path) -> None:
     off = "neftune_noise_alpha:\nrelora: false\nload_in_8bit: false\nmy_loss_weight: 0\n"
     assert imported(tmp_path, AXOLOTL + off).fates["refused"] == []

@@ -102,7 +102,8 @@ def beside_theirs(answer: Planned, imported: Imported, pinned: Recipe, *, keys: 
     titles = " and ".join(dict.fromkeys(system.title for system in imported.systems))
     counts = [f"{len(names)} {FATES[fate]}" for fate, names in imported.fates.items() if names and fate in FATES]
     lines = [f"keys of {titles}: {', '.join(counts)}" + ("" if keys else "        --explain keys lists them")]
-    lines += [f"  {line}" for line in (imported.lines if keys else imported.notes)]
+    unread = [f"not read: {', '.join(imported.fates['unread'])}"] if imported.fates["unread"] else []
+    lines += [f"  {line}" for line in (imported.lines if keys else [*unread, *imported.notes])]
     rows = []
     try:
         theirs = planned(pinned, answer.spec, answer.cluster, answer.asked, here=answer.here).best

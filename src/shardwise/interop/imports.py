@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.interop.documents import read_entries
-from shardwise.interop.record import MATHEMATICAL, OFF, Import, Said, System, Taken, show, word
+from shardwise.interop.record import MATHEMATICAL, OFF, READ, Import, Said, System, Taken, show, word
 from shardwise.interop.systems import SYSTEMS, named, recognise
 
 PINS = ("parallel.", "offload.", "recompute.", "train.micro_batch_size", "train.gradient_accumulation_steps", "compile")
@@ -96,6 +96,7 @@ def read_files(
         _sort(found, file.system)
         file.system.settle(found)
         problems += [_unknown(entry, name) for entry, name in found.unknown]
+        problems += [_misspelt(entry, guess, file.system) for entry, guess in found.misspelt]
         problems += _refused(found.refusals, file.system)
         problems += _conflicts(before, settings)
         notes += found.notes
@@ -140,7 +141,10 @@ def _sort(found: Import, system: System) -> None:
         if row is None:
             asks = word(entry.value) not in OFF
             found.fates["unread"].append(key)
-            if asks and MATHEMATICAL.search(key):
+            guess = system.misspelt(key) if asks else None
+            if guess is not None and guess not in found.entries:
+                found.misspelt.append((entry, guess))
+            elif asks and MATHEMATICAL.search(key):
                 found.refuse(entry, "")
             continue
         if row.fate == "refused":
@@ -149,7 +153,7 @@ def _sort(found: Import, system: System) -> None:
             if not harmless:
                 found.refuse(entry, row.say)
             continue
-        if row.fate in ("kept", "read") and isinstance(entry.value, str) and (open_ := UNKNOWN.search(entry.value)):
+        if row.fate in READ and isinstance(entry.value, str) and (open_ := UNKNOWN.search(entry.value)):
             found.unknown.append((entry, open_.group(1) or open_.group(2) or open_.group()))
             found.fates["refused"].append(key)
             found.entries[key] = Said(key, None, entry.where)
@@ -180,6 +184,11 @@ def _refused(refusals: list[tuple[Said, str]], system: System) -> list[Problem]:
             what = f"{said}{more}: not known of {system.title}, and may change what is learned"
             found.append(Problem("IMP002", what, entries[0].where, "leave out what changes nothing"))
     return found
+
+
+def _misspelt(entry: Said, guess: str, system: System) -> Problem:
+    what = f"`{entry.key}: {show(entry.value)}`: not known of {system.title}"
+    return Problem("IMP002", what, entry.where, f"did you mean `{guess}`? Leave it out if not")
 
 
 def _unknown(entry: Said, name: str) -> Problem:

@@ -25,8 +25,10 @@ from importlib import resources
 from typing import Any
 
 from shardwise.spec.document import resolve
+from shardwise.spec.keys import near
 
 FATES = ("kept", "plan", "none", "refused")
+READ = ("kept", "read")
 OFF = ("false", "no", "none", "null", "0", "0.0", "", "[]", "{}", "disabled", "-1")
 """Values that ask for nothing."""
 MATHEMATICAL = re.compile(
@@ -96,6 +98,7 @@ class Import:
     asked: dict[str, str] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
     unknown: list[tuple[Said, str]] = field(default_factory=list)
+    misspelt: list[tuple[Said, str]] = field(default_factory=list)
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """The value of the first of ``keys`` that is there and not ``auto`` or empty."""
@@ -171,6 +174,10 @@ class System:
         """Return what the tables say of a key."""
         names = [key, *(key.removeprefix(part) for part in self.sections if key.startswith(part))]
         return next((row for of in self.tables for name in names if (row := _find(of, name)) is not None), None)
+
+    def misspelt(self, key: str) -> str | None:
+        """Return the key that is read which an unknown one misspells."""
+        return near(key, [name for of in self.tables for name, row in table(of)[0].items() if row.fate in READ])
 
 
 @cache
