@@ -87,6 +87,19 @@ def test_megatrons_defaults_are_gpt2s(tmp_path: Path) -> None:
     assert found["parallel.strategy"] == "ddp"
 
 
+def test_flags_in_yaml_say_what_they_say_in_a_script(tmp_path: Path) -> None:
+    plain = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 128 --seq-length 128"
+    flags = f"{plain} --micro-batch-size 1 --lr 1e-4 --train-iters 40 --tokenizer-type GPT2BPETokenizer --bf16 true"
+    script = values(tmp_path, f"python pretrain_gpt.py {flags} --tensor-model-parallel-size 2", world=8)
+    words = f"{flags} --tensor-model-parallel-size 2".split()
+    lines = [f"  {flag}: {value}" for flag, value in zip(words[::2], words[1::2], strict=True)]
+    path = tmp_path / "model_config.yaml"
+    path.write_text("ENV_VARS: {A: 1}\nMODEL_ARGS:\n" + "\n".join(lines) + "\n")
+    found = read_files([path], 8)
+    assert [system.name for system in found.systems] == ["megatron"] and not found.fates["unread"]
+    assert {key: setting.value for key, setting in (found.settings | found.pins).items()} == script
+
+
 @pytest.mark.parametrize(
     ("flag", "said"),
     [

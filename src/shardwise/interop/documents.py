@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError, Problem, first_line
 from shardwise.interop.record import Said
-from shardwise.interop.scripts import read_flags
+from shardwise.interop.scripts import flag_name, read_flags
 from shardwise.spec.document import Document, KeyPath, parse, read_text
 
 DEPTH = 32
@@ -48,6 +48,7 @@ def _flatten(value: dict[str, Any], path: KeyPath, document: Document, into: dic
             _flatten(item, here, document, into)
         else:
             key = ".".join(str(part) for part in here if part != 0).strip()
+            key = flag_name(name) if name.startswith("--") else key
             into[key] = Said(key, item, document.place(here))
 
 

@@ -23,8 +23,6 @@ RENAMED = {
 
 def settle(found: Import) -> None:
     """The split, the batch, the optimizer, the schedule and the model."""
-    for key in [key for key in found.entries if key.startswith("MODEL_ARGS.--")]:
-        found.entries[key.removeprefix("MODEL_ARGS.--").replace("-", "_")] = found.entries[key]
     split(found)
     batch(found)
     found.set("method.name", "pretrain", of=OF)
@@ -223,7 +221,6 @@ SYSTEM = System(
         "seq_length": 1,
         "train_iters": 1,
         "lr_decay_style": 1,
-        "MODEL_ARGS.*": 6,
         "num_attention_heads": 2,
         "use_mcore_models": 2,
         "swiglu": 1,

@@ -151,6 +151,11 @@ def _whole(expression: str) -> int | None:
         return None
 
 
+def flag_name(flag: str) -> str:
+    """Return the name of a flag as its program has it: ``num_layers`` of ``--num-layers``."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def _flags(command: str, where: str) -> dict[str, Said]:
     """``--name value``, ``--name=value`` and ``--name`` after the program's own name."""
     try:
@@ -168,7 +173,7 @@ def _flags(command: str, where: str) -> dict[str, Said]:
         values: list[str] = [value] if equals else []
         while not equals and rest and not re.match(r"--?[A-Za-z]|[|&;>]", rest[0]):
             values.append(rest.pop(0))
-        key = name.replace("-", "_")
+        key = flag_name(name)
         said = True if not values else values[0] if len(values) == 1 else values
         found[key] = Said(key, said, where)
     return found
