@@ -41,7 +41,7 @@ def test_a_page_shows_their_split_and_the_best(there: Path, capsys: pytest.Captu
     assert main(["plan", "trl.yaml", "split.yaml", *MACHINES]) == 0
     out = capsys.readouterr().out
     assert "not read: my_own_key" in out
-    theirs = next(line for line in out.splitlines() if line.startswith("as Accelerate and TRL splits it"))
+    theirs = next(line for line in out.splitlines() if line.startswith("split by Accelerate and TRL"))
     best = next(line for line in out.splitlines() if line.startswith("best, and learns the same"))
     assert "ZeRO-3 over 8" in theirs and "fits" in theirs and "tokens/s" in best
     again = next(line for line in out.splitlines() if line.startswith("next: "))
@@ -60,7 +60,7 @@ def test_a_plan_is_printed_in_the_terms_of_another_system(there: Path, capsys: p
 def test_theirs_that_is_illegal_is_told_and_the_plan_made(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("tp.yaml").write_text(AXOLOTL.replace("adapter: qlora\n", "") + "tensor_parallel_size: 3\n")
     assert main(["plan", "tp.yaml", *MACHINES]) == 0
-    assert "as axolotl would split it: " in capsys.readouterr().out
+    assert "it cannot be split as axolotl pins it: " in capsys.readouterr().out
 
 
 def test_an_imported_recipe_says_where_each_line_came_from(there: Path, capsys: pytest.CaptureFixture[str]) -> None:

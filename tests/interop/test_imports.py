@@ -285,6 +285,8 @@ def test_schedules(tmp_path: Path) -> None:
     found = values(imported(tmp_path, TRL.replace(": cosine", ": cosine_with_min_lr") + kwargs + "warmup_ratio: 0.1\n"))
     assert found["optim.schedule"] == "cosine" and found["optim.min_learning_rate"] == pytest.approx(5e-6)
     assert found["optim.warmup_steps"] == 0.1
+    assert any("warm-up" in note for note in imported(tmp_path, TRL + "warmup_steps: 10\n").notes)
+    assert not imported(tmp_path, TRL).notes
     found = values(imported(tmp_path, TRL.replace(": cosine", ": constant") + "warmup_ratio: 0.1\n"))
     assert "optim.warmup_steps" not in found  # transformers' constant has none
     assert "inverse_sqrt" in refusals(tmp_path, TRL.replace(": cosine", ": inverse_sqrt"))

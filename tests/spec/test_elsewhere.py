@@ -49,9 +49,9 @@ for Llama-3.1-8B (rows of 4,096 tokens, micro-batch 1, accumulation 8, `gradient
 JSON of stage 3 that has the optimizer and the parameters on the CPU, `--cluster 8xH100`:
 
 ```text
-as DeepSpeed and axolotl splits it  ZeRO-3 over 8                                               6.80 s a step  \
+split by DeepSpeed and axolotl  ZeRO-3 over 8                                               6.80 s a step  \
 38,537 tokens/s  fits: 16.0 GiB of 79.1 GiB (20%); 119.7 GiB of 1,000.0 GiB on the host (12%)
-best, and learns the same           ZeRO-1 over 4, pp 2 (interleaved, stages of 2 to 5 blocks)  2.82 s a step  \
+best, and learns the same       ZeRO-1 over 4, pp 2 (interleaved, stages of 2 to 5 blocks)  2.82 s a step  \
 92,906 tokens/s  fits: 59.3 GiB of 79.1 GiB (75%)
 ```
 

@@ -108,9 +108,9 @@ def beside_theirs(answer: Planned, imported: Imported, pinned: Recipe, *, keys: 
     try:
         theirs = planned(pinned, answer.spec, answer.cluster, answer.asked, here=answer.here).best
     except ConfigError as error:
-        lines += [f"as {titles} would split it: {problem.what}" for problem in error.problems]
+        lines += [f"it cannot be split as {titles} pins it: {problem.what}" for problem in error.problems]
         return [*lines, ""]
-    for title, plan in ((f"as {titles} splits it", theirs), ("best, and learns the same", answer.best)):
+    for title, plan in ((f"split by {titles}", theirs), ("best, and learns the same", answer.best)):
         took = f"{show_seconds(seconds(plan).step_s)} a step"
         rows.append(
             (title, render.label(plan), took, f"{tokens_per_s(plan):,.0f} tokens/s", render.verdict(plan.estimate))

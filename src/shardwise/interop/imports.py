@@ -19,6 +19,7 @@ from shardwise.interop.systems import SYSTEMS, named, recognise
 
 PINS = ("parallel.", "offload.", "recompute.", "train.micro_batch_size", "train.gradient_accumulation_steps", "compile")
 """Keys of ours, and beginnings of them, that do not change what is learned."""
+WARMUP = "a warm-up begins above 0 here, and most begin at 0 there: until it ends, rates are up to a step's rise apart"
 UNKNOWN = re.compile(r"\$\{(?:\w+:[^$]*\$\{)?([\w.]+)?[^}\s]*\}?|\$(\w+)?")
 """What a script, or a file with references, leaves to somebody else."""
 NAMED = 4
@@ -100,6 +101,8 @@ def read_files(
         problems += _refused(found.refusals, file.system)
         problems += _conflicts(before, settings)
         notes += found.notes
+    if "optim.warmup_steps" in settings and settings["optim.warmup_steps"].value:
+        notes.append(WARMUP)
     asked = {key: why for key, why in (ASKED | asked).items() if key not in settings}
     if "model.config" in settings or "model.config" in asked:
         asked.pop("model.path", None)
