@@ -8,7 +8,7 @@ import subprocess
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ class Source:
     def lines(self) -> int:
         return len(self.text.splitlines())
 
-    @property
+    @cached_property
     def code_lines(self) -> int:
         """Lines that hold code: no blank line, no comment, no docstring."""
         words: set[int] = set()

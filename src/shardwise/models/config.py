@@ -16,6 +16,7 @@ from shardwise.models.hf_spec import HFModel
 from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.models.rope import RopeScaling, number, unsupported
 from shardwise.spec.complaints import show_value
+from shardwise.spec.hash_once import hash_once
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 HEADS = ("num_key_value_heads", "head_dim")
@@ -25,6 +26,7 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """These and the keys above exist in every family, and have the same names in ModelSpec."""
 
 
+@hash_once
 @dataclass(frozen=True)
 class ModelSpec:
     """The dimensions of one model and what its blocks are made of, named as Hugging Face names them where it has a

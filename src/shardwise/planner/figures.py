@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from operator import attrgetter
 from typing import NamedTuple
@@ -29,11 +29,20 @@ OWN = {"layout", "batch", "shard", "pipeline", "estimate", "why", "cluster", "fo
 _settings = attrgetter(*(each.name for each in fields(Plan) if each.name not in OWN))
 
 
-def alike(plan: Plan) -> object:
-    """Return what plans have in common that compute the same in micro-batches of another size, and shard it over
+def alike(plan: Plan) -> int:
+    """A number that plans have in common that compute the same in micro-batches of another size, and shard it over
     others."""
-    layout = plan.layout
-    return _settings(plan), layout.tp, layout.cp, layout.ep, layout.ulysses, plan.sharded, plan.batch.seq_len
+    known: dict[str, int] = vars(plan)
+    if "_alike" not in known:
+        layout, numbers = plan.layout, _numbers()
+        key = _settings(plan), layout.tp, layout.cp, layout.ep, layout.ulysses, plan.sharded, plan.batch.seq_len
+        known["_alike"] = numbers.setdefault(key, len(numbers))
+    return known["_alike"]
+
+
+@cache
+def _numbers() -> dict[object, int]:
+    return {}
 
 
 class Own(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import cache, lru_cache
 from importlib import metadata
 from importlib.resources import files
@@ -233,8 +233,9 @@ def traced_anew(variants: list[Variant], kept_in: Path) -> list[Any]:
 
 def name_of(variant: Variant) -> str:
     """What tells a variant from all others: JSON, and behind it the settings that only a subclass of Plan has."""
-    settings, common = vars(variant.plan), vars(Plan())
-    more = "".join(f" {key}={settings[key]!r}" for key in sorted(settings.keys() - common.keys()))
+    common = {each.name for each in fields(Plan)}
+    own = sorted({each.name for each in fields(variant.plan)} - common)
+    more = "".join(f" {key}={vars(variant.plan)[key]!r}" for key in own)
     return VARIANTS.dump_json(variant, exclude_defaults=True).decode() + more
 
 

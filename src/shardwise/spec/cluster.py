@@ -10,6 +10,7 @@ from typing import Literal
 from shardwise.errors import ConfigError, Problem, UsageError
 from shardwise.spec.beside import read_beside
 from shardwise.spec.devices import Device, find_device, host_of, names_of_devices, plain, sold_on
+from shardwise.spec.hash_once import hash_once
 from shardwise.spec.host import available_memory_bytes, cores, gpus, total_memory_bytes
 from shardwise.spec.measured import Measured
 from shardwise.spec.units import counted, show_bytes
@@ -41,6 +42,7 @@ _EXAMPLES = "8 H100, 2x8xH100+400Gb/node, 4x8xL40S+100GbE, 4x8xH100+IB or 1xRTX-
 _SYNTAX = f"[NODESx]DEVICESxNAME[+NETWORK][,host=SIZE][,disk=SIZE@RATE], for example {_EXAMPLES}"
 
 
+@hash_once
 @dataclass(frozen=True)
 class Cluster:
     """``nodes`` machines of ``devices_per_node``. ``link_bytes_per_s`` is what one device sends to a neighbour in its

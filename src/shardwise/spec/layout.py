@@ -8,6 +8,8 @@ from functools import cache, lru_cache
 from math import gcd, isqrt, prod
 from typing import Literal
 
+from shardwise.spec.hash_once import hash_once
+
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ring", "ulysses", "expert_fsdp", "ep"]
 MESH: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh order, outermost first: neighbours in rank number are neighbours on the last axes."""
@@ -39,6 +41,7 @@ is to the other weights. There are these three only where ``ep`` is larger than 
 """
 
 
+@hash_once
 @dataclass(frozen=True)
 class Layout:
     """Degrees per axis. ``ranks_per_node`` says which ranks share a node (rank // ranks_per_node). ``v_shaped``: the
@@ -122,9 +125,12 @@ class Layout:
 
     def reach(self, group: str) -> int:
         """How many neighbours in rank number a group extends over."""
-        name, _, part = group.partition("/")
-        outermost = GROUPS[name][0]
-        return _stride(self, outermost) * (int(part) if part else self.degree(outermost))
+        known: dict[str, int] = vars(self).setdefault("_reaches", {})
+        if group not in known:
+            name, _, part = group.partition("/")
+            outermost = GROUPS[name][0]
+            known[group] = _stride(self, outermost) * (int(part) if part else self.degree(outermost))
+        return known[group]
 
     def groups_per_node(self, group: str) -> int:
         """How many groups of this name have a rank on the same node."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from shardwise.spec.hash_once import hash_once
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import stages_of
 
@@ -92,6 +93,7 @@ class Remat:
         return self.mode != "none" and block % self.every == 0
 
 
+@hash_once
 @dataclass(frozen=True)
 class Batch:
     """Sequences: a step is ``micro_batch_size * accumulation * dp`` sequences of ``seq_len`` tokens.
@@ -248,6 +250,7 @@ class Estimate:
         return sum(size for name, size in self.memory.items() if name not in NOT_ALLOCATED)
 
 
+@hash_once
 @dataclass(frozen=True)
 class Plan:
     layout: Layout = Layout()

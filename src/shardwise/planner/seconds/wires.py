@@ -8,6 +8,7 @@ other groups that have ranks there. Every call waits for its slowest hop.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import ceil, log2
 
 from shardwise.planner.seconds.constants import shipped
@@ -126,6 +127,7 @@ class Wires:
         return self.cluster.network_bytes_per_s * self.network_share / sharing
 
 
+@lru_cache(maxsize=4096)
 def wires_of(layout: Layout, cluster: Cluster, share: float | None = None) -> Wires:
     """``share``: of the network cards' rate, where a program reaches another than ours."""
     return Wires(layout, cluster, shipped()["network"] if share is None else share)
