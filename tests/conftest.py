@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from shardwise.planner import sheets
@@ -27,6 +28,12 @@ set_hypothesis_home_dir(Path(__file__).parents[1] / ".hypothesis")  # or it woul
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:  # of a shell's background job, under nohup: runs would ignore it too
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def pytest_configure() -> None:
+    """A busy machine is no failure: examples have no time limit of their own, tests have."""
+    settings.register_profile("no deadline", deadline=None)
+    settings.load_profile("no deadline")
 
 
 LONG = (

@@ -42,7 +42,7 @@ def test_train_generate_export_resume(
     assert exported["prompt"] == "def " and exported["text"]
 
     assert main(["export", "runs/a", "-o", "model", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out) == {"directory": "model"}
+    assert json.loads(capfd.readouterr().out) == {"directory": "model", "pushed": None}
     assert main(["generate", "model", "--prompt", "def ", "--tokens", "4", "--json"]) == 0
     assert json.loads(capfd.readouterr().out) == exported
 
