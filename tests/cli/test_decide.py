@@ -35,7 +35,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, load_recipe
 from shardwise.spec.measured import Measured
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Recipe
+from shardwise.spec.recipe import Parallel, Recipe
 
 RECIPE = load_recipe(Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml")
 SPEC = resolve(RECIPE)
@@ -167,9 +167,10 @@ def test_a_pinned_bf16_that_is_emulated_is_warned_of(monkeypatch: pytest.MonkeyP
 def test_experts_on_several_nodes_are_warned_of(layout: Layout, fits: int | None) -> None:
     """With as many ranks as are on one."""
     said = f"the {layout.ep} ranks that have different experts are on several nodes"
-    warning = far(Plan(layout))
+    warning = far(Plan(layout), Parallel(ep=layout.ep))
     assert warning is None if fits is None else warning is not None and said in warning
     assert fits is None or f"`parallel.ep={fits}` keeps them on one" in str(warning)
+    assert far(Plan(layout), Parallel()) is None, "what a search chose is not advised against"
 
 
 def test_a_plan_tells_how_much_of_a_mixture_computes_a_token() -> None:

@@ -27,7 +27,7 @@ from shardwise.spec.cluster_file import LOCAL, machines
 from shardwise.spec.host import cpu_has_bf16, total_memory_bytes
 from shardwise.spec.load import load_plan
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Recipe
+from shardwise.spec.recipe import Parallel, Recipe
 from shardwise.spec.record import from_json
 from shardwise.spec.units import show_bytes
 
@@ -192,16 +192,17 @@ def _kept(recipe: Recipe, run: Path) -> dict[str, str]:
         return {}
 
 
-def far(plan: Plan) -> str | None:
-    """A warning of tensor or expert parallelism that crosses nodes, or of heads that are exchanged between them."""
+def far(plan: Plan, asked: Parallel) -> str | None:
+    """A warning of tensor or expert parallelism that crosses nodes, or of heads that are exchanged between them, where
+    that was ``asked`` for: what a search chose was faster than what stays on a node, or is all that fits."""
     tp, each, exchanging = plan.layout.tp, plan.layout.ranks_per_node, plan.layout.ulysses
-    if plan.layout.ep > 1 and each % plan.layout.ep and plan.layout.world > each:
+    if asked.ep and plan.layout.ep > 1 and each % plan.layout.ep and plan.layout.world > each:
         what = f"warning: the {plan.layout.ep} ranks that have different experts are on several nodes, and wait for the"
         return f"{what} network in every layer; `parallel.ep={gcd(plan.layout.ep, each)}` keeps them on one"
-    if each % tp:
+    if asked.tp and each % tp:
         what = f"warning: the {tp} ranks of a tensor-parallel group are on several nodes, and wait for the network"
         return f"{what} twice in every layer; `parallel.tp={gcd(tp, each)}` keeps them on one"
-    if each % (tp * exchanging):
+    if asked.cp_kind != "auto" and each % (tp * exchanging):
         what = f"warning: {exchanging} ranks exchange tokens for heads between nodes, and wait for the network"
         ring = "nested" if gcd(exchanging, each // tp) > 1 else "ring"
         return f"{what} twice in every layer; `parallel.cp_kind={ring}` has a ring across nodes instead"

@@ -96,7 +96,7 @@ def run(options: Options) -> None:
             note(notice, as_json=options.json)
     with working("choosing a plan"):
         answer = planned(recipe, spec, cluster, asked, here=here)
-    for warning in filter(None, (far(answer.best), beyond(recipe, spec))):
+    for warning in filter(None, (far(answer.best, recipe.parallel), beyond(recipe, spec))):
         note(warning, as_json=options.json)
     if options.out:
         check_new(options.out)

@@ -145,7 +145,8 @@ def _launch(options: Options, recipe: Recipe) -> int:
     if standing is None:
         planned = None if options.plan else partial(plan_of, spec=spec, cluster=cluster, file=None)
         recipe, plan = suited(recipe, plan, known_count(recipe), planned)
-    for warning in filter(None, (crowding(cluster), slower(plan, cluster), far(plan), beyond(recipe, spec))):
+    warnings = crowding(cluster), slower(plan, cluster), far(plan, recipe.parallel), beyond(recipe, spec)
+    for warning in filter(None, warnings):
         note(warning, as_json=options.json)
     space = _check_disks(directory, recipe, spec, plan)
     if not options.json:
