@@ -57,6 +57,7 @@ def test_a_plan_is_printed_in_the_terms_of_another_system(there: Path, capsys: p
     assert "one of deepspeed, accelerate, megatron, torchtitan" in capsys.readouterr().err
 
 
+@pytest.mark.prove
 def test_theirs_that_is_illegal_is_told_and_the_plan_made(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("tp.yaml").write_text(AXOLOTL.replace("adapter: qlora\n", "") + "tensor_parallel_size: 3\n")
     assert main(["plan", "tp.yaml", *MACHINES]) == 0

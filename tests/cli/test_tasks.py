@@ -96,6 +96,7 @@ def test_answers_under_layouts(words: list[str], capfd: pytest.CaptureFixture[st
     holds("two")
 
 
+@pytest.mark.prove
 def test_answers_are_kept_and_scored(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--run", "one", "--nproc", "1"]) == 0, capfd.readouterr()
     holds("one")

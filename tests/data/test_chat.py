@@ -413,6 +413,7 @@ def test_whatever_a_template_raises_is_a_fault_of_the_record(text: str) -> None:
         Template(text, {}).render([HI], None)
 
 
+@pytest.mark.prove
 def test_the_limit_holds_while_constant_parts_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """jinja passes over every Exception that is raised then: this ran for a minute."""
     monkeypatch.setattr("shardwise.data.bounds.LIMIT_S", 0.4)

@@ -120,6 +120,7 @@ def test_the_order_does_not_depend_on_the_ranks(recipe: Recipe, tmp_path: Path, 
     assert len(visits(tmp_path / "one")) > 4
 
 
+@pytest.mark.prove
 def test_an_epoch_reads_every_sample_once_and_the_next_visits_the_portions_in_another_order(
     recipe: Recipe, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_files_share_units_and_long_files_are_cut(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.prove
 def test_b52_one_bad_line_of_many(tmp_path: Path) -> None:
     path = tmp_path / "my data" / "corpus.jsonl"
     path.parent.mkdir()
@@ -159,7 +160,7 @@ def test_b54_what_is_accepted(tmp_path: Path) -> None:
     assert documents(text) == ["one\r\ntwo\0\n"]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_b55_a_line_without_end_in_bounded_memory(tmp_path: Path, name: str) -> None:
     path = tmp_path / name

@@ -190,6 +190,7 @@ def test_bad_samples_may_be_passed_over(sft: Callable[..., Prepared]) -> None:
         sft([{"messages": ASKED[:1]}], on_bad_sample="skip")
 
 
+@pytest.mark.prove
 def test_one_bad_line_in_many(sft: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "UNIT_BYTES", 50_000)
     good = json.dumps({"input_ids": [1, 2, 3]}) + "\n"

@@ -42,7 +42,7 @@ def test_tied_and_recomputed() -> None:
         check(plan_of("zero3", 8, batch=Batch(2, 3, 32, 40), remat=REMATS[remat], loss="dpo"), spec)
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix
 @pytest.mark.parametrize("lora", [None, Lora(16, 32.0)], ids=["full", "lora"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_peak_of_a_large_model(strategy: str, lora: Lora | None) -> None:

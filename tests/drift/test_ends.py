@@ -98,6 +98,7 @@ def test_the_peak_with_wide_ends(dial: str) -> None:
         assert abs(found.peak_error) < 0.005
 
 
+@pytest.mark.prove
 def test_an_embedding_of_two_tables_is_one_unit() -> None:
     """GPT-2's words and positions, its output layer not tied to the first."""
     spec = read_spec(config_of("gpt2") | {"tie_word_embeddings": False}, "tiny-gpt2-untied")

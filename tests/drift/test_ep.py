@@ -165,6 +165,7 @@ def test_what_no_other_rank_has_is_neither_gathered_nor_summed() -> None:
 COMMON = replace(SPEC, shared_expert_size=32, shared_expert_gate=True)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("spec", [SPEC, COMMON], ids=["experts", "a shared one too"])
 def test_weights_of_experts_come_when_it_is_told(spec: ModelSpec) -> None:
     """With their block's, before what its attention sends, for later the host waits to hear how many rows come: the

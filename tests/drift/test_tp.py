@@ -152,6 +152,7 @@ def test_peak_of_a_gigabyte(remat: str, sequence: str) -> None:
         assert abs(found.peak_error) < PEAK_TOLERANCE
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("sequence", SEQUENCE)
 def test_peak_of_a_tied_model(sequence: str) -> None:
     """Where the two gradients of the tied weight are added the peak is, and the loss's is not far from it."""

@@ -101,7 +101,7 @@ def test_the_exception_of_the_first_rank_is_told_and_not_what_its_peers_saw(make
     assert "Connection" not in printed and "LOST001" not in printed
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("step", "doing"), [(0, "trying the longest batch"), (KILL, f"training (phase count of step {KILL})")]
 )

@@ -19,7 +19,7 @@ def states(job: Job, rank: int) -> dict[int, tuple[list[object], list[object]]]:
     return {step: (before, after) for step, before, after in map(json.loads, lines)}
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("factor", "who", "step"), [("inf", 0, 2 * SAVE), ("nan", 1, KILL)])
 def test_a_bad_loss_on_one_rank_is_skipped_by_all(make: Make, whole: Job, factor: str, who: int, step: int) -> None:
     """The first case falls on the turn to save."""

@@ -119,6 +119,7 @@ def test_it_is_a_loop_over_rows_experts_and_tokens(spec: ModelSpec, capacity: fl
     assert computed == [3 * 12 * spec.experts_per_token - count]
 
 
+@pytest.mark.prove
 def test_gradients_by_finite_differences() -> None:
     small = replace(CAPPED, hidden_size=4, expert_size=3, shared_expert_size=2)
     module, x = layer(small), rows(1, 10)[..., :4].detach().requires_grad_()

@@ -95,7 +95,7 @@ def traces(rank: int, world: int, of: Plan) -> list[tuple[parity.Trace, Counter[
     return found
 
 
-@pytest.mark.matrix(9)
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", PLANS)
 def test_it_is_the_same_bit_by_bit(ranks: RankPool, case: str) -> None:
     """Losses, norms, first gradients and all weights after two steps, on every rank."""

@@ -147,6 +147,7 @@ def test_t8_the_norm_of_gradients_and_what_is_clipped(ranks: RankPool, strategy:
     gradients_hold(ranks, HEADS, of)
 
 
+@pytest.mark.prove
 def test_t11_the_loss_has_the_same_bits_on_the_ranks_of_a_group(ranks: RankPool) -> None:
     """Its logits are cut; those that are gathered are in tests/runtime/test_own_tp.py."""
     found = seen(ranks, EVEN, plan("ddp", 1, 2, sequence=False), 5)
@@ -183,6 +184,7 @@ def test_t16_adapters_under_sequence_parallelism(ranks: RankPool) -> None:
     gradients_hold(ranks, EVEN, of)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("lora", [ADAPTERS, replace(ADAPTERS, targets=("k", "down"), dora=True)], ids=["all", "some"])
 def test_t19_what_is_trained_is_what_was_asked(ranks: RankPool, lora: Lora) -> None:
     """The same names on every rank of every layout, before a step and after; and the step changes these and no other

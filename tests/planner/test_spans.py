@@ -181,6 +181,7 @@ EVENTS = lists(
 )
 
 
+@pytest.mark.prove
 @given(EVENTS, integers(0), integers(0, 3))
 @settings(max_examples=300, deadline=None)
 def test_a_span_is_its_events_replayed(events: list[Event], cut: int, n: int) -> None:

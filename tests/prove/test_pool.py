@@ -17,6 +17,7 @@ from tests.prove import rank_work
 from tests.traps import set_traps, sprung
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_default_group_has_the_size_asked(ranks: RankPool, world: int) -> None:
     total = world * (world - 1) // 2
@@ -54,6 +55,7 @@ def test_groups_of_a_run_end_with_it(ranks: RankPool) -> None:
     assert counts[-1] == counts[1]
 
 
+@pytest.mark.prove
 def test_an_empty_run_takes_milliseconds() -> None:
     """Measured 0.1 s on 4 ranks, where new processes take 2 s: the best of ten, against a third of the first."""
     times = []

@@ -57,6 +57,7 @@ def test_one_that_the_user_has_switched_off_stays_off() -> None:
         gc.enable()
 
 
+@pytest.mark.prove
 def test_a_run_collects_between_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, collected: list[int]) -> None:
     monkeypatch.setattr(garbage, "EVERY", 3)
     counts: list[int] = []

@@ -212,6 +212,7 @@ def test_the_report_compares_what_was_measured(whole: Path) -> None:
     assert "bits per byte" in text and "Sample after training" in text
 
 
+@pytest.mark.prove
 def test_only_trained_weights_have_a_sample_before(root: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random ones write noise, for up to half of the time before the first step."""
     assert not (whole / "sample-before.txt").exists()
@@ -257,6 +258,7 @@ def test_validation_and_samples_do_not_change_a_number(root: Path, whole: Path) 
     assert weights_hash(directory(made)) == weights_hash(whole)
 
 
+@pytest.mark.prove
 def test_a_finished_run_that_is_started_again_keeps_its_report(root: Path, whole: Path) -> None:
     again = recipe(root, "again", evaluate={"eval_steps": 4})
     shutil.copytree(whole, directory(again))
@@ -268,7 +270,7 @@ def test_a_finished_run_that_is_started_again_keeps_its_report(root: Path, whole
     assert "9 steps, 576 tokens" in (directory(again) / "report.md").read_text()
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix
 @pytest.mark.parametrize("step", [5, 2, 8])
 def test_a_run_that_broke_ends_as_if_it_had_not(root: Path, whole: Path, step: int) -> None:
     made = recipe(root, f"broken-{step}")
@@ -308,6 +310,7 @@ def test_good_checkpoints_serve_whatever_else_is_damaged(
     assert found is not None and found.kind == "done"
 
 
+@pytest.mark.prove
 def test_a_run_whose_identity_is_gone_goes_on_from_its_checkpoints(
     root: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,7 +353,7 @@ def test_a_signal_saves_within_a_step_and_stops(root: Path, whole: Path, number:
     assert weights_hash(directory(made)) == weights_hash(whole)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("eval_steps", "step"), [(4, 4), (None, 8)])
 def test_a_signal_stops_a_validation(
     root: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, eval_steps: int | None, step: int

@@ -200,7 +200,7 @@ def test_a_model_that_is_let_go_of_is_freed(ranks: RankPool, strategy: str) -> N
     assert ranks.run(own_ranks.left, strategy) == [0, 0]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("strategy", "world"), [*((each, 2) for each in STRATEGIES), ("ddp", 4), ("zero3", 4)])
 def test_ranks_that_use_different_parameters(ranks: RankPool, strategy: str, world: int) -> None:
     """Two micro-batches a rank, and one. A parameter used by nobody has no gradient, and AdamW does not decay it."""

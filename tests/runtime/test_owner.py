@@ -71,6 +71,7 @@ for number in range(10):
 """
 
 
+@pytest.mark.prove
 def test_of_several_that_claim_at_once_one_wins(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", RACE, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -40,6 +40,7 @@ def outcome(path: Path | None, overrides: list[str]) -> Recipe | None:
         return None
 
 
+@pytest.mark.prove
 @settings(max_examples=150, deadline=None)
 @given(at=st.integers(0, len(TEXT)), cut=st.integers(0, 30), put=NASTY)
 def test_mutated_text(tmp_path_factory: pytest.TempPathFactory, at: int, cut: int, put: str) -> None:

@@ -39,6 +39,7 @@ def test_a_plan_survives_being_written(tmp_path: Path) -> None:
         assert load_plan(path) == plan
 
 
+@pytest.mark.prove
 @settings(max_examples=40, deadline=None)
 @given(reason=st.text(max_size=40), name=st.text(max_size=40), key=st.text(min_size=1, max_size=20))
 def test_any_text_survives(tmp_path_factory: pytest.TempPathFactory, reason: str, name: str, key: str) -> None:

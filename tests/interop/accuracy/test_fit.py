@@ -72,6 +72,7 @@ def test_the_band_by_hand() -> None:
     assert fit.covered([a, a, a, b], np.array([0.2, 0.0, 0.2, 0.0]), found) == (0.5, pytest.approx((1 / 3 + 1) / 2))
 
 
+@pytest.mark.prove
 def test_a_source_that_is_left_out_has_no_say_in_any_constant() -> None:
     """Two sources alike but for one that is 30 % slow: each is off by that as the other sees it, with wide priors."""
     data, before = made(), dict(shipped())

@@ -13,6 +13,7 @@ def test_what_fails_on_one_rank_is_spared_on_all(ask: Ask) -> None:
     assert [child.result[0] for child in children] == ["spared ValueError: rank 1 cannot"] * 3
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(60)
 def test_a_rank_that_the_others_wait_for_ends_and_sets_them_free(ask: Ask) -> None:
     """They hang in a collective that it will never enter; nothing could go on after that."""

@@ -94,6 +94,7 @@ def test_saved_in_any_layout_loads_bitwise_in_every_other(
             assert found == {"facts": {"step": 3, "cursor": 30}, "same": True, "lines": []}, (other, size)
 
 
+@pytest.mark.prove
 def test_ranks_that_hold_other_layers_save_and_load_them_together(ranks: RankPool, tmp_path: Path) -> None:
     """Names are compared over all ranks: what another one asks for is not unexpected, what nobody does is."""
     assert ranks.run(work.stages, str(tmp_path / "whole"), world=2) == [(True, [])] * 2

@@ -216,7 +216,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.matrix(6)
+@pytest.mark.matrix
 @pytest.mark.parametrize(("allowed", "stops_at", "launched"), [(1, 6, 6), (0, 5, 6), (2, 7, 7)])
 def test_a_poisoned_run_names_its_step_although_the_figures_come_late(
     root: Path, monkeypatch: pytest.MonkeyPatch, allowed: int, stops_at: int, launched: int

@@ -187,6 +187,7 @@ def test_no_layout_changes_it(ranks: RankPool, tmp_path: Path) -> None:
         assert torch.equal(value, two["weights"][name]), name
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", ["8 bit", "bf16"])
 def test_no_cut_by_tensor_parallelism_changes_it(ranks: RankPool, kind: str) -> None:
     """Weights, codes and scales, bit by bit: of rows and of columns, with rows cut once more by FSDP2."""

@@ -203,7 +203,7 @@ def test_bytes(dial: str, weights: str, moments: str) -> None:
         assert not drift(SPEC, asked, rank).differences()
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["bf16 all", "bf16 moments"])
 def test_no_layout_changes_it(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """Saved from four shards, it loads on two and goes on as one process does that was never cut: bit for bit."""
