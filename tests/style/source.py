@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import subprocess
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -40,12 +38,8 @@ class Source:
                 and isinstance(node.value.value, str)
             ):
                 words.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-        kinds = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-        held: set[int] = set()
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type not in kinds:
-                held.update(range(token.start[0], token.end[0] + 1))
-        return len(held - words)
+        lines = enumerate(map(str.strip, self.text.splitlines()), 1)
+        return sum(bool(line) and not line.startswith("#") and number not in words for number, line in lines)
 
     def at(self, node: ast.AST | int, what: str) -> str:
         line = node if isinstance(node, int) else node.lineno  # type: ignore[attr-defined]

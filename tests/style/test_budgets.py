@@ -15,7 +15,7 @@ PACKAGE_LINES = {
     "techniques": 5_512,
     "planner": 5_039,
     "runtime": 5_987,
-    "prove": 1_864,
+    "prove": 1_863,
     "launch": 972,
     "interop": 2_635,
     "cli": 3_353,
