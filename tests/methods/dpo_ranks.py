@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
-from shardwise.methods import dpo
+from shardwise.methods import pairs
 from shardwise.methods.loss import Output
 from shardwise.spec.layout import cut
 from shardwise.spec.recipe import Method
@@ -32,7 +32,7 @@ def preferred(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
     )
     method = Method(name="dpo", beta=0.7, label_smoothing=0.2)
     head = Output(weight, group=dist.group.WORLD if world > 1 else None)
-    loss = dpo.finish(mine, head, batch, 3.0, chunk_tokens=4, method=method).value
+    loss = pairs.finish(mine, head, batch, 3.0, chunk_tokens=4, method=method).value
     loss.backward()
     assert mine.grad is not None and weight.grad is not None
     return loss.detach(), mine.grad, weight.grad

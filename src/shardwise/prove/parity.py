@@ -21,10 +21,11 @@ from torch.nn import functional
 from xxhash import xxh3_64_intdigest
 
 from shardwise.data.batch import MicroBatch, collate
-from shardwise.data.pack import Sample
+from shardwise.data.pack import IGNORE, Sample
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.distributed.slices import kept, local, local_slice
-from shardwise.methods.pretrain import mask
+from shardwise.methods.loss import mask
+from shardwise.methods.pairs import Answers, losses_of
 from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
@@ -389,8 +390,8 @@ def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, j
         return functional.cross_entropy(wide, batch.labels.flatten(), reduction="sum") / batch.supervised_tokens()
     losses, method = functional.cross_entropy(wide, batch.labels.flatten(), reduction="none"), job.setting.method
     assert batch.answers is not None
-    sides = [-losses[batch.answers.flatten() == answer].sum() for answer in range(2 * len(batch.references))]
-    chosen, rejected = (torch.stack(sides).view(-1, 2) - batch.references).unbind(1)
-    margins = chosen - rejected
-    right, wrong = (torch.sigmoid(sign * method.beta * margins).log() for sign in (1, -1))
-    return -((1 - method.label_smoothing) * right + method.label_smoothing * wrong).mean()
+    answers = batch.answers.masked_fill(batch.labels == IGNORE, -1).flatten()
+    each = [losses[answers == answer] for answer in range(2 * len(batch.references))]
+    logps = -torch.stack([one.sum() for one in each]).view(-1, 2)
+    counts = torch.tensor([len(one) for one in each]).view(-1, 2)
+    return losses_of(Answers(logps, batch.references, counts), method).mean()

@@ -128,7 +128,7 @@ def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
         count = found.get("micro_batches", count)
         pipeline = replace(pipeline, stages_per_rank=len(split) // layout.pp, split=split)
     multiple = parts_of(layout.ring, layout.ulysses)
-    length = -(-(PAIRS if plan.loss == "dpo" else TEXT) // multiple) * multiple
+    length = -(-(PAIRS if plan.method.pairs else TEXT) // multiple) * multiple
     chunk = 7 if batch.loss_chunk_tokens < batch.micro_batch_size * plan.row_tokens else 2 * length
     return replace(
         plan,

@@ -142,7 +142,7 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
     if not found:
         return setting, "drawn at random, since the recipe's have no labels"
     whose = "pieces of the recipe's own records, token ids modulo the small vocabulary, and between them drawn ones"
-    scores = "; what the initial model says of the pairs is drawn" if recipe.pairs else ""
+    scores = "; what the initial model says of the pairs is drawn" if recipe.method.spec.reference else ""
     return replace(setting, rows=Excerpts(found, drawn)), whose + scores
 
 

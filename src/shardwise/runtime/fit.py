@@ -43,7 +43,7 @@ def longest_batch(plan: Plan, vocab_size: int, device: torch.device) -> MicroBat
     positions = torch.arange(length).expand(rows, length).contiguous()
     documents = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
     batch = MicroBatch(ids, ids.roll(-1, 1), positions, documents, length)
-    if plan.loss == "dpo":
+    if plan.method.pairs:
         batch.answers = 2 * torch.arange(rows)[:, None] + (positions >= length // 2)
         batch.references = torch.zeros(rows, 2, dtype=torch.float64)
     return batch.to(device)

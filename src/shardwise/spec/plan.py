@@ -7,21 +7,13 @@ from typing import Any, Literal
 
 from shardwise.spec.hash_once import hash_once
 from shardwise.spec.layout import Layout
+from shardwise.spec.methods import LOSSES, LossName, MethodSpec
 from shardwise.spec.place import stages_of
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Matmul = Literal["highest", "high", "medium"]
 """torch's setting for fp32 products."""
-PREFERENCE_FIGURES = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/margins",
-    "rewards/accuracies",
-    "logps/chosen",
-    "logps/rejected",
-)
-"""What dpo reports of each step beside its loss, by the names that TRL gives it."""
 MEMORY_CATEGORIES = (
     "weights",
     "gradients",
@@ -268,7 +260,7 @@ class Plan:
     offload: Offload = Offload()
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
-    loss: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    loss: LossName = "cross_entropy"
     pipeline: Pipeline = Pipeline()
     estimate: Estimate = Estimate()
     why: dict[str, str] = field(default_factory=dict, hash=False)
@@ -282,9 +274,9 @@ class Plan:
         return self.batch.seq_len // self.layout.cp
 
     @property
-    def loss_figures(self) -> tuple[str, ...]:
-        """The names of what the loss reports of each step beside itself."""
-        return PREFERENCE_FIGURES if self.loss == "dpo" else ()
+    def method(self) -> MethodSpec:
+        """The method that its loss is of; of several, the first."""
+        return LOSSES[self.loss]
 
     @property
     def sharded(self) -> bool:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.errors import Problem
 from shardwise.spec.cluster import MOST_DEVICES
+from shardwise.spec.methods import METHODS, MethodName, MethodSpec
 from shardwise.spec.plan import Dtype, ScheduleName
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -75,7 +76,7 @@ class Data(Section):
     ``validation_records``: of records and documents of jsonl at least so many are held out, of few no more than a
     quarter. ``mixture_weights``: how often each of several paths is read an epoch. ``streaming``: portions of
     ``streaming_bytes`` of text are prepared while it trains, and deleted when they are used up. From ``format`` on, for
-    ``method: sft`` and ``dpo``."""
+    methods that read records."""
 
     path: str | list[str] = "stdlib"
     mixture_weights: list[float] | None = None
@@ -106,10 +107,10 @@ class Data(Section):
 
 
 PREFERENCE = "preference"
-"""The format that ``method: dpo`` reads, and no other method."""
+"""The format of pairs of answers, which no other method reads."""
 SFT_ONLY = {"format", "messages_key", "role_key", "content_key", "roles"}
 SFT_ONLY |= {"chat_template", "train_on", "train_on_eot", "packing", "too_long"}
-"""Keys of the data section that have an effect only where records are read (``method: sft`` or ``dpo``)."""
+"""Keys of the data section that have an effect only where records are read."""
 
 
 class Method(Section):
@@ -117,9 +118,14 @@ class Method(Section):
     preferred. ``beta`` keeps dpo close to the initial model; ``label_smoothing`` is the share of its pairs that are
     taken to be the wrong way round."""
 
-    name: Literal["pretrain", "sft", "dpo"] = "pretrain"
+    name: MethodName = "pretrain"
     beta: float = Field(default=0.1, gt=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+
+    @property
+    def spec(self) -> MethodSpec:
+        """What is known of the method without torch."""
+        return METHODS[self.name]
 
 
 class Train(Section):
@@ -347,12 +353,12 @@ class Recipe(Section):
     @property
     def sample_tokens(self) -> int | None:
         """The length, in tokens, of the windows into which records are packed; None for plain text."""
-        return None if self.method.name == "pretrain" else self.train.seq_len
+        return self.train.seq_len if self.method.spec.records else None
 
     @property
     def pairs(self) -> bool:
         """Whether a record is a pair of answers."""
-        return self.method.name == "dpo"
+        return self.method.spec.pairs
 
     @property
     def judged(self) -> tuple[str, ...]:
