@@ -58,6 +58,7 @@ METHODS = {
         MethodSpec("sft", "cross_entropy", records=True, learning_rates=(2e-5, 2e-4), warmup=0.03),
         _pairs("dpo", "dpo", reference=True, options=("beta", "label_smoothing")),
         _pairs("ipo", "ipo", reference=True, counted=True, options=("beta",)),
+        _pairs("hinge", "hinge", reference=True, options=("beta",)),
     )
 }
 """By name. The rates are those of TRL (SFTConfig, DPOConfig), the shares of warm-up those of Tülu 3 (arXiv
