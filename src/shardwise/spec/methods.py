@@ -59,6 +59,7 @@ METHODS = {
         _pairs("dpo", "dpo", reference=True, options=("beta", "label_smoothing")),
         _pairs("ipo", "ipo", reference=True, counted=True, options=("beta",)),
         _pairs("hinge", "hinge", reference=True, options=("beta",)),
+        _pairs("orpo", "orpo", counted=True, averaged=True, options=("beta",)),
     )
 }
 """By name. The rates are those of TRL (SFTConfig, DPOConfig), the shares of warm-up those of Tülu 3 (arXiv
