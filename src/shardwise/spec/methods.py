@@ -60,6 +60,7 @@ METHODS = {
         _pairs("ipo", "ipo", reference=True, counted=True, options=("beta",)),
         _pairs("hinge", "hinge", reference=True, options=("beta",)),
         _pairs("orpo", "orpo", counted=True, averaged=True, options=("beta",)),
+        _pairs("simpo", "simpo", counted=True, averaged=True, options=("beta", "gamma", "label_smoothing")),
     )
 }
 """By name. The rates are those of TRL (SFTConfig, DPOConfig), the shares of warm-up those of Tülu 3 (arXiv

@@ -120,6 +120,7 @@ class Method(Section):
 
     name: MethodName = "pretrain"
     beta: float = Field(default=0.1, gt=0)
+    gamma: float = Field(default=0.5, ge=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
 
     @property
