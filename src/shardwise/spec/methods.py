@@ -63,8 +63,8 @@ METHODS = {
         _pairs("simpo", "simpo", counted=True, averaged=True, options=("beta", "gamma", "label_smoothing")),
     )
 }
-"""By name. The rates are those of TRL (SFTConfig, DPOConfig), the shares of warm-up those of Tülu 3 (arXiv
-2411.15124)."""
+"""By name. The rates are those of TRL (SFTConfig, DPOConfig, ORPOConfig, CPOConfig), the shares of warm-up those of
+Tülu 3 (arXiv 2411.15124)."""
 LOSSES = {spec.loss: spec for spec in reversed(METHODS.values())}
 """By what plans call their loss, the first method that has it."""
 if TYPE_CHECKING:

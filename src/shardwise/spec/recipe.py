@@ -114,9 +114,10 @@ SFT_ONLY |= {"chat_template", "train_on", "train_on_eot", "packing", "too_long"}
 
 
 class Method(Section):
-    """``pretrain``: every token of text; ``sft``: the answers in conversations; ``dpo``: which of two answers is
-    preferred. ``beta`` keeps dpo close to the initial model; ``label_smoothing`` is the share of its pairs that are
-    taken to be the wrong way round."""
+    """``pretrain``: every token of text; ``sft``: the answers in conversations; ``dpo``, ``ipo`` and ``hinge``: which
+    of two answers is preferred, more than by the initial model; ``orpo`` and ``simpo``: the same, without it. ``beta``
+    keeps the model close to the initial one, or weighs orpo's second term, or simpo's rewards; ``gamma``: by how much
+    these should differ; ``label_smoothing``: the share of pairs that are taken to be the wrong way round."""
 
     name: MethodName = "pretrain"
     beta: float = Field(default=0.1, gt=0)
