@@ -263,7 +263,7 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "moments said twice",
             "optim: {name: adamw8bit,\n  moments: bf16}",
             "CFG008",
-            "`optim.moments: bf16` and `optim.name: adamw8bit` both set the dtype of the moments",
+            "`optim.moments: bf16` has no effect with `optim.name: adamw8bit`",
             "run.yaml:2",
             "`optim.name: adamw`, or drop `optim.moments`",
         ),

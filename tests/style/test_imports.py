@@ -15,6 +15,7 @@ import pytest
 import shardwise
 from shardwise import techniques
 from shardwise.spec.methods import LOSSES, METHODS
+from shardwise.spec.optimizers import OPTIMIZERS
 from tests.style.source import ROOT, Import, Source, imports, report, sources, target
 
 SLOW_OR_OPTIONAL = {
@@ -72,6 +73,7 @@ WITH_TORCH = {
     "shardwise.techniques.lora.dropout",
     "shardwise.techniques.nf4.fourbit",
     "shardwise.techniques.selective",
+    "shardwise.techniques.optim.adamw",
     "shardwise.techniques.optim.moments",
     "shardwise.techniques.optim.rounding",
 }
@@ -330,7 +332,7 @@ def test_the_runtime_names_no_technique_for_what_it_does_within_a_step() -> None
     report(wrong, "what techniques do within a step is called through techniques/__init__.py")
 
 
-NAMED_BY_NOBODY = {"methods": {*METHODS, *LOSSES}}
+NAMED_BY_NOBODY = {"methods": {*METHODS, *LOSSES}, "optimizers": {*OPTIMIZERS}}
 """What is asked of their rows (shardwise/spec/), never by name."""
 
 

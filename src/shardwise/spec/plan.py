@@ -8,6 +8,7 @@ from typing import Any, Literal
 from shardwise.spec.hash_once import hash_once
 from shardwise.spec.layout import Layout
 from shardwise.spec.methods import LOSSES, LossName, MethodSpec
+from shardwise.spec.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec
 from shardwise.spec.place import stages_of
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
@@ -104,9 +105,31 @@ class Batch:
 class Optim:
     """``moments``: their dtype, if they are rounded stochastically; None: the dtype of the weights."""
 
-    name: Literal["adamw", "adamw8bit"] = "adamw"
+    name: OptimizerName = "adamw"
     fused: bool = True
     moments: Literal["fp32", "bf16"] | None = None
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """What is known of it without torch."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def streamed(self) -> bool:
+        """Whether it can go through files, which hold what it keeps in the dtype of the weights."""
+        return self.spec.streamed and self.moments is None
+
+    @property
+    def words(self) -> str:
+        """Which it is, where it is not AdamW in the dtype of the weights."""
+        if self.spec.packed or self.moments is not None:
+            return f"moments in {'8 bits' if self.spec.packed else self.moments}"
+        return self.spec.title
+
+    @property
+    def exact(self) -> Optim:
+        """The one whose updates it rounds."""
+        return Optim(self.spec.exact or self.name, self.fused)
 
 
 TIER_WORDS = {"host": "the host", "nvme": "NVMe"}
@@ -306,7 +329,7 @@ class Plan:
     @property
     def kept(self) -> str:
         """The dtypes of weights and moments, in words."""
-        dtype = "int8" if self.optim.name == "adamw8bit" else self.optim.moments or self.precision.weights
+        dtype = "int8" if self.optim.spec.packed else self.optim.moments or self.precision.weights
         moments = dtype + {"none": "", "host": " on the host", "nvme": " on NVMe"}[self.offload.optimizer]
         moments += f" ({self.offload.optimizer_fraction:.0%})" * (self.offload.optimizer_fraction < 1)
         if self.lora is None:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardwise.errors import Problem
 from shardwise.spec.cluster import MOST_DEVICES
 from shardwise.spec.methods import METHODS, MethodName, MethodSpec
+from shardwise.spec.optimizers import OPTIMIZERS, OPTIONS, OptimizerName, OptimizerSpec
 from shardwise.spec.plan import Dtype, ScheduleName
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -153,7 +154,7 @@ class OptimSection(Section):
     """``warmup_steps``: 100, or 0.1 of the run. ``moments``: bf16 keeps AdamW's in half the bytes, rounded
     stochastically, and weights in bf16 too; null: moments have the dtype of the weights."""
 
-    name: Literal["adamw", "adamw8bit"] = "adamw"
+    name: OptimizerName = "adamw"
     moments: Literal["fp32", "bf16"] | None = None
     learning_rate: float = Field(default=3e-4, gt=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -167,10 +168,17 @@ class OptimSection(Section):
     min_learning_rate: float = Field(default=0.0, ge=0)
     groups: list[ParameterGroup] = []
 
+    @property
+    def spec(self) -> OptimizerSpec:
+        """What is known of the optimizer without torch."""
+        return OPTIMIZERS[self.name]
+
     def contradictions(self) -> Iterator[Problem]:
-        if self.name != "adamw" and self.moments is not None:
-            what = f"`optim.moments: {self.moments}` and `optim.name: {self.name}` both set the dtype of the moments"
-            yield Problem("CFG008", what, "optim.moments", "`optim.name: adamw`, or drop `optim.moments`")
+        unread = self.model_dump(include=set(OPTIONS) - set(self.spec.options), exclude_defaults=True)
+        for key, value in unread.items():
+            readers = [f"`optim.name: {spec.name}`" for spec in OPTIMIZERS.values() if key in spec.options]
+            what = f"`optim.{key}: {value}` has no effect with `optim.name: {self.name}`"
+            yield Problem("CFG008", what, f"optim.{key}", f"{' or '.join(readers)}, or drop `optim.{key}`")
 
 
 class OffloadSection(Section):

@@ -1,10 +1,11 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): fused, in groups by name pattern; schedules are pure functions.
+"""The optimizer, in groups by name pattern; schedules are pure functions. Each is a row of spec/optimizers.py and a
+module here, which this one names nowhere.
 
 Each rank updates the shard of weights and moments that it owns; nothing is sent. Weight decay applies to every matrix,
 embeddings included, not to norms and biases (as in GPT-2, Llama and their descendants). A recipe's ``optim.groups``
 override learning rate and weight decay by glob; the first match counts. Moments take the dtype and the sharding of the
-weights: 2 x 4 bytes a parameter in fp32; ``adamw8bit`` keeps them in 2 x 1 (moments.py), and ``moments: bf16`` in 2 x
-2, rounded stochastically (rounding.py).
+weights, AdamW's 2 x 4 bytes a parameter in fp32; ``adamw8bit`` keeps them in 2 x 1 (moments.py), and ``moments: bf16``
+in 2 x 2, rounded stochastically (rounding.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
@@ -26,7 +29,6 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Optim, Plan
 from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.spec.sheet import CONTROL_BYTES, KEPT_UNITS, Collective, Sheet, Unit
-from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.quantised import moment_bytes, quantised
 from shardwise.techniques.states import whole_shape
 
@@ -63,7 +65,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if not plan.optim.fused:
         what = "gradients are clipped and steps skipped inside the fused AdamW kernel, so it cannot be turned off"
         return [Problem("PLAN012", what, "optim.fused", "optim.fused: true")]
-    packed = plan.optim.name == "adamw8bit"
+    packed = plan.optim.spec.packed
+    if plan.optim.moments is not None and "moments" not in plan.optim.spec.options:
+        what = f"`optim.moments: {plan.optim.moments}` has no effect with `optim.name: {plan.optim.name}`"
+        return [Problem("PLAN012", what, "optim.moments", "leave it out")]
     if (packed or plan.optim.moments is not None) and plan.precision.weights not in ("fp32", "bf16"):
         kept, key = ("8 bits", "optim.name") if packed else (plan.optim.moments, "optim.moments")
         what = f"moments in {kept} need weights in fp32 or bf16, but the weights are in {plan.precision.weights}"
@@ -87,11 +92,11 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
     """Bytes of weights and moments at the sheet's place, wherever moments are. FSDP2 pads weights; moments are not
     padded. Each trained weight has a step count of 4 bytes."""
-    number = BYTES[plan.optim.moments or plan.precision.weights]
-    found = []
+    spec, found = plan.optim.spec, []
+    number = spec.kept * BYTES[plan.optim.moments or plan.precision.weights]
     for unit, times in sheet.repeated():
         packed: frozenset[str] = frozenset()
-        if plan.optim.name == "adamw8bit":
+        if spec.packed:
             shapes = {weight.name: whole_shape(weight, sheet, plan.layout) for weight in unit.weights}
             packed = frozenset(name for name, shape in shapes.items() if quantised(shape))
         found.append([times * size for size in _state_bytes(unit, sheet.place, number, packed)])
@@ -101,13 +106,13 @@ def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
 def _state_bytes(unit: Unit, place: Place, number: int, packed: frozenset[str]) -> tuple[int, int]:
-    """Of one unit; ``number``: bytes of an element of a moment, but of those of ``packed`` weights."""
+    """Of one unit; ``number``: bytes of the moments of an element, but of those of ``packed`` weights."""
     weights = moments = 0
     for weight in unit.weights:
         weights += weight.local_numel(place, padded=True) * BYTES[weight.dtype]
         if weight.trained:
             mine, shape = weight.local_numel(place, padded=False), tuple(map(int, weight.shape))
-            moments += 4 + (moment_bytes(shape, mine) if weight.name in packed else 2 * mine * number)
+            moments += 4 + (moment_bytes(shape, mine) if weight.name in packed else mine * number)
     return weights, moments
 
 
@@ -154,26 +159,16 @@ def grouped(parts: Sequence[nn.Module], optim: OptimSection, updated: Updated = 
 def build(
     parts: Sequence[nn.Module], optim: OptimSection, plan: Plan, seed: int = 0, updated: Updated = itself
 ) -> Optimizer:
-    """AdamW over :func:`grouped` parameters, with its moments in place (zeros), so that a checkpoint can be read into
-    them. ``seed`` is for stochastic rounding."""
-    import torch
+    """The plan's optimizer over :func:`grouped` parameters, with what it keeps in place (zeros), so that a checkpoint
+    can be read into it. ``seed`` is for stochastic rounding."""
+    made: Optimizer = program(plan.optim).build(grouped(parts, optim, updated), optim, plan, seed)
+    return made
 
-    given = grouped(parts, optim, updated)
-    betas = (optim.beta1, optim.beta2)
-    if plan.optim.name == "adamw8bit":
-        from shardwise.techniques.optim.moments import AdamW8bit
 
-        return AdamW8bit(given, optim.learning_rate, betas, optim.eps, seed=seed)
-    kept = plan.optim.moments
-    if kept is not None and "bf16" in (kept, plan.precision.weights):
-        from shardwise.techniques.optim.rounding import RoundedAdamW
-
-        return RoundedAdamW(given, optim.learning_rate, betas, optim.eps, torch_dtype(kept), seed)
-    optimizer = torch.optim.AdamW(given, lr=optim.learning_rate, betas=betas, eps=optim.eps, fused=plan.optim.fused)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = fresh_moments(parameter)
-    return optimizer
+def program(optim: Optim) -> ModuleType:
+    """The module that makes an optimizer: ``build(groups, section, plan, seed)``, and ``plain(groups, section)``, one
+    for whole weights in one process, whose steps proofs compare."""
+    return import_module(f"{__name__}.{optim.spec.file}")
 
 
 def fresh_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
