@@ -74,8 +74,10 @@ WITH_TORCH = {
     "shardwise.techniques.nf4.fourbit",
     "shardwise.techniques.selective",
     "shardwise.techniques.optim.adamw",
+    "shardwise.techniques.optim.elementwise",
     "shardwise.techniques.optim.moments",
     "shardwise.techniques.optim.rounding",
+    "shardwise.techniques.optim.sgd",
 }
 """What traces the real model: loaded only for a model whose sheet does not ship with the package."""
 
