@@ -75,6 +75,7 @@ WITH_TORCH = {
     "shardwise.techniques.selective",
     "shardwise.techniques.optim.adamw",
     "shardwise.techniques.optim.elementwise",
+    "shardwise.techniques.optim.lion",
     "shardwise.techniques.optim.moments",
     "shardwise.techniques.optim.rounding",
     "shardwise.techniques.optim.sgd",

@@ -39,6 +39,7 @@ OPTIMIZERS = {
         OptimizerSpec("adamw", "AdamW", "adamw", OPTIONS, 2, 23, fused=True, streamed=True, smaller="adamw8bit"),
         OptimizerSpec("adamw8bit", "AdamW", "moments", _BETAS, 2, 23, fused=True, packed=True, exact="adamw"),
         OptimizerSpec("sgd", "SGD", "sgd", ("beta1",), 1, 20),
+        OptimizerSpec("lion", "Lion", "lion", ("beta1", "beta2"), 1, 22),
     )
 }
 """By name. Of the passes of AdamW clipping (a norm, a product) is 3, decay 2, the moments 8, the square root, its

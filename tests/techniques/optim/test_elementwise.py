@@ -23,7 +23,7 @@ from tests.drift.test_drift import check, plan_of
 from tests.prove.pairs import SPEC, with_all
 from tests.prove.test_certify import DRAWN, NoRanks
 
-NAMES = ["sgd"]
+NAMES = ["sgd", "lion"]
 STEPS = 6
 RATE, DECAY, FIRST, SECOND = 0.03, 0.1, 0.8, 0.9
 
