@@ -73,6 +73,7 @@ WITH_TORCH = {
     "shardwise.techniques.lora.dropout",
     "shardwise.techniques.nf4.fourbit",
     "shardwise.techniques.selective",
+    "shardwise.techniques.optim.adafactor",
     "shardwise.techniques.optim.adamw",
     "shardwise.techniques.optim.elementwise",
     "shardwise.techniques.optim.lion",

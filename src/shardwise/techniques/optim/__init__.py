@@ -1,11 +1,11 @@
 """The optimizer, in groups by name pattern; schedules are pure functions. Each is a row of spec/optimizers.py and a
 module here, which this one names nowhere.
 
-Each rank updates the shard of weights and moments that it owns; nothing is sent. Weight decay applies to every matrix,
-embeddings included, not to norms and biases (as in GPT-2, Llama and their descendants). A recipe's ``optim.groups``
-override learning rate and weight decay by glob; the first match counts. Moments take the dtype and the sharding of the
-weights, AdamW's 2 x 4 bytes a parameter in fp32; ``adamw8bit`` keeps them in 2 x 1 (moments.py), and ``moments: bf16``
-in 2 x 2, rounded stochastically (rounding.py).
+Each rank updates the shard of weights and moments that it owns; only Adafactor sends something. Weight decay applies to
+every matrix, embeddings included, not to norms and biases (as in GPT-2, Llama and their descendants). A recipe's
+``optim.groups`` override learning rate and weight decay by glob; the first match counts. Moments take the dtype and the
+sharding of the weights, AdamW's 2 x 4 bytes a parameter in fp32; ``adamw8bit`` keeps them in 2 x 1 (moments.py), and
+``moments: bf16`` in 2 x 2, rounded stochastically (rounding.py).
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.optim.moments is not None and "moments" not in plan.optim.spec.options:
         what = f"`optim.moments: {plan.optim.moments}` has no effect with `optim.name: {plan.optim.name}`"
         return [Problem("PLAN012", what, "optim.moments", "leave it out")]
+    if plan.optim.spec.factored and (plan.layout.tp > 1 or plan.layout.ep > 1 or plan.offload.optimizer != "none"):
+        what = f"{plan.optim.spec.title} needs whole rows of weights, on the device that has their gradients: "
+        what += "not tp, ep or an optimizer on the host or NVMe"
+        return [Problem("PLAN012", what, "optim.name", "optim.name=adamw, or tp, ep and offload.optimizer left out")]
     if (packed or plan.optim.moments is not None) and plan.precision.weights not in ("fp32", "bf16"):
         kept, key = ("8 bits", "optim.name") if packed else (plan.optim.moments, "optim.moments")
         what = f"moments in {kept} need weights in fp32 or bf16, but the weights are in {plan.precision.weights}"
@@ -86,7 +90,20 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     figures = dataclasses.replace(votes, bytes=size)
     if size > CONTROL_BYTES:  # of a single axis, the group of all ranks is the axis's own
         figures = Collective("all_reduce", axes[0][0] if len(axes) == 1 else "world", "counts", size)
-    return dataclasses.replace(sheet, step=(*sheet.step, votes, figures))
+    return dataclasses.replace(sheet, step=(*sheet.step, votes, figures, *_sums(sheet, plan)))
+
+
+def _sums(sheet: Sheet, plan: Plan) -> Iterator[Collective]:
+    """What ranks that hold other rows are asked for: of each trained weight a number a column and two, then one."""
+    if plan.optim.spec.factored and plan.sharded:
+        trained = [
+            (weight.shape, times) for unit, times in sheet.repeated() for weight in unit.weights if weight.trained
+        ]
+        columns = sum(times * (2 + (int(shape[1]) if len(shape) > 1 else 1)) for shape, times in trained)
+        for numbers in (columns, sum(times for _, times in trained)):
+            if numbers:
+                size = max(4, BYTES[plan.precision.weights]) * numbers
+                yield Collective("all_reduce", "fsdp", "moments", size)
 
 
 def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
@@ -99,19 +116,21 @@ def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
         if spec.packed:
             shapes = {weight.name: whole_shape(weight, sheet, plan.layout) for weight in unit.weights}
             packed = frozenset(name for name, shape in shapes.items() if quantised(shape))
-        found.append([times * size for size in _state_bytes(unit, sheet.place, number, packed)])
+        found.append([times * size for size in _state_bytes(unit, sheet.place, number, packed, spec.factored)])
     weights, moments = map(sum, zip(*found, strict=True))
     return {"weights": weights, "moments": moments}
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _state_bytes(unit: Unit, place: Place, number: int, packed: frozenset[str]) -> tuple[int, int]:
+def _state_bytes(unit: Unit, place: Place, number: int, packed: frozenset[str], factored: bool) -> tuple[int, int]:
     """Of one unit; ``number``: bytes of the moments of an element, but of those of ``packed`` weights."""
     weights = moments = 0
     for weight in unit.weights:
         weights += weight.local_numel(place, padded=True) * BYTES[weight.dtype]
         if weight.trained:
             mine, shape = weight.local_numel(place, padded=False), tuple(map(int, weight.shape))
+            if factored and len(shape) > 1:
+                mine = mine // shape[1] + shape[1]
             moments += 4 + (moment_bytes(shape, mine) if weight.name in packed else mine * number)
     return weights, moments
 
