@@ -29,9 +29,7 @@ def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torc
     for parameter in state.trained():
         if (gradient := state.updated(parameter).grad) is not None:
             local(gradient).zero_()
-    optim.set_learning_rate(state.optimizer, 0.0, rules.optim)
-    state.optimizer.step()
-    optim.set_updates(state.optimizer, state.updates)
+    optim.rehearse(state.optimizer, state.updates)
     state.optimizer.zero_grad(set_to_none=True)
 
 

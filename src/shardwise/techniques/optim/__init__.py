@@ -209,6 +209,18 @@ def update(optimizer: Optimizer, skip: Tensor, factor: Tensor | None = None) -> 
     optimizer.step()
 
 
+def rehearse(optimizer: Optimizer, updates: int) -> None:
+    """An update of size zero, for the memory that it takes, where gradients are zero: neither weights nor moments
+    change, which have seen so many ``updates``."""
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group |= {"lr": 0.0, "weight_decay": 0.0}
+    optimizer.step()
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
+    set_updates(optimizer, updates)
+
+
 def set_learning_rate(optimizer: Optimizer, rate: float, optim: OptimSection) -> None:
     """Set every group's learning rate for this step. ``rate`` is the recipe's; a group with another base rate follows
     the same schedule."""
