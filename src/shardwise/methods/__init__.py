@@ -1,5 +1,5 @@
-"""How models are trained. What a method reads and what its loss asks for is a row of spec/methods.py; the loss itself
-is a module here."""
+"""The losses that models are trained with, a module each. A method's row in spec/methods.py says what it reads and what
+its loss asks for, and names the loss."""
 
 from __future__ import annotations
 

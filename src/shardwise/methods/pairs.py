@@ -28,8 +28,8 @@ from shardwise.spec.recipe import Method
 
 @dataclass(frozen=True)
 class Answers:
-    """Of p pairs, chosen and rejected, [p,2] in fp64: ``logps``, the log-probability of each answer, the sum over its
-    tokens; ``references``, the same under the initial model, 0 where the method has no reference; ``counts``, the
+    """The answers of p pairs, chosen and rejected, [p,2] in fp64: ``logps``, the log-probability of each, the sum over
+    its tokens; ``references``, the same under the initial model, 0 where the method has no reference; ``counts``, the
     number of its tokens, 1 where the method does not ask."""
 
     logps: Tensor
@@ -38,12 +38,12 @@ class Answers:
 
     @property
     def means(self) -> Answers:
-        """The same a token."""
+        """The answers with log-probabilities a token."""
         return Answers(self.logps / self.counts, self.references / self.counts, torch.ones_like(self.counts))
 
     @property
     def margins(self) -> Tensor:
-        """How much more than the reference the model prefers the chosen answer [p]."""
+        """The log-odds [p] by which the model prefers the chosen answer, less those of the reference."""
         chosen, rejected = (self.logps - self.references).unbind(1)
         return chosen - rejected
 
@@ -78,8 +78,8 @@ def losses_of(answers: Answers, method: Method) -> Tensor:
 
 
 def answers_of(losses: Tensor, batch: MicroBatch, method: Method, group: dist.ProcessGroup | None = None) -> Answers:
-    """What the pairs of a micro-batch come to, from the losses of its tokens [b,s], which may be some of a row, the
-    others on the other ranks of ``group``; of no pair where all is padding."""
+    """Sum up the losses of a micro-batch's tokens [b,s] by answer. They may be some of each row, the others on the
+    other ranks of ``group``. Where all is padding there is no pair."""
     assert batch.answers is not None and batch.references is not None
     columns = [-losses, batch.labels != IGNORED] if method.spec.counted else [-losses]
     pairs, number = len(batch.references), batch.answers.flatten()
@@ -92,8 +92,9 @@ def answers_of(losses: Tensor, batch: MicroBatch, method: Method, group: dist.Pr
 
 
 def figures(answers: Answers, method: Method) -> Tensor:
-    """What ``PREFERENCE_FIGURES`` names, of each pair [6,p], as TRL defines it: an answer's reward is beta times what
-    its log-probability has over the reference's; both are means over its tokens where the method averages."""
+    """The figures that ``PREFERENCE_FIGURES`` names, of each pair [6,p], as TRL defines them: an answer's reward is
+    beta times what its log-probability has over the reference's; both are means over its tokens where the method
+    averages."""
     told = answers.means if method.spec.averaged else answers
     logps = told.logps.detach()
     chosen, rejected = (method.beta * (logps - told.references)).unbind(1)

@@ -1,5 +1,5 @@
-"""What each method reads and what its loss asks for: all that is asked of it where torch is not there. A method is a
-row of ``METHODS`` and a module of ``shardwise/methods/`` with its loss; nobody else asks for a method's name."""
+"""The table of methods: what each reads and what its loss asks for, all that is asked of it where torch is not there. A
+method is a row of ``METHODS`` and a module of ``shardwise/methods/`` with its loss; nobody else asks for its name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFERENCE_FIGURES = (
     "logps/chosen",
     "logps/rejected",
 )
-"""What methods of pairs report of each step beside their loss, by the names that TRL gives it."""
+"""The figures that methods of pairs report of each step beside their loss, by the names that TRL gives them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class MethodSpec:
 
     @property
     def row_sums(self) -> int:
-        """How many fp64 numbers a pair are summed over ranks that have some tokens each of the same rows."""
+        """The fp64 numbers of a pair that are summed over ranks which have some tokens each of the same rows."""
         return self.pairs * (4 if self.counted else 2)
 
 
@@ -63,10 +63,10 @@ METHODS = {
         _pairs("simpo", "simpo", counted=True, averaged=True, options=("beta", "gamma", "label_smoothing")),
     )
 }
-"""By name. The rates are those of TRL (SFTConfig, DPOConfig, ORPOConfig, CPOConfig), the shares of warm-up those of
-Tülu 3 (arXiv 2411.15124)."""
+"""All methods by name. The rates are those of TRL (SFTConfig, DPOConfig, ORPOConfig, CPOConfig), the shares of warm-up
+those of Tülu 3 (arXiv 2411.15124)."""
 LOSSES = {spec.loss: spec for spec in reversed(METHODS.values())}
-"""By what plans call their loss, the first method that has it."""
+"""The first method that has a loss, by what plans call it."""
 if TYPE_CHECKING:
     MethodName: TypeAlias = str
     LossName: TypeAlias = str
@@ -75,7 +75,7 @@ else:  # what recipes and plans may say, and their schema, follow from the table
 
 
 def in_words(methods: Iterable[MethodSpec]) -> str:
-    """At least one, as in "`method: sft` and `dpo`"."""
+    """Name methods, at least one, as in "`method: sft` and `dpo`"."""
     *others, last = (f"`{method.name}`" for method in methods)
     words = f"{', '.join(others)} and {last}" if others else last
     return words.replace("`", "`method: ", 1)

@@ -1,4 +1,4 @@
-"""What each optimizer reads of a recipe and keeps of a weight: all that is asked of it where torch is not there. An
+"""The table of optimizers: what each reads of a recipe and keeps of a weight, all that is asked where torch is not. An
 optimizer is a row of ``OPTIMIZERS`` and a module of ``shardwise/techniques/optim/`` that makes it; nobody else asks for
 an optimizer's name."""
 
@@ -46,8 +46,8 @@ OPTIMIZERS = {
         OptimizerSpec("adafactor", "Adafactor", "adafactor", (), 1, 43, factored=True),
     )
 }
-"""By name. Of the passes of AdamW clipping (a norm, a product) is 3, decay 2, the moments 8, the square root, its
-correction and epsilon 6, the update 4; those of others are counted likewise."""
+"""All optimizers by name. Of the passes of AdamW clipping (a norm, a product) is 3, decay 2, the moments 8, the square
+root, its correction and epsilon 6, the update 4; those of others are counted likewise."""
 if TYPE_CHECKING:
     OptimizerName: TypeAlias = str
 else:  # what recipes and plans may say, and their schema, follow from the table

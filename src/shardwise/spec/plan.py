@@ -111,24 +111,24 @@ class Optim:
 
     @property
     def spec(self) -> OptimizerSpec:
-        """What is known of it without torch."""
+        """The optimizer's row, which is read without torch."""
         return OPTIMIZERS[self.name]
 
     @property
     def streamed(self) -> bool:
-        """Whether it can go through files, which hold what it keeps in the dtype of the weights."""
+        """Return whether it can go through files, which hold what it keeps in the dtype of the weights."""
         return self.spec.streamed and self.moments is None
 
     @property
     def words(self) -> str:
-        """Which it is, where it is not AdamW in the dtype of the weights."""
+        """The dtype of its moments where that is its own, else its title."""
         if self.spec.packed or self.moments is not None:
             return f"moments in {'8 bits' if self.spec.packed else self.moments}"
         return self.spec.title
 
     @property
     def exact(self) -> Optim:
-        """The one whose updates it rounds."""
+        """The optimizer whose updates it rounds; itself if it rounds none."""
         return Optim(self.spec.exact or self.name, self.fused)
 
 
@@ -298,7 +298,7 @@ class Plan:
 
     @property
     def method(self) -> MethodSpec:
-        """The method that its loss is of; of several, the first."""
+        """The row of the method that its loss is of; of several, the first."""
         return LOSSES[self.loss]
 
     @property

@@ -127,7 +127,7 @@ class Method(Section):
 
     @property
     def spec(self) -> MethodSpec:
-        """What is known of the method without torch."""
+        """The method's row, which is read without torch."""
         return METHODS[self.name]
 
 
@@ -170,7 +170,7 @@ class OptimSection(Section):
 
     @property
     def spec(self) -> OptimizerSpec:
-        """What is known of the optimizer without torch."""
+        """The optimizer's row, which is read without torch."""
         return OPTIMIZERS[self.name]
 
     def contradictions(self) -> Iterator[Problem]:

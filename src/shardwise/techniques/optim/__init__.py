@@ -94,7 +94,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def _sums(sheet: Sheet, plan: Plan) -> Iterator[Collective]:
-    """What ranks that hold other rows are asked for: of each trained weight a number a column and two, then one."""
+    """Yield the sums over ranks that hold other rows: of each trained weight a number a column and two, then one."""
     if plan.optim.spec.factored and plan.sharded:
         trained = [
             (weight.shape, times) for unit, times in sheet.repeated() for weight in unit.weights if weight.trained

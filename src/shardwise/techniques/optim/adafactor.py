@@ -29,8 +29,8 @@ ROWS, COLUMNS = "row_var", "col_var"
 
 
 class Factored(Optimizer):
-    """Over plain parameters and such of which ranks hold rows. A vector is a matrix of one column, whose second moment
-    is that of its rows."""
+    """Adafactor over plain parameters and such of which ranks hold rows. A vector is a matrix of one column, whose
+    second moment is that of its rows."""
 
     def __init__(self, groups: list[Group]) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
@@ -139,10 +139,10 @@ def _sum(parts: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
 
 
 def build(groups: list[Group], optim: OptimSection, plan: Plan, seed: int) -> Optimizer:
-    """Over groups of parameters; nothing in it is drawn."""
+    """Make it over groups of parameters; nothing in it is drawn."""
     return Factored(groups)
 
 
 def plain(groups: list[Group], optim: OptimSection) -> Optimizer:
-    """Torch's own."""
+    """Make torch's own."""
     return theirs.Adafactor(groups)

@@ -17,7 +17,7 @@ Groups = list[dict[str, Any]]
 
 
 def build(groups: Groups, optim: OptimSection, plan: Plan, seed: int) -> Optimizer:
-    """Over groups of parameters; ``seed`` is for stochastic rounding."""
+    """Make it over groups of parameters; ``seed`` is for stochastic rounding."""
     betas, kept = (optim.beta1, optim.beta2), plan.optim.moments
     if kept is not None and "bf16" in (kept, plan.precision.weights):
         return RoundedAdamW(groups, optim.learning_rate, betas, optim.eps, torch_dtype(kept), seed)
@@ -29,5 +29,5 @@ def build(groups: Groups, optim: OptimSection, plan: Plan, seed: int) -> Optimiz
 
 
 def plain(groups: Groups, optim: OptimSection) -> Optimizer:
-    """Torch's own, operation by operation."""
+    """Make torch's own, operation by operation."""
     return AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)

@@ -1,5 +1,5 @@
-"""What optimizers share whose new weight at a place follows from weight, gradient and what is kept at that place alone:
-each rank updates its own slices, a piece at a time, in fp32 (fp64 for fp64)."""
+"""The base of optimizers whose new weight at a place follows from weight, gradient and what is kept at that place: each
+rank updates its own slices, a piece at a time, in fp32 (fp64 for fp64)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PIECE = {"cpu": 2**16}
 
 
 class Elementwise(Optimizer):
-    """Over plain and sharded parameters. What is ``kept`` of each is there from the start: zeros, sharded as it is."""
+    """An optimizer over plain and sharded parameters. What is ``kept`` of each is there from the start: zeros, sharded
+    as it is."""
 
     kept: ClassVar[tuple[str, ...]]
 

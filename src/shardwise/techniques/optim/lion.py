@@ -23,10 +23,10 @@ class Lion(Elementwise):
 
 
 def build(groups: list[Group], optim: OptimSection, plan: Plan, seed: int) -> Optimizer:
-    """Over groups of parameters; nothing in it is drawn."""
+    """Make it over groups of parameters; nothing in it is drawn."""
     return plain(groups, optim)
 
 
 def plain(groups: list[Group], optim: OptimSection) -> Optimizer:
-    """The same; torch has none."""
+    """Make the same; torch has none."""
     return Lion(groups, betas=(optim.beta1, optim.beta2))

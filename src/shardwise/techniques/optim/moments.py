@@ -121,5 +121,5 @@ class AdamW8bit(RoundedAdamW):
 
 
 def build(groups: list[dict[str, Any]], optim: OptimSection, plan: Plan, seed: int) -> Optimizer:
-    """Over groups of parameters; ``seed`` is for stochastic rounding."""
+    """Make it over groups of parameters; ``seed`` is for stochastic rounding."""
     return AdamW8bit(groups, optim.learning_rate, (optim.beta1, optim.beta2), optim.eps, seed=seed)

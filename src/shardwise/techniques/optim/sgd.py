@@ -23,10 +23,10 @@ class Momentum(Elementwise):
 
 
 def build(groups: list[Group], optim: OptimSection, plan: Plan, seed: int) -> Optimizer:
-    """Over groups of parameters; nothing in it is drawn."""
+    """Make it over groups of parameters; nothing in it is drawn."""
     return Momentum(groups, momentum=optim.beta1)
 
 
 def plain(groups: list[Group], optim: OptimSection) -> Optimizer:
-    """Torch's own."""
+    """Make torch's own."""
     return theirs.SGD(groups, momentum=optim.beta1)
