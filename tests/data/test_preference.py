@@ -216,14 +216,18 @@ def test_recipes() -> None:
     assert (recipe.method.name, recipe.method.beta, recipe.method.label_smoothing) == ("dpo", 0.3, 0.1)
     assert recipe.pairs and recipe.sample_tokens == recipe.train.seq_len
     for words, message in (
-        (["method=sft", "rl_beta=0.2"], "CFG008.*`method.beta` is for `method: dpo`, but the method is sft"),
+        (["method=sft", "rl_beta=0.2"], "CFG008.*`method.beta` is for `method: dpo`, .* but the method is sft"),
+        (["method=dpo", "simpo_gamma=1"], "CFG008.*`method.gamma` is for `method: simpo`, but the method is dpo"),
         (
             ["method.label_smoothing=0.1"],
-            "CFG008.*`method.label_smoothing` is for `method: dpo`, but the method is pretrain",
+            "CFG008.*`method.label_smoothing` is for `method: dpo` and `simpo`, but the method is pretrain",
         ),
         (["method=dpo", "data.train_on=last"], "CFG008.*`data.train_on` does not apply to `method: dpo`"),
         (["method=dpo", "data.format=alpaca"], "CFG008.*`data.format` does not apply to `method: dpo`"),
-        (["method=sft", "data.format=preference"], "CFG008.*`data.format` is for `method: dpo`, but the method is sft"),
+        (
+            ["method=sft", "data.format=preference"],
+            "CFG008.*`data.format` is for `method: dpo`, .* but the method is sft",
+        ),
         (["method=dpo", "method.beta=0"], "CFG005.*`method.beta`"),
         (["method=dpo", "method.label_smoothing=0.5"], "CFG005.*`method.label_smoothing`"),
     ):

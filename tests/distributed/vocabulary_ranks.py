@@ -18,7 +18,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.distributed import vocabulary
 from shardwise.distributed.collectives import enter, leave
 from shardwise.distributed.meshes import meshes
-from shardwise.methods import dpo, loss
+from shardwise.methods import loss, pairs
 from shardwise.methods.loss import IGNORED, Output
 from shardwise.models.layers import Head
 from shardwise.spec.layout import Layout, cut
@@ -153,7 +153,7 @@ def preference() -> tuple[Tensor, Tensor, MicroBatch]:
 
 def prefer(hidden: Tensor, weight: Tensor, batch: MicroBatch) -> Tensor:
     method = Method(name="dpo", beta=0.7, label_smoothing=0.2)
-    return dpo.finish(hidden, Output(weight, None, 29), batch, 2.0, chunk_tokens=4, method=method).value
+    return pairs.finish(hidden, Output(weight, None, 29), batch, 2.0, chunk_tokens=4, method=method).value
 
 
 def preferred(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:

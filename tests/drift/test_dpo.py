@@ -11,6 +11,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner.price import price
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.methods import METHODS, MethodSpec
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
 from tests.drift.test_drift import DIALS, PRECISIONS, REMATS, SPEC, check, layout, plan_of
 
@@ -34,6 +35,15 @@ def test_every_strategy_and_type(dial: str, precision: str) -> None:
         batch = Batch(2, accumulation, 32, chunk)
         plan = plan_of(dial, 8, batch=batch, precision=PRECISIONS[precision], loss="dpo")
         check(replace(plan, lora=lora), ranks=(7,))
+
+
+@pytest.mark.parametrize("method", [spec for spec in METHODS.values() if spec.pairs], ids=lambda spec: spec.name)
+def test_every_loss_of_pairs(method: MethodSpec) -> None:
+    """Where rows are cut what is summed over an answer's tokens, and how many these are, is summed over ranks too."""
+    assert method.row_sums == (4 if method.counted else 2)
+    for dial, axes in (("zero3", {}), ("ddp", {"cp": 2}), ("zero1", {"tp": 2})):
+        plan = plan_of(dial, 2, batch=Batch(2, 2, 32, 40), loss=method.loss)
+        check(replace(plan, layout=replace(plan.layout, **axes)), ranks=(0,))
 
 
 def test_tied_and_recomputed() -> None:

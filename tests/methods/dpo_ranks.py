@@ -7,15 +7,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
-from shardwise.methods import dpo
+from shardwise.methods import pairs
 from shardwise.methods.loss import Output
 from shardwise.spec.layout import cut
 from shardwise.spec.recipe import Method
 
 ROWS, LENGTH, HIDDEN, IDS = 2, 8, 5, 29
+DPO = Method(name="dpo", beta=0.7, label_smoothing=0.2)
 
 
-def preferred(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
+def preferred(rank: int, world: int, method: Method = DPO) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of three pairs in two rows, of which each rank has some columns, and its gradients: of the hidden states
     and of the output layer."""
     drawn = torch.Generator().manual_seed(0)
@@ -30,9 +31,8 @@ def preferred(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
     batch = MicroBatch(
         own, own, own, None, 0, answers[:, start:stop], torch.tensor([[0.3, 0.0], [0.2, 1.4], [0.0, -0.7]]).double()
     )
-    method = Method(name="dpo", beta=0.7, label_smoothing=0.2)
     head = Output(weight, group=dist.group.WORLD if world > 1 else None)
-    loss = dpo.finish(mine, head, batch, 3.0, chunk_tokens=4, method=method).value
+    loss = pairs.finish(mine, head, batch, 3.0, chunk_tokens=4, method=method).value
     loss.backward()
     assert mine.grad is not None and weight.grad is not None
     return loss.detach(), mine.grad, weight.grad

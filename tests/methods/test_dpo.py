@@ -24,8 +24,8 @@ from shardwise.data.pack import Packs, open_windows
 from shardwise.data.prepare import prepare
 from shardwise.data.stream import Share, evaluation
 from shardwise.distributed.meshes import Meshes
-from shardwise.methods import dpo, pretrain
-from shardwise.methods.loss import Output, linear_cross_entropy
+from shardwise.methods import pairs
+from shardwise.methods.loss import Output, linear_cross_entropy, score
 from shardwise.models.config import ModelSpec, from_hf
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_names import to_hf_name
@@ -131,8 +131,8 @@ def plain_losses(margins: list[Tensor], method: Method) -> list[Tensor]:
     return [-(1 - wrong) * right.log() - wrong * left.log() for right, left in terms]
 
 
-def loss_of(model: nn.Module, batch: MicroBatch, chunk_tokens: int, pairs: float, method: Method) -> Tensor:
-    finish = partial(dpo.finish, denominator=pairs, chunk_tokens=chunk_tokens, method=method)
+def loss_of(model: nn.Module, batch: MicroBatch, chunk_tokens: int, count: float, method: Method) -> Tensor:
+    finish = partial(pairs.finish, denominator=count, chunk_tokens=chunk_tokens, method=method)
     return passes.forward([model], batch, finish).value
 
 
@@ -145,8 +145,8 @@ def scored(packs: Packs, first: nn.Module) -> Packs:
     with torch.no_grad():
         for k in range(len(packs)):
             batch = collate([packs[k]])
-            losses = passes.infer([ours], batch, partial(pretrain.score, chunk_tokens=40))
-            known[packs.pairs(k)] = dpo.log_probabilities(losses, batch).numpy()
+            losses = passes.infer([ours], batch, partial(score, chunk_tokens=40))
+            known[packs.pairs(k)] = pairs.answers_of(losses, batch, Method(name="dpo")).logps.numpy()
     assert not np.isnan(known).any()
     return Packs(packs.store, SEQ_LEN, known)
 
@@ -192,15 +192,15 @@ def test_figures_are_those_of_trl(packs: Packs, method: Method) -> None:
     found: Counter[str] = Counter()
     for numbers in (range(1), range(1, len(known))):
         batch = collate([known[k] for k in numbers])
-        finish = partial(dpo.finish, denominator=float(PAIRS), chunk_tokens=17, method=method)
+        finish = partial(pairs.finish, denominator=float(PAIRS), chunk_tokens=17, method=method)
         found.update({name: float(value) for name, value in passes.forward([ours], batch, finish).figures.items()})
-    pairs = sides(known)
+    both = sides(known)
     with torch.no_grad():
         chosen_logps, ref_chosen_logps = (
-            torch.stack([log_probability(m, c) for c, _ in pairs]) for m in (theirs, first)
+            torch.stack([log_probability(m, c) for c, _ in both]) for m in (theirs, first)
         )
         rejected_logps, ref_rejected_logps = (
-            torch.stack([log_probability(m, r) for _, r in pairs]) for m in (theirs, first)
+            torch.stack([log_probability(m, r) for _, r in both]) for m in (theirs, first)
         )
     chosen_rewards = method.beta * (chosen_logps - ref_chosen_logps)
     rejected_rewards = method.beta * (rejected_logps - ref_rejected_logps)

@@ -197,6 +197,6 @@ def test_pretraining_loss_is_the_sum_over_the_denominator(documents: Tensor | No
         alone = model(piece[None], torch.arange(len(piece))[None], MaskSpec())
         expected = expected + F.cross_entropy(alone[0], label, reduction="sum") / 123.0
     torch.testing.assert_close(loss.value, expected, rtol=1e-12, atol=0)
-    losses = passes.infer([model], batch, partial(pretrain.score, chunk_tokens=32))
+    losses = passes.infer([model], batch, partial(loss_module.score, chunk_tokens=32))
     torch.testing.assert_close(losses.sum() / 123.0, expected, rtol=1e-12, atol=0)
     assert not losses.requires_grad and bool((losses[batch.labels == -100] == 0).all())

@@ -143,7 +143,7 @@ def test_whole_logits_never_stand_on_a_rank() -> None:
         assert times * logits < tracker.peak_bytes < (times + 0.1) * logits
 
 
-@pytest.mark.parametrize("loss", ["tokens", "dpo"])
+@pytest.mark.parametrize("loss", ["cross_entropy", "dpo"])
 def test_what_is_sent(loss: str) -> None:
     """Paper and program: a gather for each chunk, the last of them shorter; dpo's scores in one more."""
     plan = Plan(Layout(tp=8), Batch(1, 1, 500, 128), loss=loss)  # type: ignore[arg-type]

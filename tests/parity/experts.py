@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.data.batch import collate
 from shardwise.distributed.meshes import meshes
-from shardwise.methods.pretrain import mask
+from shardwise.methods.loss import mask
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoE

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.data.batch import collate
 from shardwise.data.pack import IGNORE, Sample
-from shardwise.methods.pretrain import mask
+from shardwise.methods.loss import mask
 from shardwise.models import moe
 from shardwise.models.balance import Routing, RowPlaces
 from shardwise.models.config import ModelSpec

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.slices import local
+from shardwise.methods import loss as token_loss
 from shardwise.methods import pretrain
 from shardwise.methods.loss import Loss
 from shardwise.models import init
@@ -122,7 +123,7 @@ FAULTS: dict[str, tuple[Fault, Plan]] = {
         plan("zero3", 2, FP64),
     ),
     "documents see each other": (
-        lambda plan: patch.object(pretrain, "mask", sees_other_documents),
+        lambda plan: patch.object(token_loss, "mask", sees_other_documents),
         plan("zero2", 2, FP64),
     ),
     "positions are ignored": (

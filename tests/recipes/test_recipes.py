@@ -39,6 +39,7 @@ MEANT_FOR = {
     "lora-7b": "1xH100",
     "lora-70b": "8xH100",
     "dpo-8b": "1xH100",
+    "orpo-8b": "1xH100",
     "qlora-7b": "1xV100-SXM2-16GB",
     "qlora-70b": "2xRTX-A6000",
     "qlora-70b-24gb": "2xRTX-4090",

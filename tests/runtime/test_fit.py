@@ -18,6 +18,7 @@ from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.step import StepRules, step
 from shardwise.spec.layout import Layout
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Batch, Lora, Offload, Optim, Plan, Precision, Remat, Shard, Strategy
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.spec.sheet import CONTROL_BYTES
@@ -113,8 +114,11 @@ def test_weights_may_wait_on_the_host_of_a_gpu(monkeypatch: pytest.MonkeyPatch) 
         assert ("offload.optimizer_fraction=1" in fix) is (plan.offload.optimizer_fraction < 1)
 
 
+KINDS = [*(Optim(name) for name in OPTIMIZERS), Optim(fused=False), Optim(moments="bf16")]
+
+
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", [Optim(), Optim(fused=False), Optim("adamw8bit"), Optim(moments="bf16")])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_fit_check_makes_an_update_that_changes_nothing(kind: Optim, weights: Any) -> None:
     plan = Plan(batch=Batch(2, 2, 16, 24), precision=Precision("bf16", weights), optim=kind)
 

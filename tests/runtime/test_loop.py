@@ -22,6 +22,7 @@ from shardwise.cli.app import main
 from shardwise.data import tokens
 from shardwise.errors import DataError, OutputError, PreemptedError, TrainingError
 from shardwise.launch import rundir
+from shardwise.methods import loss as token_loss
 from shardwise.methods import pretrain
 from shardwise.runtime import begin, end, loop
 from shardwise.runtime.checkpoint import commit
@@ -361,7 +362,7 @@ def test_a_signal_stops_a_validation(
     """The last one, or one between two steps: what was trained is saved, and a resumed run does the rest."""
     changes = {"evaluate": {"eval_steps": eval_steps, "max_batches": 6}}
     made = recipe(root, f"stopped-validation-{step}", **changes)
-    true, seen = pretrain.score, []
+    true, seen = token_loss.score, []
 
     def score_and_ask(*args: Any, **given: Any) -> Any:
         seen.append(args)
@@ -370,7 +371,7 @@ def test_a_signal_stops_a_validation(
         return true(*args, **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain, "score", score_and_ask)
+        patch.setattr(token_loss, "score", score_and_ask)
         with pytest.raises(PreemptedError, match=rf"asked to stop \(SIGINT\): saved at step {step} of 8"):
             train_here(made)
     assert len(seen) == 2

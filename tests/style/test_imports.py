@@ -14,6 +14,8 @@ import pytest
 
 import shardwise
 from shardwise import techniques
+from shardwise.spec.methods import LOSSES, METHODS
+from shardwise.spec.optimizers import OPTIMIZERS
 from tests.style.source import ROOT, Import, Source, imports, report, sources, target
 
 SLOW_OR_OPTIONAL = {
@@ -71,8 +73,13 @@ WITH_TORCH = {
     "shardwise.techniques.lora.dropout",
     "shardwise.techniques.nf4.fourbit",
     "shardwise.techniques.selective",
+    "shardwise.techniques.optim.adafactor",
+    "shardwise.techniques.optim.adamw",
+    "shardwise.techniques.optim.elementwise",
+    "shardwise.techniques.optim.lion",
     "shardwise.techniques.optim.moments",
     "shardwise.techniques.optim.rounding",
+    "shardwise.techniques.optim.sgd",
 }
 """What traces the real model: loaded only for a model whose sheet does not ship with the package."""
 
@@ -327,6 +334,31 @@ def test_the_runtime_names_no_technique_for_what_it_does_within_a_step() -> None
         if isinstance(node, ast.Attribute) and node.attr in WITHIN_A_STEP and ast.unparse(node.value) != "techniques"
     ]
     report(wrong, "what techniques do within a step is called through techniques/__init__.py")
+
+
+NAMED_BY_NOBODY = {"methods": {*METHODS, *LOSSES}, "optimizers": {*OPTIMIZERS}}
+"""What is asked of their rows (shardwise/spec/), never by name."""
+
+
+@pytest.mark.parametrize("kind", NAMED_BY_NOBODY)
+def test_records_are_not_asked_for_by_name(kind: str) -> None:
+    """Outside their own package and the table."""
+    words = NAMED_BY_NOBODY[kind]
+    rooms = tuple(f"shardwise.{room}." for room in ("planner", "runtime", "prove", "cli"))
+    asking = [source for source in sources() if source.name.startswith(rooms)]
+    wrong = [
+        source.at(node, str(node.value))
+        for source in asking
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Constant) and node.value in words
+    ]
+    wrong += [
+        source.at(imported.line, name)
+        for source in asking
+        for imported in imports(source)
+        if (name := imported.name or "") in words or imported.module.rpartition(".")[2] in words
+    ]
+    report(wrong, f"{kind} are records: ask their rows")
 
 
 def test_every_public_name_is_there() -> None:

@@ -241,7 +241,7 @@ def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path, resum
     wanted_batch = "auto" if follows else batch(recipe.train, dp, devices)[2]
     asked: dict[str, tuple[object, object]] = {
         **techniques.pins(recipe, plan),
-        "loss": (plan.loss, "dpo" if recipe.pairs else "cross_entropy"),
+        "loss": (plan.loss, recipe.method.spec.loss),
         "train.seq_len": (plan.batch.seq_len, recipe.train.seq_len),
         "train.global_batch_size": (plan.batch.global_batch_size(dp), wanted_batch),
         "run.deterministic": (plan.deterministic, recipe.run.deterministic),

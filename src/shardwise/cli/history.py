@@ -17,6 +17,7 @@ from shardwise.errors import MissingInputError, Problem, ShardwiseError
 from shardwise.spec.document import read
 from shardwise.spec.files import NOTE_BYTES, read_regular, regular_lines
 from shardwise.spec.keys import dotted
+from shardwise.spec.methods import METHODS
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.record import Count, Numbered, from_json
 
@@ -91,7 +92,8 @@ class History:
     @property
     def measure(self) -> str:
         """What validation measures: nats per token, or the loss for pairs of answers."""
-        return "loss" if self.recipe.get("method.name") == "dpo" else "nats_per_token"
+        method = METHODS.get(self.recipe.get("method.name", ""))
+        return "loss" if method and method.pairs else "nats_per_token"
 
     @property
     def finished(self) -> bool:

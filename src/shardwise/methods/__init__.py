@@ -1,0 +1,15 @@
+"""The losses that models are trained with, a module each. A method's row in spec/methods.py says what it reads and what
+its loss asks for, and names the loss."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from shardwise.spec.methods import LOSSES, MethodSpec
+
+
+def program(method: MethodSpec) -> ModuleType:
+    """The module with the loss of a method: of pairs of answers ``losses``, as :data:`pairs.PairLosses`; of tokens
+    ``finish``, as :func:`pretrain.finish`."""
+    return import_module(f"{__name__}.{LOSSES[method.loss].name}")

@@ -22,7 +22,7 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
     low_precision = compute < wide
     copied = not plan.sharded and plan.precision.compute != sheet.output.dtype
     steps: list[Step] = []
-    if plan.loss == "dpo":  # tokens are scored first, which takes less than what follows, and leaves a factor for each
+    if plan.method.pairs:  # tokens are scored first, which takes less than what follows, and leaves a factor for each
         steps.append(("factors", tokens * wide, ()))
     if copied:
         steps.append(("cast", vocabulary * hidden * compute, ()))
@@ -54,8 +54,8 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
         elif product_apart:
             steps.append(("product", vocabulary * hidden * compute, ()))
         steps.append(("", 0, (*["product"] * product_apart, *["grad_logits"] * low_precision, probabilities)))
-    reported = 8 * len(plan.loss_figures)
-    steps.append(("loss", wide + reported, (*["cast"] * copied, *["factors"] * (plan.loss == "dpo"))))
+    reported = 8 * len(plan.method.figures)
+    steps.append(("loss", wide + reported, (*["cast"] * copied, *["factors"] * plan.method.pairs)))
     return steps
 
 
@@ -84,7 +84,7 @@ def backward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
 
 def products(sheet: Sheet, plan: Plan) -> int:
     """How often as many multiplications are done as the output layer has in one forward pass."""
-    return 1 + sum(wants(sheet)) + (plan.loss == "dpo")
+    return 1 + sum(wants(sheet)) + plan.method.pairs
 
 
 def gathers(plan: Plan) -> list[int]:
@@ -94,7 +94,7 @@ def gathers(plan: Plan) -> list[int]:
     _, wide, tokens, chunks = _sizes(plan)
     chunk, ranks = plan.batch.loss_chunk_tokens, plan.layout.tp
     counts = [min(chunk, tokens - index * chunk) for index in range(chunks)]
-    scored = [tokens] if plan.loss == "dpo" else []
+    scored = [tokens] * plan.method.pairs
     return [3 * wide * ranks * count for count in scored + counts] if ranks > 1 else []
 
 
@@ -112,5 +112,6 @@ def _sizes(plan: Plan) -> tuple[int, int, int, int]:
 
 def sums(plan: Plan) -> list[int]:
     """Bytes of each all-reduce that the loss of a micro-batch needs where ranks have some tokens each of the same rows:
-    of dpo two fp64 numbers a pair, of which a row is taken to have one."""
-    return [16 * plan.batch.micro_batch_size] if plan.loss == "dpo" and plan.layout.cp > 1 else []
+    fp64 numbers of each pair, of which a row is taken to have one."""
+    size = 8 * plan.method.row_sums * plan.batch.micro_batch_size
+    return [size] if size and plan.layout.cp > 1 else []

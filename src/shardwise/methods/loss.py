@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed import vocabulary
 from shardwise.distributed.vocabulary import Rows
+from shardwise.models.attention import MaskSpec
 from shardwise.models.layers import accumulation_dtype, soft_cap
 from shardwise.spec.cluster import joins_products
 
@@ -69,6 +70,12 @@ class Loss(NamedTuple):
         """The sums. Both have the same figures."""
         figures = {name: figure + other.figures[name] for name, figure in self.figures.items()}
         return Loss(self.value + other.value, figures)
+
+
+def mask(batch: MicroBatch) -> MaskSpec:
+    """Causal, and within documents where the batch tells them."""
+    cut = {"row_length": batch.row_length, "bounds": batch.bounds, "reached": batch.reached}
+    return MaskSpec(documents=batch.documents, longest=batch.longest, filled=batch.filled, **cut)  # type: ignore[arg-type]
 
 
 def logits(hidden: Tensor, head: Output, batch: MicroBatch | None = None) -> Tensor:
@@ -269,3 +276,8 @@ def token_losses(hidden: Tensor, head: Output, labels: Tensor, chunk_tokens: int
     if rows is not None:  # the ranks' statistics of all tokens together
         each = _join(rows.stacked(each), labels.flatten(), rows.rank)[0]
     return each.view_as(labels)
+
+
+def score(hidden: Tensor, head: Output, batch: MicroBatch, *, chunk_tokens: int) -> Tensor:
+    """The loss of each token [b,s] in nats, 0 where there is no label; without gradients."""
+    return token_losses(hidden, head, batch.labels, chunk_tokens)

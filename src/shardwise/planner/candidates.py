@@ -150,7 +150,7 @@ def _open(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     return Plan(
         deterministic=recipe.run.deterministic,
         attention=recipe.attention,
-        loss="dpo" if recipe.pairs else "cross_entropy",
+        loss=recipe.method.spec.loss,
         why=why,
         model=spec.name,
         cluster=str(cluster),

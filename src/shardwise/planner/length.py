@@ -27,8 +27,8 @@ _SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 class Length:
     """A run of ``steps`` optimizer steps, which ``set_by`` decides, and what they take: start, validation and
     checkpoints are not counted; where data are not prepared, their ``records`` are; ``reference_s`` of it are the
-    reference's pass (``method: dpo``). What rests on seconds is None for a plan that has none, ``gpu_hours`` on CPUs
-    too, and ``dollars`` without a price. Four runs in five are expected between ``low_s`` and ``high_s``."""
+    pass of the method's reference, if it has one. What rests on seconds is None for a plan that has none, ``gpu_hours``
+    on CPUs too, and ``dollars`` without a price. Four runs in five are expected between ``low_s`` and ``high_s``."""
 
     set_by: SetBy
     steps: int
@@ -44,10 +44,10 @@ class Length:
 
 
 def with_reference(length: Length, plan: Plan, spec: ModelSpec, passes: float) -> Length:
-    """The length with the pass of the initial model over what is read (``method: dpo``), ``passes`` times as often as
-    training reads it: a forward, whose share of a step is that of its operations."""
+    """The length with the pass of the initial model, where the method has a reference, over what is read, ``passes``
+    times as often as training reads it: a forward, whose share of a step is that of its operations."""
     found, batch = plan.estimate.seconds, plan.batch
-    if plan.loss != "dpo" or found is None or length.seconds is None or not plan.estimate.flops_per_step:
+    if not plan.method.reference or found is None or length.seconds is None or not plan.estimate.flops_per_step:
         return length
     tokens = batch.global_batch_size(plan.layout.dp) * batch.seq_len
     scores = 2 * batch.seq_len * spec.num_attention_heads * spec.head_dim * spec.num_hidden_layers

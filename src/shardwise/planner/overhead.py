@@ -89,19 +89,20 @@ def fixed_bytes(plan: Plan, cluster: Cluster) -> dict[str, int]:
 
 
 def _rounding_bytes(costed: Sheet, plan: Plan) -> int:
-    """The ends of blocks that no tensor fills, of weights, gradients and both moments, a block for the count of steps
+    """The ends of blocks that no tensor fills, of weights, gradients and moments, a block for the count of steps
     of each trained weight, and the last segments of every stream. Activations fill their blocks, or nearly."""
-    total = sum(times * _unfilled_bytes(unit, costed.place) for unit, times in costed.repeated())
+    kept = plan.optim.spec.kept
+    total = sum(times * _unfilled_bytes(unit, costed.place, kept) for unit, times in costed.repeated())
     return total + _streams(plan) * (SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES)
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _unfilled_bytes(unit: Unit, place: Place) -> int:
+def _unfilled_bytes(unit: Unit, place: Place, kept: int) -> int:
     total = 0
     for weight in unit.weights:
         size = weight.local_numel(place, padded=True) * BYTES[weight.dtype]
         unfilled = -size % BLOCK_BYTES
-        total += 4 * unfilled + BLOCK_BYTES if weight.trained else unfilled
+        total += (2 + kept) * unfilled + BLOCK_BYTES if weight.trained else unfilled
     return total
 
 

@@ -60,7 +60,7 @@ def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) ->
 
 def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     """Of each list, the first that fits is shown."""
-    optim, adapted = recipe.optim, recipe.lora.rank is not None
+    optim, adapted, title = recipe.optim, recipe.lora.rank is not None, recipe.optim.spec.title
     if pins := recipe.parallel.model_dump(include=SPLIT, exclude_defaults=True):
         free: dict[str, object] = {f"parallel.{key}": vars(Parallel())[key] for key in pins}
         yield [(free, cluster, "the split of the ranks is chosen for you")]
@@ -77,7 +77,7 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
     part = (recipe.offload.optimizer_fraction or 1.0) < 1
     all_blocks: dict[str, object] = {"offload.optimizer_fraction": None} if part else {}
     if all_blocks:
-        yield [(all_blocks, cluster, "AdamW of all blocks on the host")]
+        yield [(all_blocks, cluster, f"{title} of all blocks on the host")]
     if recipe.offload.weights == "host":
         filed: dict[str, object] = {"offload.optimizer": "nvme"} if recipe.offload.optimizer == "host" else {}
         filed["offload.weights"] = "nvme"
@@ -87,23 +87,23 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
         if recipe.train.global_batch_size is None or recipe.train.gradient_accumulation_steps is not None:
             smaller["train.gradient_accumulation_steps"] = micro * (recipe.train.gradient_accumulation_steps or 1)
         yield [(smaller, cluster, "the same batch in smaller pieces")]
-    if optim.name != "adamw8bit":
-        packed: dict[str, object] = {"optim.name": "adamw8bit"} | ({"optim.moments": None} if optim.moments else {})
-        yield [(packed, cluster, "AdamW's moments in 8 bits: nearly the same updates")]
-    if optim.name == "adamw" and optim.moments != "bf16":
-        yield [({"optim.moments": "bf16"}, cluster, "AdamW's moments in bf16: nearly the same updates")]
+    if other := optim.spec.smaller:
+        packed: dict[str, object] = {"optim.name": other} | ({"optim.moments": None} if optim.moments else {})
+        yield [(packed, cluster, f"{title}'s moments in 8 bits: nearly the same updates")]
+    if "moments" in optim.spec.options and optim.moments != "bf16":
+        yield [({"optim.moments": "bf16"}, cluster, f"{title}'s moments in bf16: nearly the same updates")]
     if not adapted:
         here = recipe.offload.optimizer == "none"
-        alike = "AdamW on the host, of blocks that need it: the same updates, at its memory's rate"
+        alike = f"{title} on the host, of blocks that need it: the same updates, at its memory's rate"
         alone: Change = {"offload.optimizer": "auto"}, cluster, alike
         moved: dict[str, object] = {"offload.optimizer": "host"} if here else all_blocks
         weights = moved | {"offload.weights": "host"}
         both: Change = weights, cluster, "weights of blocks on the host too, copied beside what blocks compute"
         more = recipe.offload.weights == "none" and (here or not recipe.model.frozen)
         files: list[Change] = []
-        if optim.name == "adamw" and optim.moments is None and recipe.offload.optimizer != "nvme":
+        if optim.spec.streamed and optim.moments is None and recipe.offload.optimizer != "nvme":
             filed = all_blocks | {"offload.optimizer": "nvme"}
-            read = "AdamW in files on NVMe, read and written in every step: the same updates"
+            read = f"{title} in files on NVMe, read and written in every step: the same updates"
             files = [(filed, cluster, read)]
             words = {"host": "weights of blocks on the host", "nvme": "weights of blocks too"}
             files += [
@@ -214,8 +214,9 @@ def _other_recipes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
         yield {"train.seq_len": recipe.train.seq_len // 2}, cluster, "half the context, half the tokens a step"
     if recipe.lora.rank is None and recipe.model.config is None and recipe.model.init != "random":
         yield {"lora.rank": 16}, cluster, "only adapters are trained"
-    if recipe.optim.name != "adamw8bit" and recipe.lora.rank is None and not recipe.optim.moments:
-        yield {"optim.name": "adamw8bit"}, cluster, "AdamW's moments in 8 bits: nearly the same updates"
+    optim = recipe.optim.spec
+    if optim.smaller is not None and recipe.lora.rank is None and not recipe.optim.moments:
+        yield {"optim.name": optim.smaller}, cluster, f"{optim.title}'s moments in 8 bits: nearly the same updates"
     if recipe.precision.weights == "fp32" and recipe.lora.rank is None and cluster.device.computes_bf16:
         yield {"precision.weights": "bf16"}, cluster, "weights in bf16: small updates are lost"
 

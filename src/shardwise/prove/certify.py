@@ -168,7 +168,7 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
     world = subject.small.plan.layout.world
     those = f"{world} CPU rank" + "s" * (world > 1)
     if proof == "parity":
-        return f"float64, {those}, {STEPS} steps of AdamW and one of SGD"
+        return f"float64, {those}, {STEPS} steps of {subject.plan.optim.spec.title} and one of SGD"
     if proof == "dtypes":
         return f"{_coarsest(subject.small.own)}, {those}, one step"
     other = moves.elsewhere(subject.small.plan)

@@ -1,9 +1,10 @@
 """Does a plan compute the right thing? The same training on N ranks and, as a plain loop, on one process, compared.
 
 The plain loop shares with the run only the model's modules and its initial weights: no technique, no runtime, full
-logits, torch's own AdamW and clipping, the whole batch at once. In float64 correct code agrees to 1e-9 after five
-AdamW steps; in fp32 it does not (a gradient near zero may change its sign, which Adam makes a full step of), so there
-the loss and the first gradients are what counts, and in bf16 the direction of each gradient.
+logits, torch's own AdamW (or what the optimizer's module has as the plain one) and clipping, the whole batch at once.
+In float64 correct code agrees to 1e-9 after five AdamW steps; in fp32 it does not (a gradient near zero may change its
+sign, which Adam makes a full step of), so there the loss and the first gradients are what counts, and in bf16 the
+direction of each gradient.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from torch.nn import functional
 from xxhash import xxh3_64_intdigest
 
 from shardwise.data.batch import MicroBatch, collate
-from shardwise.data.pack import Sample
+from shardwise.data.pack import IGNORE, Sample
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.distributed.slices import kept, local, local_slice
-from shardwise.methods.pretrain import mask
+from shardwise.methods.loss import mask
+from shardwise.methods.pairs import Answers, losses_of
 from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
@@ -42,11 +44,12 @@ from shardwise.spec.recipe import Recipe, Run
 from shardwise.techniques import lora, nf4
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.nf4.fourbit import dequantise, quantise
+from shardwise.techniques.optim import program
 from shardwise.techniques.quantised import NF4_PARTS
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
-"""In float64, relative: what sums in another order come to after AdamW's steps is a thousandth of it."""
+"""In float64, relative: what sums in another order come to after its steps is a thousandth of it."""
 FP16_SCALE = 256.0
 """Of the loss in fp16: a run begins with more and finds by skipped steps what does not overflow."""
 Tensors = Mapping[str, Tensor]
@@ -314,11 +317,8 @@ def plain(job: Workload) -> Trace:
     parameters = plain_parameters(job)
     matrices = [p for p in parameters.values() if p.ndim > 1]
     vectors = [p for p in parameters.values() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(OPTIM.beta1, OPTIM.beta2),
-        eps=OPTIM.eps,
-    )
+    groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = program(job.optim).plain(groups, OPTIM)
     losses, norms, first = [], [], {}
     for number in range(job.updates):
         optimizer.zero_grad()
@@ -389,8 +389,8 @@ def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, j
         return functional.cross_entropy(wide, batch.labels.flatten(), reduction="sum") / batch.supervised_tokens()
     losses, method = functional.cross_entropy(wide, batch.labels.flatten(), reduction="none"), job.setting.method
     assert batch.answers is not None
-    sides = [-losses[batch.answers.flatten() == answer].sum() for answer in range(2 * len(batch.references))]
-    chosen, rejected = (torch.stack(sides).view(-1, 2) - batch.references).unbind(1)
-    margins = chosen - rejected
-    right, wrong = (torch.sigmoid(sign * method.beta * margins).log() for sign in (1, -1))
-    return -((1 - method.label_smoothing) * right + method.label_smoothing * wrong).mean()
+    answers = batch.answers.masked_fill(batch.labels == IGNORE, -1).flatten()
+    each = [losses[answers == answer] for answer in range(2 * len(batch.references))]
+    logps = -torch.stack([one.sum() for one in each]).view(-1, 2)
+    counts = torch.tensor([len(one) for one in each]).view(-1, 2)
+    return losses_of(Answers(logps, batch.references, counts), method).mean()

@@ -128,7 +128,7 @@ def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
         count = found.get("micro_batches", count)
         pipeline = replace(pipeline, stages_per_rank=len(split) // layout.pp, split=split)
     multiple = parts_of(layout.ring, layout.ulysses)
-    length = -(-(PAIRS if plan.loss == "dpo" else TEXT) // multiple) * multiple
+    length = -(-(PAIRS if plan.method.pairs else TEXT) // multiple) * multiple
     chunk = 7 if batch.loss_chunk_tokens < batch.micro_batch_size * plan.row_tokens else 2 * length
     return replace(
         plan,
@@ -139,7 +139,7 @@ def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
         remat=Remat(plan.remat.mode, min(2, plan.remat.every)),
         compile=False,
         attention="auto",
-        optim=replace(plan.optim, name="adamw", moments=None),
+        optim=plan.optim.exact,
         lora=_lora(plan.lora) if plan.lora else None,
         pipeline=pipeline,
     )
@@ -328,9 +328,9 @@ def _unseen(plan: Plan, most: int) -> Iterator[str]:
     yield f"kernels, NCCL and numerical range on GPUs: ranks are CPU processes{pinned}"
     if filed := plan.offload.filed:
         yield f"what files on NVMe hold at this size: for drift {' and '.join(filed)} wait on the host instead"
-    if plan.optim.name != "adamw" or plan.optim.moments is not None:
-        moments = "in 8 bits" if plan.optim.name != "adamw" else f"in {plan.optim.moments}"
-        yield f"moments {moments}, and their rounding: AdamW keeps them in float64 here"
+    if plan.optim != plan.optim.exact:
+        moments = "in 8 bits" if plan.optim.spec.packed else f"in {plan.optim.moments}"
+        yield f"moments {moments}, and their rounding: {plan.optim.spec.title} keeps them in float64 here"
     if type(plan.shard.reshard_after_forward) is int:
         yield f"weights that {plan.shard.reshard_after_forward} ranks keep between forward and backward: all do here"
     if plan.lora is not None and plan.lora.dropout:

@@ -145,7 +145,7 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "adapters": lambda spec, plan: (spec, replace(plan, lora=None)),
     "frozen weights": lambda spec, plan: (spec, replace(plan, frozen=())),
     "dtypes": _one_dtype,
-    "moments": lambda spec, plan: (spec, replace(plan, optim=Optim())),
+    "optimizer": lambda spec, plan: (spec, replace(plan, optim=Optim())),
     "offload": lambda spec, plan: (spec, replace(plan, offload=Offload())),
     "chunks of the loss": _one_chunk,
     "shared expert": _no_shared_expert,
@@ -174,6 +174,6 @@ def _words(name: str, spec: ModelSpec, plan: Plan) -> str:
         "accumulation": f"{plan.batch.accumulation} micro-batches",
         "adapters": f"adapters{' with magnitudes' if lora and lora.dora else ''}",
         "dtypes": f"computing in {plan.precision.compute}",
-        "moments": f"moments in {'8 bits' if plan.optim.name == 'adamw8bit' else plan.optim.moments}",
+        "optimizer": plan.optim.words,
     }
     return values.get(name, name)

@@ -19,7 +19,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.init import Draw
 from shardwise.models.resolve import data_of
 from shardwise.models.roles import role
-from shardwise.spec.plan import Dtype, Lora, Plan
+from shardwise.spec.plan import Dtype, Lora, Optim, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 
 STEPS = 5
@@ -40,8 +40,8 @@ ROWS = 64
 @dataclass(frozen=True)
 class Setting:
     """What a plan leaves open. ``rows``: those of one step. ``draw``: the first weights, or None:
-    as a run draws them. ``sgd``: after AdamW's steps
-    one of plain gradient descent, without clipping: AdamW's steps hardly depend on a factor of all gradients."""
+    as a run draws them. ``sgd``: after the optimizer's steps one of plain gradient descent, without clipping: AdamW's
+    steps hardly depend on a factor of all gradients."""
 
     method: Method = field(default_factory=Method)
     rows: Callable[[Workload, int], list[Sample]] = field(default_factory=lambda: texts)
@@ -52,7 +52,7 @@ class Setting:
 @dataclass(frozen=True)
 class Workload:
     """``rows`` sequences of ``seq_len`` tokens a step, computed in ``compute`` from master weights in ``weights``;
-    parameters whose names match ``frozen`` stay as they are."""
+    parameters whose names match ``frozen`` stay as they are. ``optim`` rounds nothing."""
 
     spec: ModelSpec
     rows: int
@@ -63,6 +63,7 @@ class Workload:
     seed: int = 0
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
+    optim: Optim = Optim()
     setting: Setting = field(default_factory=Setting, hash=False)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -85,7 +86,7 @@ def job_of(spec: ModelSpec, plan: Plan, steps: int, setting: Setting | None = No
     rows = plan.batch.global_batch_size(plan.layout.dp)
     length, precision = plan.batch.seq_len, plan.precision
     sizes = (spec, rows, length, precision.compute, precision.weights, steps)
-    return Workload(*sizes, frozen=plan.frozen, lora=plan.lora, setting=setting or Setting())
+    return Workload(*sizes, frozen=plan.frozen, lora=plan.lora, optim=plan.optim.exact, setting=setting or Setting())
 
 
 def texts(job: Workload, number: int) -> list[Sample]:
@@ -142,7 +143,7 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
     if not found:
         return setting, "drawn at random, since the recipe's have no labels"
     whose = "pieces of the recipe's own records, token ids modulo the small vocabulary, and between them drawn ones"
-    scores = "; what the initial model says of the pairs is drawn" if recipe.pairs else ""
+    scores = "; what the initial model says of the pairs is drawn" if recipe.method.spec.reference else ""
     return replace(setting, rows=Excerpts(found, drawn)), whose + scores
 
 

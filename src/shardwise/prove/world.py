@@ -153,8 +153,8 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None
             with tracker.fake or nullcontext(), tracker:
                 host = offload.host_weights(parts, plan)
                 state = TrainState(parts, optimizer_of(parts, settings, plan, host), host=host)
-                method = Method(name="dpo") if plan.loss == "dpo" else Method()
-                rules = StepRules(plan, groups, settings, 100, finish_of(method, plan))
+                finish = finish_of(Method(name=plan.method.name), plan)
+                rules = StepRules(plan, groups, settings, 100, finish)
                 _step(state, rules, plan.batch.accumulation if plan.layout.pp > 1 else 1)  # in it FSDP2 sets itself up
                 tracker.sent.clear()
                 tracker.peak_bytes = tracker.alive_bytes
@@ -221,7 +221,7 @@ def _step(state: TrainState, rules: StepRules, micro_batches: int) -> None:
         batch = MicroBatch(ids, labels, positions, None, 0)
         if plan.layout.cp > 1:
             batch.row_length, batch.reached = plan.batch.seq_len, torch.zeros(shape, dtype=torch.int64)
-        if plan.loss == "dpo":
+        if plan.method.pairs:
             batch.answers = torch.zeros(shape, dtype=torch.int64)
             batch.references = torch.zeros(shape[0], 2, dtype=torch.float64)
         batches.append(batch)

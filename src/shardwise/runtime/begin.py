@@ -58,7 +58,7 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
     checkpoints = RunCheckpoints(where, job.recipe.checkpoint, job.run_id, staged_on_disk=staged)
     with fit.explain_memory(plan, job.device, lambda: "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)
-    if job.recipe.pairs:
+    if job.recipe.method.spec.reference:
         job = refer(job, state.parts, watch.enter)
     checkpoints.prepare(state.tensors())
     checkpoints.guard(state.optimizer)
@@ -92,7 +92,7 @@ def open_log(job: Job, state: TrainState) -> Log:
         tracks = track(job.recipe, Subject(name, job.run_id, job.directory, state.step, config))
     log = Log(job.directory, job.rank, state.step, job.max_steps, speed(job), tracks)
     log.expert_ranks = job.plan.layout.ep
-    log.preference.beta = job.recipe.method.beta
+    log.preference.beta = job.recipe.method.beta if job.recipe.method.spec.reference else None
     log.log_steps = job.recipe.run.log_steps
     log.event("start", step=state.step, ranks=job.plan.layout.world)
     if state.step:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.data.stream import EvaluationBatch
-from shardwise.methods import dpo
+from shardwise.methods import pairs
 from shardwise.runtime import passes
 from shardwise.runtime.job import Job
 
@@ -44,7 +44,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Preference:
-    """Means over the held-out pairs of all ranks: the loss of dpo, the share of pairs whose margin is positive, and the
+    """Means over the held-out pairs of all ranks: the loss, the share of pairs whose margin is positive, and the
     margin between the rewards, which are beta * (log p - log p of the reference)."""
 
     loss: float
@@ -91,12 +91,11 @@ def evaluate_pairs(job: Job, parts: Sequence[nn.Module], batches: Iterable[Evalu
     """As :func:`evaluate`, of pairs of answers that know what the reference says of them."""
     sums, method = torch.zeros(4, dtype=torch.float64, device=job.device), job.recipe.method
     for _, micro, losses in scored(job, parts, batches):
-        assert micro.references is not None
-        answers = dpo.log_probabilities(losses, micro, job.meshes.groups.get("cp"))
-        margins = dpo.margins_of(answers, micro.references)
+        answers = pairs.answers_of(losses, micro, method, job.meshes.groups.get("cp"))
         if not micro.counts:
             continue
-        columns = (dpo.pair_losses(margins, method), margins > 0, method.beta * margins, torch.ones_like(margins))
+        *_, margins, chosen_wins, _, _ = pairs.figures(answers, method)
+        columns = (pairs.losses_of(answers, method), chosen_wins, margins, torch.ones_like(margins))
         sums += torch.stack([values.double().sum() for values in columns])
     job.meshes.total(sums)
     *totals, count = sums.tolist()

@@ -29,9 +29,7 @@ def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torc
     for parameter in state.trained():
         if (gradient := state.updated(parameter).grad) is not None:
             local(gradient).zero_()
-    optim.set_learning_rate(state.optimizer, 0.0, rules.optim)
-    state.optimizer.step()
-    optim.set_updates(state.optimizer, state.updates)
+    optim.rehearse(state.optimizer, state.updates)
     state.optimizer.zero_grad(set_to_none=True)
 
 
@@ -43,7 +41,7 @@ def longest_batch(plan: Plan, vocab_size: int, device: torch.device) -> MicroBat
     positions = torch.arange(length).expand(rows, length).contiguous()
     documents = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
     batch = MicroBatch(ids, ids.roll(-1, 1), positions, documents, length)
-    if plan.loss == "dpo":
+    if plan.method.pairs:
         batch.answers = 2 * torch.arange(rows)[:, None] + (positions >= length // 2)
         batch.references = torch.zeros(rows, 2, dtype=torch.float64)
     return batch.to(device)

@@ -191,7 +191,7 @@ def chat_of(tokenizer: Path) -> Chat:
     try:
         text = find_template(None, tokenizer)
     except DataError as error:
-        fix = "fine-tune it on conversations (method: sft) with data.chat_template=zephyr; without --chat `generate`"
+        fix = "fine-tune it on conversations with data.chat_template=zephyr; without --chat `generate`"
         fix += " continues a text"
         raise DataError(Problem("CHAT001", "the model has no chat template", str(tokenizer), fix)) from error
     return Chat(Template(text, tokens.special_tokens(tokenizer)), Encoder(tokenizer), end_of_turn=True)

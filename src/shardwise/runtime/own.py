@@ -47,7 +47,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.torch_private import complete_accumulated
 from shardwise.errors import ConfigError, DataError, Problem
-from shardwise.methods import pretrain
+from shardwise.methods.loss import mask
 from shardwise.models.attention import MaskSpec
 from shardwise.models.decoder import Decoder
 from shardwise.runtime import reduce
@@ -156,7 +156,7 @@ def cut_rows(
     starts = torch.repeat_interleave(ends[:-1].long(), lengths)
     positions = (torch.arange(b * s) - starts).view(b, s).to(ids.device)
     batch = MicroBatch(ids, labels, positions, documents, int(lengths.max())).cut(meshes.row_share)
-    return batch.ids, batch.labels, batch.positions, pretrain.mask(batch)
+    return batch.ids, batch.labels, batch.positions, mask(batch)
 
 
 def _submodule(module: nn.Module, name: str, argument: str) -> nn.Module:

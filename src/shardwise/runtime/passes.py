@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
-from shardwise.methods import dpo, pretrain
+from shardwise.methods import loss as token_loss
+from shardwise.methods import pairs, program
 from shardwise.methods.loss import Finish, Loss, Output, Score, losses_and_gradient
 from shardwise.models.blocks import blocks, spec_of
 from shardwise.runtime.pipeline import PipelineRank
@@ -43,7 +44,7 @@ class StepRules:
 
 def finish_of(method: Method, plan: Plan) -> Finish:
     """The loss of ``method``, over as many tokens at a time as ``plan`` says, and compiled where it says so."""
-    of_all = partial(dpo.finish, method=method) if method.name == "dpo" else pretrain.finish
+    of_all = partial(pairs.finish, method=method) if method.spec.pairs else program(method.spec).finish
     plain: Finish = partial(of_all, chunk_tokens=plan.batch.loss_chunk_tokens)
     if not plan.compile:
         return plain
@@ -57,7 +58,7 @@ def finish_of(method: Method, plan: Plan) -> Finish:
 
 def score_of(plan: Plan) -> Score:
     """The loss of each token, without gradients, over as many tokens at a time as ``plan`` says."""
-    return partial(pretrain.score, chunk_tokens=plan.batch.loss_chunk_tokens)
+    return partial(token_loss.score, chunk_tokens=plan.batch.loss_chunk_tokens)
 
 
 def train(
@@ -76,7 +77,7 @@ def train(
     if line := pp.line_of(parts):
         shares = PipelineRank[Loss](parts, line, partial(run_part, score=score), rules.enter).train(batches, scale)
         none = torch.zeros((), dtype=torch.float64, device=batches[0].ids.device)
-        shares = shares or [Loss(none, dict.fromkeys(rules.plan.loss_figures, none))]
+        shares = shares or [Loss(none, dict.fromkeys(rules.plan.method.figures, none))]
     else:
         shares = _one_part_after_another(parts, batches, rules, score, scale)
     techniques.after_backward(parts, rules.plan, rules.meshes)
@@ -130,7 +131,7 @@ def run_part(part: nn.Module, batch: MicroBatch, hidden: Tensor | None, *, score
         return score(hidden, Output(weight, spec.final_soft_cap, spec.vocab_size), batch)
 
     before = () if hidden is None else (hidden,)
-    return part(batch.ids, batch.positions, pretrain.mask(batch), finish, *before)
+    return part(batch.ids, batch.positions, token_loss.mask(batch), finish, *before)
 
 
 def from_last_stage(

@@ -1,5 +1,5 @@
-"""The initial model's scores of each pair of answers (``method: dpo``): computed once before the first step, then a
-number an answer in a file beside the checkpoints, so that no second model is kept (docs/decisions/0007).
+"""The initial model's scores of each pair of answers, where the method has a reference: computed once before the first
+step, then a number an answer in a file beside the checkpoints, so that no second model is kept (docs/decisions/0007).
 
 A run that goes on reads the file. Pairs that it has not scored yet, because the run is to be longer, are scored by the
 initial weights, which are in memory until the checkpoint is loaded.
@@ -23,7 +23,7 @@ from torch import nn
 from shardwise.data.pack import Packs
 from shardwise.data.stream import evaluation
 from shardwise.errors import DataError, Problem
-from shardwise.methods import dpo
+from shardwise.methods.pairs import answers_of
 from shardwise.models import peft, tensorfile
 from shardwise.runtime.build import weights_directory
 from shardwise.runtime.checkpoint.manifest import candidates
@@ -71,8 +71,8 @@ def score(
     batches = evaluation(numbered, replace(job.share, accumulation=1), numbers=numbers)
     for _, micro, losses in scored(job, parts, batches, partial(enter, "evaluate")):
         assert micro.references is not None
-        answers = dpo.log_probabilities(losses, micro, job.meshes.groups.get("cp"))
-        sums[micro.references[:, 0].long() // 2] = answers * micro.counts
+        answers = answers_of(losses, micro, job.recipe.method, job.meshes.groups.get("cp"))
+        sums[micro.references[:, 0].long() // 2] = answers.logps * micro.counts
     job.meshes.total(sums)
     found: NDArray[np.float64] = sums.cpu().numpy()
     return found

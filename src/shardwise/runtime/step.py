@@ -128,7 +128,7 @@ def launch(
     room = plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len
     learnt, read = tokens or (supervised, room)
     state.advance(read, learnt)
-    figured, pairs = dict.fromkeys(loss.figures, math.nan), supervised if plan.loss == "dpo" else 0
+    figured, pairs = dict.fromkeys(loss.figures, math.nan), supervised if plan.method.pairs else 0
     known = StepStats(state.step, math.nan, math.nan, rate, read, state.tokens, learnt, False, pairs, 1 - read / room)
     known = replace(known, figures=figured)
     experts = Counts(spec_of(state.parts), balance.rows_of(batches, plan))

@@ -11,7 +11,8 @@ from typing import Any
 
 from shardwise.errors import Problem
 from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, near, resolve_reference
-from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Method, Recipe, Section
+from shardwise.spec.methods import METHODS, in_words
+from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Recipe, Section
 
 COMMAND_LINE = "the command line"
 _RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"}
@@ -172,7 +173,8 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
         problems += [replace(problem, where=place(problem.where)) for problem in section.contradictions()]
     theirs = sorted(data.model_dump(include=SFT_ONLY, exclude_defaults=True))
     if theirs and recipe.sample_tokens is None:
-        what = f"`data.{theirs[0]}` is for `method: sft` and `dpo`, but the method is {recipe.method.name}"
+        readers = in_words(spec for spec in METHODS.values() if spec.records)
+        what = f"`data.{theirs[0]}` is for {readers}, but the method is {recipe.method.name}"
         problems.append(Problem("CFG008", what, place(f"data.{theirs[0]}"), "`method: sft`, or leave it out"))
     what = "`data.mask_documents: false` would let one conversation attend to another"
     refuse(recipe.sample_tokens is not None and not data.mask_documents, "data.mask_documents", what, "leave it out")
@@ -202,22 +204,21 @@ def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Pr
             yield Problem("CFG008", what, place(key), "`data.validation_share: 0.05`")
 
 
-def _check_method(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
-    """Settings that only dpo uses, given with another method, and the reverse."""
-    method, data, usual = recipe.method, recipe.data, Method()
-    unread = {
-        "method.beta": method.beta != usual.beta,
-        "method.label_smoothing": method.label_smoothing != usual.label_smoothing,
-        "data.format": data.format == PREFERENCE,
-    }
-    what, fix = f"is for `method: dpo`, but the method is {method.name}", "`method.name: dpo`, or leave it out"
-    if recipe.pairs:
-        unread = {
-            "data.format": data.format not in ("auto", PREFERENCE),
-            "data.train_on": data.train_on != "assistant",
-        }
-        what, fix = "does not apply to `method: dpo`, which trains on `chosen` and `rejected`", "leave it out"
-    return [Problem("CFG008", f"`{key}` {what}", place(key), fix) for key, given in unread.items() if given]
+def _check_method(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Problem]:
+    """Settings that the method does not read."""
+    method, data = recipe.method, recipe.data
+    given = method.model_dump(exclude={"name"}, exclude_defaults=True)
+    readers = {f"method.{key}": [spec for spec in METHODS.values() if key in spec.options] for key in given}
+    if data.format == PREFERENCE:
+        readers["data.format"] = [spec for spec in METHODS.values() if spec.pairs]
+    for key, those in readers.items():
+        if method.spec not in those:
+            what = f"`{key}` is for {in_words(those)}, but the method is {method.name}"
+            yield Problem("CFG008", what, place(key), f"`method.name: {those[0].name}`, or leave it out")
+    unread = {"data.format": data.format not in ("auto", PREFERENCE), "data.train_on": data.train_on != "assistant"}
+    what = f"does not apply to `method: {method.name}`, which trains on `chosen` and `rejected`"
+    for key in (key for key, wrong in unread.items() if wrong and recipe.pairs):
+        yield Problem("CFG008", f"`{key}` {what}", place(key), "leave it out")
 
 
 def _check_streaming(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:

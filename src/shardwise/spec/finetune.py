@@ -1,8 +1,6 @@
 """What fine-tuning does where the recipe leaves it open. Pretraining's defaults would read a few records hundreds of
 times, at a rate at which a trained model forgets.
-
-The rates are those of TRL (SFTConfig, DPOConfig), the shares of warm-up those of
-Tülu 3 (arXiv 2411.15124)."""
+"""
 
 from __future__ import annotations
 
@@ -13,9 +11,6 @@ from shardwise.spec.recipe import Recipe
 
 DEFAULT_STEPS = 1000
 """The steps of pretraining, where the recipe sets neither steps nor epochs."""
-RATES = {"sft": (2e-5, 2e-4), "dpo": (1e-6, 1e-5)}
-"""Of all weights, and of adapters."""
-WARMUP = {"sft": 0.03, "dpo": 0.1}
 EPOCHS = ((10_000, 3.0), (100_000, 2.0))
 """Fewer records than these are read so often; more are read once."""
 KEYS = ("train.num_epochs", "optim.learning_rate", "optim.warmup_steps")
@@ -27,16 +22,16 @@ EPOCH_STEPS = 8
 
 def assumed(recipe: Recipe) -> dict[str, str]:
     """Why fine-tuning takes what it does, by key, for each that the recipe does not set."""
-    name, given = recipe.method.name, recipe.optim.model_fields_set
+    method, given = recipe.method.spec, recipe.optim.model_fields_set
     reasons: dict[str, str] = {}
-    if name == "pretrain":
+    if not method.records:
         return reasons
     if recipe.train.max_steps is None and recipe.train.num_epochs is None:
         steps = ", ".join(f"{epochs:g} of fewer than {records:,} records" for records, epochs in EPOCHS)
         reasons["train.num_epochs"] = f"assumed: {steps}, 1 of more"
     if "learning_rate" not in given and _trained(recipe):
         what = "adapters" if _adapters(recipe) else "all weights"
-        reasons["optim.learning_rate"] = f"assumed: {recipe.optim.learning_rate:g}, usual for {name} of {what}"
+        reasons["optim.learning_rate"] = f"assumed: {recipe.optim.learning_rate:g}, usual for {method.name} of {what}"
     if "warmup_steps" not in given:
         reasons["optim.warmup_steps"] = f"assumed: {recipe.optim.warmup_steps:g} of the steps"
     return reasons
@@ -44,10 +39,10 @@ def assumed(recipe: Recipe) -> dict[str, str]:
 
 def with_defaults(recipe: Recipe) -> Recipe:
     """``recipe`` with fine-tuning's learning rate and warm-up where it sets none. They do not count as set."""
-    open_, name = assumed(recipe), recipe.method.name
+    open_, method = assumed(recipe), recipe.method.spec
     if not open_:
         return recipe
-    usual = {"learning_rate": RATES[name][_adapters(recipe)], "warmup_steps": WARMUP[name]}
+    usual = {"learning_rate": method.learning_rates[_adapters(recipe)], "warmup_steps": method.warmup}
     taken = {key: value for key, value in usual.items() if f"optim.{key}" in open_}
     optim = recipe.optim.model_copy(update=taken)
     optim.model_fields_set.difference_update(taken)
@@ -64,7 +59,7 @@ def with_epochs(recipe: Recipe, records: int) -> Recipe:
 def batch_is_open(recipe: Recipe) -> bool:
     """Return whether the batch is fine-tuning's to choose: of none of its sizes does the recipe say anything, and the
     length of an epoch can be known."""
-    train, fine_tunes = recipe.train, recipe.method.name != "pretrain" or _adapters(recipe)
+    train, fine_tunes = recipe.train, recipe.method.spec.records or _adapters(recipe)
     sizes = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
     return fine_tunes and not recipe.data.streaming and sizes == (None, None, None)
 

@@ -7,21 +7,14 @@ from typing import Any, Literal
 
 from shardwise.spec.hash_once import hash_once
 from shardwise.spec.layout import Layout
+from shardwise.spec.methods import LOSSES, LossName, MethodSpec
+from shardwise.spec.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec
 from shardwise.spec.place import stages_of
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Matmul = Literal["highest", "high", "medium"]
 """torch's setting for fp32 products."""
-PREFERENCE_FIGURES = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/margins",
-    "rewards/accuracies",
-    "logps/chosen",
-    "logps/rejected",
-)
-"""What dpo reports of each step beside its loss, by the names that TRL gives it."""
 MEMORY_CATEGORIES = (
     "weights",
     "gradients",
@@ -112,9 +105,31 @@ class Batch:
 class Optim:
     """``moments``: their dtype, if they are rounded stochastically; None: the dtype of the weights."""
 
-    name: Literal["adamw", "adamw8bit"] = "adamw"
+    name: OptimizerName = "adamw"
     fused: bool = True
     moments: Literal["fp32", "bf16"] | None = None
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The optimizer's row, which is read without torch."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def streamed(self) -> bool:
+        """Return whether it can go through files, which hold what it keeps in the dtype of the weights."""
+        return self.spec.streamed and self.moments is None
+
+    @property
+    def words(self) -> str:
+        """The dtype of its moments where that is its own, else its title."""
+        if self.spec.packed or self.moments is not None:
+            return f"moments in {'8 bits' if self.spec.packed else self.moments}"
+        return self.spec.title
+
+    @property
+    def exact(self) -> Optim:
+        """The optimizer whose updates it rounds; itself if it rounds none."""
+        return Optim(self.spec.exact or self.name, self.fused)
 
 
 TIER_WORDS = {"host": "the host", "nvme": "NVMe"}
@@ -268,7 +283,7 @@ class Plan:
     offload: Offload = Offload()
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
-    loss: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    loss: LossName = "cross_entropy"
     pipeline: Pipeline = Pipeline()
     estimate: Estimate = Estimate()
     why: dict[str, str] = field(default_factory=dict, hash=False)
@@ -282,9 +297,9 @@ class Plan:
         return self.batch.seq_len // self.layout.cp
 
     @property
-    def loss_figures(self) -> tuple[str, ...]:
-        """The names of what the loss reports of each step beside itself."""
-        return PREFERENCE_FIGURES if self.loss == "dpo" else ()
+    def method(self) -> MethodSpec:
+        """The row of the method that its loss is of; of several, the first."""
+        return LOSSES[self.loss]
 
     @property
     def sharded(self) -> bool:
@@ -314,7 +329,7 @@ class Plan:
     @property
     def kept(self) -> str:
         """The dtypes of weights and moments, in words."""
-        dtype = "int8" if self.optim.name == "adamw8bit" else self.optim.moments or self.precision.weights
+        dtype = "int8" if self.optim.spec.packed else self.optim.moments or self.precision.weights
         moments = dtype + {"none": "", "host": " on the host", "nvme": " on NVMe"}[self.offload.optimizer]
         moments += f" ({self.offload.optimizer_fraction:.0%})" * (self.offload.optimizer_fraction < 1)
         if self.lora is None:

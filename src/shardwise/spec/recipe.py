@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.errors import Problem
 from shardwise.spec.cluster import MOST_DEVICES
+from shardwise.spec.methods import METHODS, MethodName, MethodSpec
+from shardwise.spec.optimizers import OPTIMIZERS, OPTIONS, OptimizerName, OptimizerSpec
 from shardwise.spec.plan import Dtype, ScheduleName
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -75,7 +77,7 @@ class Data(Section):
     ``validation_records``: of records and documents of jsonl at least so many are held out, of few no more than a
     quarter. ``mixture_weights``: how often each of several paths is read an epoch. ``streaming``: portions of
     ``streaming_bytes`` of text are prepared while it trains, and deleted when they are used up. From ``format`` on, for
-    ``method: sft`` and ``dpo``."""
+    methods that read records."""
 
     path: str | list[str] = "stdlib"
     mixture_weights: list[float] | None = None
@@ -106,20 +108,27 @@ class Data(Section):
 
 
 PREFERENCE = "preference"
-"""The format that ``method: dpo`` reads, and no other method."""
+"""The format of pairs of answers, which no other method reads."""
 SFT_ONLY = {"format", "messages_key", "role_key", "content_key", "roles"}
 SFT_ONLY |= {"chat_template", "train_on", "train_on_eot", "packing", "too_long"}
-"""Keys of the data section that have an effect only where records are read (``method: sft`` or ``dpo``)."""
+"""Keys of the data section that have an effect only where records are read."""
 
 
 class Method(Section):
-    """``pretrain``: every token of text; ``sft``: the answers in conversations; ``dpo``: which of two answers is
-    preferred. ``beta`` keeps dpo close to the initial model; ``label_smoothing`` is the share of its pairs that are
-    taken to be the wrong way round."""
+    """``pretrain``: every token of text; ``sft``: the answers in conversations; ``dpo``, ``ipo`` and ``hinge``: which
+    of two answers is preferred, more than by the initial model; ``orpo`` and ``simpo``: the same, without it. ``beta``
+    keeps the model close to the initial one, or weighs orpo's second term, or simpo's rewards; ``gamma``: by how much
+    these should differ; ``label_smoothing``: the share of pairs that are taken to be the wrong way round."""
 
-    name: Literal["pretrain", "sft", "dpo"] = "pretrain"
+    name: MethodName = "pretrain"
     beta: float = Field(default=0.1, gt=0)
+    gamma: float = Field(default=0.5, ge=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+
+    @property
+    def spec(self) -> MethodSpec:
+        """The method's row, which is read without torch."""
+        return METHODS[self.name]
 
 
 class Train(Section):
@@ -145,7 +154,7 @@ class OptimSection(Section):
     """``warmup_steps``: 100, or 0.1 of the run. ``moments``: bf16 keeps AdamW's in half the bytes, rounded
     stochastically, and weights in bf16 too; null: moments have the dtype of the weights."""
 
-    name: Literal["adamw", "adamw8bit"] = "adamw"
+    name: OptimizerName = "adamw"
     moments: Literal["fp32", "bf16"] | None = None
     learning_rate: float = Field(default=3e-4, gt=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -159,10 +168,17 @@ class OptimSection(Section):
     min_learning_rate: float = Field(default=0.0, ge=0)
     groups: list[ParameterGroup] = []
 
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The optimizer's row, which is read without torch."""
+        return OPTIMIZERS[self.name]
+
     def contradictions(self) -> Iterator[Problem]:
-        if self.name != "adamw" and self.moments is not None:
-            what = f"`optim.moments: {self.moments}` and `optim.name: {self.name}` both set the dtype of the moments"
-            yield Problem("CFG008", what, "optim.moments", "`optim.name: adamw`, or drop `optim.moments`")
+        unread = self.model_dump(include=set(OPTIONS) - set(self.spec.options), exclude_defaults=True)
+        for key, value in unread.items():
+            readers = [f"`optim.name: {spec.name}`" for spec in OPTIMIZERS.values() if key in spec.options]
+            what = f"`optim.{key}: {value}` has no effect with `optim.name: {self.name}`"
+            yield Problem("CFG008", what, f"optim.{key}", f"{' or '.join(readers)}, or drop `optim.{key}`")
 
 
 class OffloadSection(Section):
@@ -347,12 +363,12 @@ class Recipe(Section):
     @property
     def sample_tokens(self) -> int | None:
         """The length, in tokens, of the windows into which records are packed; None for plain text."""
-        return None if self.method.name == "pretrain" else self.train.seq_len
+        return self.train.seq_len if self.method.spec.records else None
 
     @property
     def pairs(self) -> bool:
         """Whether a record is a pair of answers."""
-        return self.method.name == "dpo"
+        return self.method.spec.pairs
 
     @property
     def judged(self) -> tuple[str, ...]:

@@ -119,6 +119,8 @@ def test_a_warning_where_chosen_answers_become_less_likely(falls: list[float], s
     told = [watch.add(figures(-0.5 * fall, -20.0 - fall)) for fall in falls]
     assert [number for number, text in enumerate(told, 1) if text] == steps
     assert all("DPO002" in text and "log-probability" in text for text in told if text)
+    alone = PreferenceWatch()  # of a method without a reference
+    assert not any(alone.add(figures(-0.5 * fall, -20.0 - fall)) for fall in falls) and alone.means()
 
 
 def test_the_highest_imbalance_of_ranks_is_kept(tmp_path: Path) -> None:

@@ -26,9 +26,6 @@ from shardwise.techniques import offload
 from shardwise.techniques.offload import updated
 from shardwise.techniques.offload.legal import return_beside
 
-UNFUSED = 23
-"""Of clipping (a norm, a product) 3, of decay 2, of the moments 8, of the square root, its correction and epsilon 6, of
-the update 4."""
 PLAYED = 4
 """Micro-batches that are played: the first, two that are like all others, the last."""
 
@@ -211,18 +208,20 @@ def _send_last(now: Elapsed, costed: Sheet, wires: Wires) -> None:
 
 
 def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False) -> float:
-    """Seconds of clipping and of AdamW, which read and write what the rank holds of weights, gradients and moments. Not
-    fused, AdamW reads or writes a number of the weights' dtype ``UNFUSED`` times, and gradients are scaled in memory,
+    """Seconds of clipping and of the optimizer, which read and write what the rank holds of weights, gradients and
+    moments. Where it is no fused kernel it reads or writes a number more often, and gradients are scaled in memory,
     as they are on the host. From NVMe each number is read and written. What the device updates, it does while the host
     updates the rest."""
     numbers, elsewhere_s = updated.trained_numbers(costed), 0.0
     tensors = sum(times * sum(weight.trained for weight in unit.weights) for unit, times in costed.repeated())
     weight = BYTES[plan.precision.weights]
-    moment = 1 if plan.optim.name == "adamw8bit" else BYTES[plan.optim.moments or plan.precision.weights]
-    moved = weight * UNFUSED if unfused else weight + 2 * weight + 4 * moment + weight  # the norm reads gradients first
+    spec = plan.optim.spec
+    moment = spec.kept * (1 if spec.packed else BYTES[plan.optim.moments or plan.precision.weights])
+    once = weight + 2 * weight + 2 * moment + weight  # the norm reads gradients first
+    moved = once if spec.fused and not unfused else weight * spec.passes
     if plan.offload.optimizer != "none":
         elsewhere = updated.trained_numbers(updated.elsewhere(costed))
-        streamed = elsewhere * (weight + 2 * moment) if plan.offload.optimizer == "nvme" else 0
+        streamed = elsewhere * (weight + moment) if plan.offload.optimizer == "nvme" else 0
         on_host_s = elsewhere * (moved + 2 * weight) / rates.host_bytes_per_s
         elsewhere_s = max(on_host_s, sum(streamed / rate for rate in rates.disk_bytes_per_s))
         tensors, numbers = tensors * (numbers - elsewhere) // max(1, numbers), numbers - elsewhere

@@ -17,9 +17,9 @@ LEAST_FALL = 0.1
 
 @dataclass
 class PreferenceWatch:
-    """``beta`` is the method's. The warning is given once."""
+    """``beta`` is that of a method with a reference; None: there is no warning. It is given once."""
 
-    beta: float = 1.0
+    beta: float | None = None
     warned: bool = False
     _steps: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=WINDOW * WINDOWS))
 
@@ -28,7 +28,9 @@ class PreferenceWatch:
         if "logps/chosen" not in figures:
             return ""
         self._steps.append(figures)
-        if self.warned or len(self._steps) < WINDOW * WINDOWS or (fall := self._fall()) < LEAST_FALL:
+        if self.beta is None or self.warned or len(self._steps) < WINDOW * WINDOWS:
+            return ""
+        if (fall := self._fall(self.beta)) < LEAST_FALL:
             return ""
         self.warned = True
         told = f"has fallen for {len(self._steps)} steps and is {fall:.0%} below the reference's; the loss hides it"
@@ -40,12 +42,12 @@ class PreferenceWatch:
         names = self._steps[-1] if self._steps else ()
         return {name: fmean(step[name] for step in self._steps) for name in names}
 
-    def _fall(self) -> float:
+    def _fall(self, beta: float) -> float:
         """Return by what share of the reference's log-probability that of chosen answers lies below it, where it has
         fallen steadily; else 0."""
         steps = list(self._steps)
         windows = [steps[first : first + WINDOW] for first in range(0, len(steps), WINDOW)]
-        gains = [fmean(step["rewards/chosen"] for step in window) / self.beta for window in windows]
+        gains = [fmean(step["rewards/chosen"] for step in window) / beta for window in windows]
         steady = all(later < earlier for earlier, later in pairwise(gains))
         reference = fmean(step["logps/chosen"] for step in windows[-1]) - gains[-1]
         return gains[-1] / reference if steady and reference < 0 else 0.0

@@ -45,8 +45,9 @@ def header(job: Job) -> str:
         model += f", {NOTICE}"
     terms = f"supervised tokens of a step (of {tokens:,})"
     if recipe.pairs:
-        method = recipe.method
-        terms = f"pairs of a step (in {tokens:,} tokens), beta {method.beta:g}, smoothing {method.label_smoothing:g}"
+        options = recipe.method.model_dump(include=set(recipe.method.spec.options))
+        told = "".join(f", {key} {value:g}" for key, value in options.items())
+        terms = f"pairs of a step (in {tokens:,} tokens){told}"
     loss = f"loss: mean over the {terms}{of_routers(job.spec)}"
     kept = f"{plan.kept}, compute {precision.compute}{why_compute(recipe, plan, job.device.type)}"
     sums = f"gradients summed in {precision.reduce}"
@@ -112,7 +113,7 @@ def _kernels(job: Job) -> str:
     """The attention kernels, by kind of layer where they differ."""
     plan, recipe = job.plan, job.recipe
     case = attention.device_case(job.device, torch_dtype(plan.precision.compute), job.spec.head_dim)
-    case = replace(case, documents=recipe.data.mask_documents or recipe.method.name != "pretrain")
+    case = replace(case, documents=recipe.data.mask_documents or recipe.method.spec.records)
     layers = kernels.cases(job.spec, case, plan.batch.seq_len)
     return kernels.described(layers, plan.attention, attention.present(job.device, plan.attention))
 

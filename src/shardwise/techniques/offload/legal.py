@@ -70,8 +70,7 @@ def _check_weights(plan: Plan) -> list[Problem]:
     if plan.lora is None and not plan.frozen and plan.offload.optimizer == "none":
         where = plan.offload.weights
         what = f"weights wait on {TIER_WORDS[where]} if they are frozen or updated there; here the device updates all"
-        adamw = plan.optim.name == "adamw" and plan.optim.moments is None
-        fix = f"offload.optimizer={where}" if adamw else "offload.optimizer=host offload.weights=host"
+        fix = f"offload.optimizer={where}" if plan.optim.streamed else "offload.optimizer=host offload.weights=host"
     elif plan.offload.weights == "nvme" and plan.offload.optimizer == "host":
         what, fix = "what the host updates in its memory does not wait on NVMe", "offload.optimizer=nvme"
         fix = fix if plan.lora is None else "offload.optimizer=none"
@@ -94,8 +93,9 @@ def _check_sums(plan: Plan) -> list[Problem]:
 
 
 def _check_optimizer(plan: Plan) -> list[Problem]:
-    if plan.offload.optimizer == "nvme" and (plan.optim.name != "adamw" or plan.optim.moments is not None):
-        kept = "optim.name: adamw8bit" if plan.optim.name != "adamw" else f"optim.moments: {plan.optim.moments}"
+    if plan.offload.optimizer == "nvme" and not plan.optim.streamed:
+        moments = f"optim.moments: {plan.optim.moments}"
+        kept = moments if plan.optim.spec.streamed else f"optim.name: {plan.optim.name}"
         what = f"AdamW goes through files in the dtype of the weights, and not with `{kept}`"
         fix = "`offload.optimizer=host`, or AdamW with moments in the dtype of the weights"
         return [Problem("PLAN028", what, "offload.optimizer", fix)]

@@ -1,10 +1,11 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): fused, in groups by name pattern; schedules are pure functions.
+"""The optimizer, in groups by name pattern; schedules are pure functions. Each is a row of spec/optimizers.py and a
+module here, which this one names nowhere.
 
-Each rank updates the shard of weights and moments that it owns; nothing is sent. Weight decay applies to every matrix,
-embeddings included, not to norms and biases (as in GPT-2, Llama and their descendants). A recipe's ``optim.groups``
-override learning rate and weight decay by glob; the first match counts. Moments take the dtype and the sharding of the
-weights: 2 x 4 bytes a parameter in fp32; ``adamw8bit`` keeps them in 2 x 1 (moments.py), and ``moments: bf16`` in 2 x
-2, rounded stochastically (rounding.py).
+Each rank updates the shard of weights and moments that it owns; only Adafactor sends something. Weight decay applies to
+every matrix, embeddings included, not to norms and biases (as in GPT-2, Llama and their descendants). A recipe's
+``optim.groups`` override learning rate and weight decay by glob; the first match counts. Moments take the dtype and the
+sharding of the weights, AdamW's 2 x 4 bytes a parameter in fp32; ``adamw8bit`` keeps them in 2 x 1 (moments.py), and
+``moments: bf16`` in 2 x 2, rounded stochastically (rounding.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
@@ -26,7 +29,6 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Optim, Plan
 from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.spec.sheet import CONTROL_BYTES, KEPT_UNITS, Collective, Sheet, Unit
-from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.quantised import moment_bytes, quantised
 from shardwise.techniques.states import whole_shape
 
@@ -63,7 +65,14 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if not plan.optim.fused:
         what = "gradients are clipped and steps skipped inside the fused AdamW kernel, so it cannot be turned off"
         return [Problem("PLAN012", what, "optim.fused", "optim.fused: true")]
-    packed = plan.optim.name == "adamw8bit"
+    packed = plan.optim.spec.packed
+    if plan.optim.moments is not None and "moments" not in plan.optim.spec.options:
+        what = f"`optim.moments: {plan.optim.moments}` has no effect with `optim.name: {plan.optim.name}`"
+        return [Problem("PLAN012", what, "optim.moments", "leave it out")]
+    if plan.optim.spec.factored and (plan.layout.tp > 1 or plan.layout.ep > 1 or plan.offload.optimizer != "none"):
+        what = f"{plan.optim.spec.title} needs whole rows of weights, on the device that has their gradients: "
+        what += "not tp, ep or an optimizer on the host or NVMe"
+        return [Problem("PLAN012", what, "optim.name", "optim.name=adamw, or tp, ep and offload.optimizer left out")]
     if (packed or plan.optim.moments is not None) and plan.precision.weights not in ("fp32", "bf16"):
         kept, key = ("8 bits", "optim.name") if packed else (plan.optim.moments, "optim.moments")
         what = f"moments in {kept} need weights in fp32 or bf16, but the weights are in {plan.precision.weights}"
@@ -77,37 +86,52 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     if plan.layout.world == 1:
         return sheet
     votes, axes = Collective("all_reduce", "world", "control", 32), plan.layout.axes()
-    size = 16 + 8 * (len(plan.loss_figures) + sheet.counts)
+    size = 16 + 8 * (len(plan.method.figures) + sheet.counts)
     figures = dataclasses.replace(votes, bytes=size)
     if size > CONTROL_BYTES:  # of a single axis, the group of all ranks is the axis's own
         figures = Collective("all_reduce", axes[0][0] if len(axes) == 1 else "world", "counts", size)
-    return dataclasses.replace(sheet, step=(*sheet.step, votes, figures))
+    return dataclasses.replace(sheet, step=(*sheet.step, votes, figures, *_sums(sheet, plan)))
+
+
+def _sums(sheet: Sheet, plan: Plan) -> Iterator[Collective]:
+    """Yield the sums over ranks that hold other rows: of each trained weight a number a column and two, then one."""
+    if plan.optim.spec.factored and plan.sharded:
+        trained = [
+            (weight.shape, times) for unit, times in sheet.repeated() for weight in unit.weights if weight.trained
+        ]
+        columns = sum(times * (2 + (int(shape[1]) if len(shape) > 1 else 1)) for shape, times in trained)
+        for numbers in (columns, sum(times for _, times in trained)):
+            if numbers:
+                size = max(4, BYTES[plan.precision.weights]) * numbers
+                yield Collective("all_reduce", "fsdp", "moments", size)
 
 
 def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
     """Bytes of weights and moments at the sheet's place, wherever moments are. FSDP2 pads weights; moments are not
     padded. Each trained weight has a step count of 4 bytes."""
-    number = BYTES[plan.optim.moments or plan.precision.weights]
-    found = []
+    spec, found = plan.optim.spec, []
+    number = spec.kept * BYTES[plan.optim.moments or plan.precision.weights]
     for unit, times in sheet.repeated():
         packed: frozenset[str] = frozenset()
-        if plan.optim.name == "adamw8bit":
+        if spec.packed:
             shapes = {weight.name: whole_shape(weight, sheet, plan.layout) for weight in unit.weights}
             packed = frozenset(name for name, shape in shapes.items() if quantised(shape))
-        found.append([times * size for size in _state_bytes(unit, sheet.place, number, packed)])
+        found.append([times * size for size in _state_bytes(unit, sheet.place, number, packed, spec.factored)])
     weights, moments = map(sum, zip(*found, strict=True))
     return {"weights": weights, "moments": moments}
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _state_bytes(unit: Unit, place: Place, number: int, packed: frozenset[str]) -> tuple[int, int]:
-    """Of one unit; ``number``: bytes of an element of a moment, but of those of ``packed`` weights."""
+def _state_bytes(unit: Unit, place: Place, number: int, packed: frozenset[str], factored: bool) -> tuple[int, int]:
+    """Of one unit; ``number``: bytes of the moments of an element, but of those of ``packed`` weights."""
     weights = moments = 0
     for weight in unit.weights:
         weights += weight.local_numel(place, padded=True) * BYTES[weight.dtype]
         if weight.trained:
             mine, shape = weight.local_numel(place, padded=False), tuple(map(int, weight.shape))
-            moments += 4 + (moment_bytes(shape, mine) if weight.name in packed else 2 * mine * number)
+            if factored and len(shape) > 1:
+                mine = mine // shape[1] + shape[1]
+            moments += 4 + (moment_bytes(shape, mine) if weight.name in packed else mine * number)
     return weights, moments
 
 
@@ -154,26 +178,16 @@ def grouped(parts: Sequence[nn.Module], optim: OptimSection, updated: Updated = 
 def build(
     parts: Sequence[nn.Module], optim: OptimSection, plan: Plan, seed: int = 0, updated: Updated = itself
 ) -> Optimizer:
-    """AdamW over :func:`grouped` parameters, with its moments in place (zeros), so that a checkpoint can be read into
-    them. ``seed`` is for stochastic rounding."""
-    import torch
+    """The plan's optimizer over :func:`grouped` parameters, with what it keeps in place (zeros), so that a checkpoint
+    can be read into it. ``seed`` is for stochastic rounding."""
+    made: Optimizer = program(plan.optim).build(grouped(parts, optim, updated), optim, plan, seed)
+    return made
 
-    given = grouped(parts, optim, updated)
-    betas = (optim.beta1, optim.beta2)
-    if plan.optim.name == "adamw8bit":
-        from shardwise.techniques.optim.moments import AdamW8bit
 
-        return AdamW8bit(given, optim.learning_rate, betas, optim.eps, seed=seed)
-    kept = plan.optim.moments
-    if kept is not None and "bf16" in (kept, plan.precision.weights):
-        from shardwise.techniques.optim.rounding import RoundedAdamW
-
-        return RoundedAdamW(given, optim.learning_rate, betas, optim.eps, torch_dtype(kept), seed)
-    optimizer = torch.optim.AdamW(given, lr=optim.learning_rate, betas=betas, eps=optim.eps, fused=plan.optim.fused)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = fresh_moments(parameter)
-    return optimizer
+def program(optim: Optim) -> ModuleType:
+    """The module that makes an optimizer: ``build(groups, section, plan, seed)``, and ``plain(groups, section)``, one
+    for whole weights in one process, whose steps proofs compare."""
+    return import_module(f"{__name__}.{optim.spec.file}")
 
 
 def fresh_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -193,6 +207,18 @@ def update(optimizer: Optimizer, skip: Tensor, factor: Tensor | None = None) -> 
     optimizer.grad_scale = None if factor is None else factor.reciprocal().float()  # type: ignore[attr-defined]
     optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
     optimizer.step()
+
+
+def rehearse(optimizer: Optimizer, updates: int) -> None:
+    """An update of size zero, for the memory that it takes, where gradients are zero: neither weights nor moments
+    change, which have seen so many ``updates``."""
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group |= {"lr": 0.0, "weight_decay": 0.0}
+    optimizer.step()
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
+    set_updates(optimizer, updates)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float, optim: OptimSection) -> None:

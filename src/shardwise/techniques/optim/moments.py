@@ -13,12 +13,16 @@ parameter's dtype. Nothing is compiled.
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from shardwise.distributed.slices import local
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import OptimSection
 from shardwise.techniques.constants import constant
 from shardwise.techniques.optim.rounding import Kept, RoundedAdamW, draw
 from shardwise.techniques.quantised import BLOCK, quantised
@@ -114,3 +118,8 @@ class AdamW8bit(RoundedAdamW):
             codes, scales = encode(wide, key == "exp_avg", draw(random, field))
             self.write(kept[key], codes)
             self.write(kept[f"{key}_scale"], scales)
+
+
+def build(groups: list[dict[str, Any]], optim: OptimSection, plan: Plan, seed: int) -> Optimizer:
+    """Make it over groups of parameters; ``seed`` is for stochastic rounding."""
+    return AdamW8bit(groups, optim.learning_rate, (optim.beta1, optim.beta2), optim.eps, seed=seed)

@@ -146,8 +146,8 @@ def _blocks(spec: ModelSpec, plan: Plan, layer: str, columns: int) -> dict[str, 
     if lora is not None and lora.nf4:
         found["nf4 stores rows"] = NF4_BLOCK
     rows = spec.hidden_size if lora is None else lora.rank
-    if plan.optim.name == "adamw8bit" and quantised((rows, columns)) and _trains(spec, plan, layer):
-        found["adamw8bit keeps the moments of rows"] = BLOCK
+    if plan.optim.spec.packed and quantised((rows, columns)) and _trains(spec, plan, layer):
+        found[f"{plan.optim.name} keeps the moments of rows"] = BLOCK
     return found
 
 
