@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from shardwise.data.batch import MicroBatch
-from shardwise.methods.loss import Loss, Output, linear_cross_entropy, token_losses
+from shardwise.methods.loss import IGNORED, Loss, Output, linear_cross_entropy, token_losses
 from shardwise.spec.plan import PREFERENCE_FIGURES
 from shardwise.spec.recipe import Method
 
@@ -41,6 +41,7 @@ def finish(
     value = pair_losses(margins, method).sum().to(scored.dtype) / ranks
     weighed = linear_cross_entropy(hidden, head, batch.labels, chunk_tokens, factors)
     means = figures(answers, batch.references, method).sum(1) / (denominator * ranks)
+    means = torch.cat([means, answer_tokens(batch) / denominator])
     return Loss((weighed - weighed.detach() + value) / denominator, dict(zip(PREFERENCE_FIGURES, means, strict=True)))
 
 
@@ -63,11 +64,19 @@ def margins_of(answers: Tensor, references: Tensor) -> Tensor:
 
 
 def figures(answers: Tensor, references: Tensor, method: Method) -> Tensor:
-    """What ``PREFERENCE_FIGURES`` names, of each pair [6,p], as TRL defines it: an answer's reward is beta times what
-    its log-probability has over the reference's."""
+    """What ``PREFERENCE_FIGURES`` names first, of each pair [6,p], as TRL defines it: an answer's reward is beta times
+    what its log-probability has over the reference's."""
     chosen, rejected = (method.beta * (answers - references)).unbind(1)
     margins = chosen - rejected
     return torch.stack([chosen, rejected, margins, (margins > 0).to(margins.dtype), *answers.unbind(1)])
+
+
+def answer_tokens(batch: MicroBatch) -> Tensor:
+    """How many tokens of chosen and of rejected answers [2] in fp64 are trained on, of those that this rank has."""
+    assert batch.answers is not None
+    learnt = (batch.labels != IGNORED).double()
+    rejected = (learnt * (batch.answers % 2)).sum()
+    return torch.stack([learnt.sum() - rejected, rejected])
 
 
 def pair_losses(margins: Tensor, method: Method) -> Tensor:

@@ -52,7 +52,8 @@ class Setting:
 @dataclass(frozen=True)
 class Workload:
     """``rows`` sequences of ``seq_len`` tokens a step, computed in ``compute`` from master weights in ``weights``;
-    parameters whose names match ``frozen`` stay as they are."""
+    parameters whose names match ``frozen`` stay as they are. ``figures``: what is reported of the tokens of each step
+    beside the loss."""
 
     spec: ModelSpec
     rows: int
@@ -63,6 +64,7 @@ class Workload:
     seed: int = 0
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
+    figures: tuple[str, ...] = ()
     setting: Setting = field(default_factory=Setting, hash=False)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -85,7 +87,8 @@ def job_of(spec: ModelSpec, plan: Plan, steps: int, setting: Setting | None = No
     rows = plan.batch.global_batch_size(plan.layout.dp)
     length, precision = plan.batch.seq_len, plan.precision
     sizes = (spec, rows, length, precision.compute, precision.weights, steps)
-    return Workload(*sizes, frozen=plan.frozen, lora=plan.lora, setting=setting or Setting())
+    told = () if plan.loss == "dpo" else plan.loss_figures
+    return Workload(*sizes, frozen=plan.frozen, lora=plan.lora, figures=told, setting=setting or Setting())
 
 
 def texts(job: Workload, number: int) -> list[Sample]:

@@ -43,8 +43,10 @@ class StepRules:
 
 def finish_of(method: Method, plan: Plan) -> Finish:
     """The loss of ``method``, over as many tokens at a time as ``plan`` says, and compiled where it says so."""
-    of_all = partial(dpo.finish, method=method) if method.name == "dpo" else pretrain.finish
-    plain: Finish = partial(of_all, chunk_tokens=plan.batch.loss_chunk_tokens)
+    chunk = plan.batch.loss_chunk_tokens
+    plain: Finish = partial(pretrain.finish, chunk_tokens=chunk, figures=plan.loss_figures)
+    if method.name == "dpo":
+        plain = partial(dpo.finish, chunk_tokens=chunk, method=method)
     if not plan.compile:
         return plain
     between = torch.compile(losses_and_gradient, fullgraph=True)

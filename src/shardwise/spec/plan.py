@@ -13,6 +13,9 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Matmul = Literal["highest", "high", "medium"]
 """torch's setting for fp32 products."""
+TOKEN_ACCURACY, ENTROPY = "mean_token_accuracy", "entropy"
+TOKEN_FIGURES = (TOKEN_ACCURACY, ENTROPY)
+"""What training on tokens reports of each step beside its loss, by the names that TRL gives it; entropy if asked."""
 PREFERENCE_FIGURES = (
     "rewards/chosen",
     "rewards/rejected",
@@ -20,8 +23,11 @@ PREFERENCE_FIGURES = (
     "rewards/accuracies",
     "logps/chosen",
     "logps/rejected",
+    "tokens/chosen",
+    "tokens/rejected",
 )
-"""What dpo reports of each step beside its loss, by the names that TRL gives it."""
+"""What dpo reports of each step beside its loss, by the names that TRL gives it, and how many tokens of an answer are
+trained on."""
 MEMORY_CATEGORIES = (
     "weights",
     "gradients",
@@ -269,6 +275,7 @@ class Plan:
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
     loss: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    entropy: bool = False
     pipeline: Pipeline = Pipeline()
     estimate: Estimate = Estimate()
     why: dict[str, str] = field(default_factory=dict, hash=False)
@@ -284,7 +291,9 @@ class Plan:
     @property
     def loss_figures(self) -> tuple[str, ...]:
         """The names of what the loss reports of each step beside itself."""
-        return PREFERENCE_FIGURES if self.loss == "dpo" else ()
+        if self.loss == "dpo":
+            return PREFERENCE_FIGURES
+        return TOKEN_FIGURES if self.entropy else (TOKEN_ACCURACY,)
 
     @property
     def sharded(self) -> bool:

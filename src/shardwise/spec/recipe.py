@@ -115,11 +115,18 @@ SFT_ONLY |= {"chat_template", "train_on", "train_on_eot", "packing", "too_long"}
 class Method(Section):
     """``pretrain``: every token of text; ``sft``: the answers in conversations; ``dpo``: which of two answers is
     preferred. ``beta`` keeps dpo close to the initial model; ``label_smoothing`` is the share of its pairs that are
-    taken to be the wrong way round."""
+    taken to be the wrong way round. ``entropy``: of what the model predicts, in nats a token, among the metrics of each
+    step of pretrain and sft."""
 
     name: Literal["pretrain", "sft", "dpo"] = "pretrain"
     beta: float = Field(default=0.1, gt=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    entropy: bool = False
+
+    def contradictions(self) -> Iterator[Problem]:
+        if self.entropy and self.name == "dpo":
+            what = "`method.entropy` is of the tokens of text or conversations; `method.name` is dpo"
+            yield Problem("CFG008", what, "method.entropy", "drop it, or `method.name: sft`")
 
 
 class Train(Section):
