@@ -298,8 +298,10 @@ def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
         value = job.first(name, shape)
         if name.endswith(".lora_m"):
             value = parameters[f"{name.removesuffix('lora_m')}weight"].detach().norm(dim=1)
-        held = (job.lora is not None and not is_adapter(name)) or any(fnmatchcase(name, glob) for glob in job.frozen)
-        if job.lora is not None and held:
+        held = any(fnmatchcase(name, glob) for glob in job.frozen)
+        if job.lora is not None:
+            held = not (is_adapter(name) or job.lora.saves(name))
+        if job.lora is not None and held and not (name == "norm.weight" and job.lora.saves("head.weight")):
             if job.lora.nf4 and nf4.quantised(name):
                 each = value.chunk(job.spec.experts if is_stacked(name) else 1)
                 value = torch.cat([dequantise(*quantise(one), one.dtype) for one in each])

@@ -111,8 +111,8 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
         for name, values in hf.read_weights(directory, {name: wanted[name] for name in wanted if name in stored}, spec):
             _put(parameters, name, wanted[name], values, plan)
     if recipe.lora.path is not None and plan.lora is not None:
-        adapters = {name: local_slice(value) for name, value in parameters.items() if is_adapter(name)}
-        for name, values in peft.read_adapter(Path(recipe.lora.path), adapters, plan.lora, spec):
+        own = {name: local_slice(one) for name, one in parameters.items() if is_adapter(name) or plan.lora.saves(name)}
+        for name, values in peft.read_adapter(Path(recipe.lora.path), own, plan.lora, spec):
             put(parameters[name], values)
 
 

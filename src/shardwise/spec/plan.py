@@ -172,7 +172,8 @@ class Offload:
 class Lora:
     """``targets`` are roles of linear layers (none: all). The product of both matrices is multiplied by alpha / rank,
     or with ``rslora`` by alpha / sqrt(rank). ``frozen`` is the dtype of the frozen weights; with ``nf4`` those of the
-    blocks' linear layers are stored in 4 bits."""
+    blocks' linear layers are stored in 4 bits. ``modules_to_save``: of ``embed`` and ``head`` those that are trained
+    whole."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -182,6 +183,11 @@ class Lora:
     nf4: bool = False
     dropout: float = 0.0
     dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+
+    def saves(self, name: str) -> bool:
+        """Whether the parameter with this canonical name is trained whole."""
+        return name.removesuffix(".weight") in self.modules_to_save
 
 
 @dataclass(frozen=True)
@@ -329,4 +335,5 @@ class Plan:
         if self.lora is None:
             return f"weights {self.precision.weights}, moments {moments}"
         frozen = f"nf4 and {self.lora.frozen}" if self.lora.nf4 else self.lora.frozen
-        return f"adapters {self.precision.weights}, moments {moments}, frozen weights {frozen}"
+        whole = "".join(f", {name}" for name in self.lora.modules_to_save)
+        return f"adapters{whole} {self.precision.weights}, moments {moments}, frozen weights {frozen}"

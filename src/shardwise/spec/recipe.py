@@ -201,7 +201,8 @@ class LoraSection(Section):
     """Adapters instead of full weights: on when ``rank`` is given. ``targets``: all-linear, or roles of linear layers
     (q k v o gate up down; PEFT's q_proj and so on are read too). ``alpha`` is twice the rank unless given. ``dropout``
     applies to an adapter's input. ``frozen``: the dtype of the model's own, frozen weights: nf4 is QLoRA; auto is bf16
-    if ``precision.compute`` is, else ``precision.weights``. ``path``: an adapter in PEFT's format to start from."""
+    if ``precision.compute`` is, else ``precision.weights``. ``modules_to_save``: embed_tokens and lm_head, to be
+    trained whole beside the adapters. ``path``: an adapter in PEFT's format to start from."""
 
     rank: int | None = Field(default=None, ge=1)
     alpha: float | None = Field(default=None, gt=0)
@@ -210,6 +211,7 @@ class LoraSection(Section):
     dora: bool = False
     dropout: float = Field(default=0.0, ge=0, lt=1)
     frozen: Literal["auto", "fp32", "bf16", "nf4"] = "auto"
+    modules_to_save: list[str] = []
     path: str | None = None
 
     def contradictions(self) -> Iterator[Problem]:
