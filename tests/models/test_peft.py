@@ -139,6 +139,18 @@ def test_ends_that_peft_trained_are_read(tmp_path: Path, tied: bool) -> None:
     assert found is not None and found.modules_to_save == ("embed", "head")
 
 
+def test_a_stage_reads_its_own_part(tmp_path: Path) -> None:
+    """Of a pipeline each rank has some blocks, and one end."""
+    model = adapted(ENDS)
+    write(tmp_path, model, ENDS)
+    parameters = dict(model.named_parameters())
+    last = {name: value for name, value in parameters.items() if name.startswith(("layers.1.", "head."))}
+    parts = {name: tuple(slice(0, n) for n in value.shape) for name, value in last.items()}
+    found = dict(read_adapter(tmp_path / "adapter", parts, ENDS, SPEC, lora.trained(SPEC, ENDS)))
+    assert found.keys() == {name for name in last if is_adapter(name)} | {"head.weight"}
+    assert all(torch.equal(value, parameters[name]) for name, value in found.items())
+
+
 def test_ends_and_recipe_must_agree(tmp_path: Path) -> None:
     write(tmp_path, adapted(ENDS), ENDS)
     for other, said in (((), "recipe nothing"), (("head",), "recipe head")):

@@ -332,12 +332,16 @@ def _mixed(blocks: Iterable[tuple[Entry, int]], rank: int) -> bool:
 
 
 def read_adapter(
-    directory: Path, parts: Mapping[str, Sequence[slice]], lora: Lora, spec: ModelSpec
+    directory: Path,
+    parts: Mapping[str, Sequence[slice]],
+    lora: Lora,
+    spec: ModelSpec,
+    names: Iterable[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(canonical name, its slice as stored) of every parameter of the adapter among ``parts``; raises as
-    find_adapter."""
-    for name, place in find_adapter(directory, parts, lora, spec).items():
-        if name not in parts:  # a stage has one end of the model
+    """(canonical name, its slice as stored) of every parameter of the adapter among ``parts``, which are some of its
+    ``names`` where a rank has some of the model; None: all. Raises as find_adapter."""
+    for name, place in find_adapter(directory, parts if names is None else names, lora, spec).items():
+        if name not in parts:
             continue
         if isinstance(place, Member):
             yield name, place.read(name, parts[name])

@@ -23,7 +23,7 @@ from shardwise.models.roles import is_adapter
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, Recipe
-from shardwise.techniques import offload, optim, pp
+from shardwise.techniques import lora, offload, optim, pp
 from shardwise.techniques.offload.host import HostWeights
 from shardwise.techniques.offload.narrow import keep_gradients
 
@@ -112,7 +112,8 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
             _put(parameters, name, wanted[name], values, plan)
     if recipe.lora.path is not None and plan.lora is not None:
         own = {name: local_slice(one) for name, one in parameters.items() if is_adapter(name) or plan.lora.saves(name)}
-        for name, values in peft.read_adapter(Path(recipe.lora.path), own, plan.lora, spec):
+        names = lora.trained(spec, plan.lora)
+        for name, values in peft.read_adapter(Path(recipe.lora.path), own, plan.lora, spec, names):
             put(parameters[name], values)
 
 
