@@ -1,7 +1,7 @@
-"""What a preference run's metrics cost: the time of a step with them over that of a step without, beside two series of
-steps without.
+"""What a run's metrics cost: the time of a step with them over that of a step without, beside two series of steps
+without.
 
-    python bench/preference.py [--steps 60] [--tokens 512] [--threads 2]
+    python bench/preference.py [--method dpo|sft] [--entropy] [--steps 60] [--tokens 512] [--threads 2]
 
 The three take turns within each round, in another order each time, so that whatever else the machine does meets all
 alike; what is told is the median over the rounds of the ratio within a round.
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,11 +34,12 @@ from shardwise.spec.recipe import Method, OptimSection, Recipe
 SPEC = ModelSpec("preference", 8192, 256, 704, 6, 8, 4, 32)
 
 
-def without(finish: Finish) -> Finish:
-    """The loss alone."""
+def without(finish: partial[Loss]) -> Finish:
+    """The loss alone: what is told of tokens is not looked for, and of pairs not told."""
+    silent = partial(finish, figures=()) if "figures" in finish.keywords else finish
 
     def bare(hidden: Tensor, head: Output, batch: MicroBatch, denominator: float) -> Loss:
-        return Loss(finish(hidden, head, batch, denominator).value)
+        return Loss(silent(hidden, head, batch, denominator).value)
 
     return bare
 
@@ -47,14 +49,18 @@ def main() -> None:
     options = argparse.ArgumentParser()
     for name, default in (("steps", 60), ("tokens", 512), ("threads", 2)):
         options.add_argument(f"--{name}", type=int, default=default)
+    options.add_argument("--method", choices=("dpo", "sft"), default="dpo")
+    options.add_argument("--entropy", action="store_true")
     asked = options.parse_args()
     torch.set_num_threads(asked.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan = Plan(batch=Batch(4, 2, asked.tokens), loss="dpo")
-    method = Method(name="dpo")
+    loss = "dpo" if asked.method == "dpo" else "cross_entropy"
+    plan = Plan(batch=Batch(4, 2, asked.tokens), loss=loss, entropy=asked.entropy)  # type: ignore[arg-type]
+    method = Method(name=asked.method)
     state = build(Recipe(method=method), SPEC, plan, Meshes(), device)
     batches = [longest_batch(plan, SPEC.vocab_size, device)] * 2
     full = StepRules(plan, Meshes(), OptimSection(learning_rate=1e-6), 10**6, finish_of(method, plan))
+    assert isinstance(full.finish, partial)
     bare = replace(full, finish=without(full.finish))
     series = [bare, bare, full]
     for rules in series * 2:

@@ -76,6 +76,39 @@ def test_a_second_run_begins_from_the_adapter(words: list[str], capfd: pytest.Ca
 
 
 @pytest.mark.prove
+def test_ends_that_are_trained_whole(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """They are in checkpoints, in what PEFT reads, in the merged model and in what another run begins from; a run goes
+    on with them under another strategy. Every step tells token accuracy, and entropy since that is asked for."""
+    ends = ["lora.modules_to_save=[embed_tokens,lm_head]", "method.entropy=true", "train.num_epochs=null"]
+    assert main([*words, *ends, "parallel.strategy=zero3", "--max-steps", "2"]) == 0
+    names = entries(next(Path("runs/a/checkpoints").glob("step-00000002/model-00000-*.safetensors")))
+    whole = {"embed.weight", "head.weight"} & parameter_shapes(from_hf(MODEL, "tiny")).keys()
+    assert {name for name in names if ".lora_" not in name and name.startswith("model.")} == {
+        f"model.{n}" for n in whole
+    }
+    assert main([*words, *ends, "parallel.strategy=ddp", "--max-steps", "4", "--resume"]) == 0
+    rows = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(0 <= row["mean_token_accuracy"] <= 1 and 0 < row["entropy"] < 6 for row in rows)
+    assert main(["export", "runs/a"]) == 0
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained("model")
+        plain = base(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained("runs/a/hf")
+        theirs = peft.PeftModel.from_pretrained(base, "runs/a/adapter")(ids).logits
+    assert (merged(ids).logits - theirs).norm() < 1e-5 * theirs.norm() < 1e-2 * (theirs - plain).norm()
+    begun = [word for word in words[:-1] if not word.startswith("lora.rank")]
+    again = [*begun, "b", "lora.path=runs/a/adapter", "--max-steps", "1", "optim.learning_rate=1e-9"]
+    assert main([*again, "train.num_epochs=null"]) == 0
+    before, after = (entries(Path(f"runs/{name}/adapter/adapter_model.safetensors")) for name in "ab")
+    assert before.keys() == after.keys()
+    for name, entry in before.items():
+        assert torch.allclose(entry.read(), after[name].read(), atol=1e-6), name
+    capfd.readouterr()
+
+
+@pytest.mark.prove
 def test_four_bits_from_end_to_end(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     """QLoRA: learns under zero3, goes on under ddp, generates from the bytes, merges into what they were made of."""
     spec = from_hf(MODEL | {"hidden_size": 64, "intermediate_size": 128}, "tiny")

@@ -82,7 +82,7 @@ def test_what_fails_is_named_with_the_smallest_layout(made: str, capfd: pytest.C
     with DRIFT["a vote too many"].planted():
         assert main(["prove", made, *SETTINGS, "--quick"]) == 1
     told = capfd.readouterr().out
-    seen = "all_reduce of 16 bytes on world: 1 predicted, 2 measured"
+    seen = "all_reduce of 24 bytes on world: 1 predicted, 2 measured"
     least = "the smallest layout in which drift fails: dp_replicate 2; it passes without dp_replicate 2"
     assert told.count(f"drift       fails  rank 1 of 2 (dp_shard 1): {seen}") == 1
     assert least in told and "parity      holds" in told

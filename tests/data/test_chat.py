@@ -21,7 +21,7 @@ from shardwise.data.bounds import bounded
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered
 from shardwise.data.formats import Conversation, Fault, parse
 from shardwise.data.prepare import check_records, prepare
-from shardwise.data.template import SHIPPED, RenderError, Template, find_template
+from shardwise.data.template import SHIPPED, WITH_TOOLS, RenderError, Template, find_template
 from shardwise.data.tokens import special_tokens
 from shardwise.errors import DataError, PolicyError
 from shardwise.spec.recipe import Data
@@ -533,12 +533,12 @@ SCHEMA = {
         },
     },
 }
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
 WITH_CALL = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "How is Bern?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "name": "weather", "content": "sunny"},
+    {"role": "tool", "name": "weather", "content": "sunny", "tool_call_id": "call00001"},
     {"role": "assistant", "content": "Sunny."},
 ]
 REASONED = [
@@ -549,34 +549,81 @@ REASONED = [
 ]
 
 
-@pytest.mark.parametrize("name", ["glm4_5", "gpt_oss", "llama3_1", "qwen3"])
+@pytest.mark.parametrize("name", WITH_TOOLS)
 @pytest.mark.parametrize(("talk", "tools"), [(WITH_CALL, [SCHEMA]), (REASONED, None), (WITH_CALL[:2], None)])
 def test_templates_with_tools_render_as_in_transformers(
     name: str, talk: list[Any], tools: list[Any] | None, tokenizer: tokens.Tokenizer
 ) -> None:
-    theirs = AutoTokenizer.from_pretrained(tokenizer.directory, bos_token="<|endoftext|>")
-    ours = Template(find_template(name, tokenizer.directory), {"bos_token": "<|endoftext|>"})
+    ends = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    theirs = AutoTokenizer.from_pretrained(tokenizer.directory, **ends)
+    ours = Template(find_template(name, tokenizer.directory), ends)
     for number in range(2, len(talk) + 1):
         for generate in (False, True):
             kept = {"chat_template": SHIPPED[name], "tokenize": False, "add_generation_prompt": generate}
             expected = theirs.apply_chat_template(talk[:number], tools=tools, **kept)
             assert ours.render(talk[:number], tools, generate) == expected
-    assert all(word in expected for word in (["weather", "Bern", "sunny"] if tools else ["user"]))
+    assert all(word in expected for word in (["weather", "Bern", "sunny"] if tools else [talk[1]["content"]]))
 
 
-@pytest.mark.parametrize("name", ["glm4_5", "gpt_oss", "llama3_1", "qwen3"])
-def test_calls_and_reasoning_are_learnt(name: str, tokenizer: tokens.Tokenizer) -> None:
+@pytest.fixture
+def mistrals(tokenizer: tokens.Tokenizer, tmp_path: Path) -> Path:
+    """The tokenizer with the special tokens that Mistral's has."""
+    tokenizer.copy_to(tmp_path)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    words = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+    backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in (*words, "[TOOL_CALLS]")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_calls_and_reasoning_are_learnt(name: str, mistrals: Path) -> None:
     """Every assistant message once, from the end of the generation prompt on."""
-    chat = Chat(Template(SHIPPED[name], {"bos_token": ""}), Encoder(tokenizer.directory), True)
+    ends = {"bos_token": "", "eos_token": "<|endoftext|>"}
+    chat = Chat(Template(SHIPPED[name], ends), Encoder(mistrals), True)
     for talk, tools, answers in (
         (WITH_CALL, [SCHEMA], ('"Bern"' if name != "glm4_5" else "Bern", "Sunny.")),
         (REASONED, None, ("4.", "5.")),
     ):
         trained = [message["role"] == "assistant" for message in talk]
         samples = chat.render(Conversation(talk, trained, tools))
+        assert tools is None or "Be brief." in samples[0].text
         learnt = [sample.text[start:end] for sample in samples for start, end in sample.spans]
         assert len(learnt) == 2 and all(answer in text for answer, text in zip(answers, learnt, strict=True))
         assert not any(message["content"] in text for text in learnt for message in talk if message["role"] == "user")
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("said", [{"content": None}, {}], ids=["null", "nothing"])
+def test_a_call_without_content_is_written_as_one_with_an_empty_text(
+    name: str, said: dict[str, Any], mistrals: Path
+) -> None:
+    """As OpenAI's API gives calls. gpt-oss's template fails on a null, and GLM-4.5's writes ``None``."""
+    ends = {"bos_token": "", "eos_token": "<|endoftext|>"}
+    chat = Chat(Template(SHIPPED[name], ends), Encoder(mistrals), True)
+    kept = {key: value for key, value in WITH_CALL[2].items() if key != "content"}
+
+    def rendered(answer: dict[str, Any]) -> list[Rendered]:
+        talk = parse({"messages": [*WITH_CALL[:2], answer, *WITH_CALL[3:]], "tools": [SCHEMA]}, "auto", "assistant")
+        assert isinstance(talk, Conversation)
+        asked = chat.ask(talk.messages[:4], talk.tools)
+        assert asked == chat.ask(WITH_CALL[:4], [SCHEMA])
+        return chat.render(talk)
+
+    assert rendered({**kept, **said}) == rendered(WITH_CALL[2])
+
+
+def test_a_template_that_knows_null_gets_it(tokenizer: tokens.Tokenizer) -> None:
+    """DeepSeek's tell a call by it."""
+    text = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is none %}{{ m.tool_calls | tojson }}{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    chat = Chat(Template(text, {}), Encoder(tokenizer.directory), True)
+    talk = parse({"messages": [*WITH_CALL[:2], {"role": "assistant", "tool_calls": [CALL]}]}, "auto", "assistant")
+    assert isinstance(talk, Conversation)
+    [sample] = chat.render(talk)
+    assert '"Bern"' in sample.text[slice(*sample.spans[0])]
 
 
 def test_a_template_that_leaves_tools_out_names_those_that_write_them(tokenizer: tokens.Tokenizer) -> None:
@@ -591,7 +638,10 @@ def test_a_template_that_leaves_tools_out_names_those_that_write_them(tokenizer:
             with pytest.raises(Fault) as caught:
                 chat.render(Conversation(WITH_CALL, [m["role"] == "assistant" for m in WITH_CALL], tools))
             assert caught.value.what == said.format(field)
-            assert "data.chat_template=glm4_5 or gpt_oss or llama3_1 or qwen3, which write" in caught.value.fix
+            assert (
+                "data.chat_template=glm4_5 or gpt_oss or llama3_1 or mistral_v3 or qwen3, which write"
+                in caught.value.fix
+            )
 
 
 @pytest.mark.parametrize(
@@ -616,6 +666,40 @@ def test_what_templates_of_families_write(name: str, expected: str) -> None:
     talk = [("system", "Be brief."), ("user", " Hi\n"), ("assistant", "No.")]
     messages = [{"role": role, "content": content} for role, content in talk]
     assert Template(SHIPPED[name], {"bos_token": "<s>"}).render(messages, None, generate=True) == expected
+
+
+def test_mistrals_format() -> None:
+    """As mistral-common 1.8 writes it under its tokenizer v3, blanks at special tokens aside; the system message and
+    the tools stand at the last question."""
+    function = '{"name": "weather", "description": "What the weather is.", "parameters": '
+    function += '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}'
+    tools = [{"type": "function", "function": json.loads(function)}]
+    offered = f'[AVAILABLE_TOOLS] [{{"type": "function", "function": {function}}}][/AVAILABLE_TOOLS]'
+    template = Template(SHIPPED["mistral_v3"], {"bos_token": "<s>", "eos_token": "</s>"})
+    result = {**WITH_CALL[3], "content": '{"sky": "blue"}'}
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, *WITH_CALL[1:3], result]
+    call = '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bern"}, "id": "call00001"}]</s>'
+    found = '[TOOL_RESULTS] {"content": {"sky": "blue"}, "call_id": "call00001"}[/TOOL_RESULTS]'
+    asked = f"<s>[INST] Hi[/INST] Yes?</s>{offered}[INST] How is Bern?[/INST]"
+    assert template.render(talk, tools, generate=True) == asked + call + found
+    first = template.render([WITH_CALL[0], *talk[:3]], tools, generate=True)
+    assert first == asked.replace("How is", "Be brief.\n\nHow is")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({2: {**WITH_CALL[2], "tool_calls": [{**CALL, "id": "call_1"}]}}, "the id of a tool call is not 9"),
+        ({3: {**WITH_CALL[3], "tool_call_id": None}}, "the id of a tool call is not 9"),
+        ({4: {"role": "user", "content": "And Rome?"}}, "do not take turns"),
+        ({4: {"role": "system", "content": "Be long."}}, "do not take turns|a message has a role besides user"),
+    ],
+)
+def test_what_mistrals_format_has_no_room_for(changed: dict[int, Any], said: str) -> None:
+    template = Template(SHIPPED["mistral_v3"], {"bos_token": "<s>", "eos_token": "</s>"})
+    talk = [changed.get(k, message) for k, message in enumerate(WITH_CALL)]
+    with pytest.raises(RenderError, match=said):
+        template.render(talk, [SCHEMA])
 
 
 def test_zephyr_needs_no_token_but_the_end_of_text(make: Make) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributions import Categorical
 from torch.nn import functional as F
 
 from shardwise.data.batch import MicroBatch
@@ -22,6 +23,7 @@ from shardwise.methods import loss, pairs
 from shardwise.methods.loss import IGNORED, Output
 from shardwise.models.layers import Head
 from shardwise.spec.layout import Layout, cut
+from shardwise.spec.methods import TOKEN_FIGURES
 from shardwise.spec.recipe import Method
 from tests.distributed.collective_ranks import share
 
@@ -55,6 +57,7 @@ class Found:
     each: Tensor
     logits: Tensor
     unlearned: Tensor
+    figures: Tensor
 
 
 def tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -82,7 +85,9 @@ def alone(case: Case) -> Found:
     each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(SHAPE)
     total = (each if factors is None else each * factors).sum()
     (total * 0.37).backward()
-    return Found(total.detach(), hidden.grad, weight.grad, each.detach(), logits.detach(), total.detach())
+    told = torch.stack([(logits.argmax(-1) == labels).double(), Categorical(logits=logits).entropy()])
+    figures = (told * (labels != IGNORED)).sum((1, 2)).detach()
+    return Found(total.detach(), hidden.grad, weight.grad, each.detach(), logits.detach(), total.detach(), figures)
 
 
 def rows_of(weight: Tensor, mesh: DeviceMesh, padded: bool) -> nn.Parameter:
@@ -128,7 +133,8 @@ def one(case: Case, mesh: DeviceMesh) -> Found:
     parameter.requires_grad_(not case.frozen)
     head = Output(parameter, case.soft_cap, case.ids)
     with faulty(case.fault):
-        total = loss.linear_cross_entropy(hidden, head, labels, case.chunk_tokens, factors)
+        told = replace(head, figures=TOKEN_FIGURES)
+        total, figures = loss.loss_and_figures(hidden, told, labels, case.chunk_tokens, factors)
         (total * 0.37).backward()
         each = loss.token_losses(hidden, head, labels, case.chunk_tokens)
         with torch.no_grad():
@@ -138,7 +144,22 @@ def one(case: Case, mesh: DeviceMesh) -> Found:
     if not case.frozen:
         assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements
         grad = parameter.grad.to_local()
-    return Found(total.detach(), hidden.grad, grad, each, logits, unlearned)
+    return Found(total.detach(), hidden.grad, grad, each, logits, unlearned, figures)
+
+
+def chosen(rank: int, world: int, figures: tuple[str, ...]) -> Tensor:
+    """How many labels of five are the first of the greatest logits, where several are: of 29 ids, the tokens' logits
+    are greatest at 3 and 28, at 20 and 21, at none (all are equal), and, of two more, at 9 alone."""
+    mesh = init_device_mesh("cpu", (world,))
+    weight, hidden = torch.zeros(29, 5), torch.eye(5)
+    for token, ids in enumerate(((3, 28), (20, 21), (), (9,), (9,))):
+        weight[list(ids), token] = 2.0
+    head = Output(rows_of(weight, mesh, padded=True), None, 29, figures=figures)
+    told = [loss.loss_and_figures(hidden, head, torch.tensor(labels), 2)[1] for labels in TIES]
+    return torch.stack(told)
+
+
+TIES = [(3, 20, 0, 9, 9), (28, 21, 1, 9, IGNORED), (28, 21, 28, 0, 8)]
 
 
 def preference() -> tuple[Tensor, Tensor, MicroBatch]:

@@ -24,6 +24,13 @@ ADAPTERS: dict[str, tuple[ModelSpec, Lora]] = {
     "dropout": (SPEC, Lora(4, 8.0, dropout=0.1)),
     "magnitudes": (BIASED, Lora(4, 8.0, ("q", "o", "down"), dora=True)),
     "magnitudes and dropout, nf4": (WIDE, Lora(4, 8.0, frozen="bf16", nf4=True, dropout=0.1, dora=True)),
+    "ends": (BIASED, Lora(4, 8.0, frozen="bf16", modules_to_save=("embed", "head"))),
+    "tied ends, nf4": (
+        replace(WIDE, tie_word_embeddings=True),
+        Lora(4, 8.0, frozen="bf16", nf4=True, modules_to_save=("embed", "head")),
+    ),
+    "one end": (BIASED, Lora(4, 8.0, ("q", "down"), frozen="bf16", modules_to_save=("head",))),
+    "the other end": (BIASED, Lora(4, 8.0, ("q", "down"), frozen="bf16", modules_to_save=("embed",))),
     "bf16 base": (BIASED, Lora(4, 8.0, frozen="bf16")),
     "nf4": (WIDE, Lora(4, 8.0, frozen="bf16", nf4=True)),
     "nf4, biases": (replace(WIDE, attention_bias=True), Lora(4, 8.0, ("q", "down"), nf4=True)),

@@ -262,6 +262,9 @@ def test_adapters_have_each_systems_defaults(tmp_path: Path) -> None:
     )
     assert (found["lora.rank"], found["lora.alpha"], found["lora.frozen"]) == (16, 32.0, "nf4")
     assert found["lora.targets"] == ["q_proj", "v_proj"]
+    ends = "lora_rank: 4\nadditional_target: embed_tokens,lm_head\n"
+    for text in (LLAMAFACTORY + ends, TRL + "use_peft: true\nlora_modules_to_save: [embed_tokens, lm_head]\n"):
+        assert values(imported(tmp_path, text))["lora.modules_to_save"] == ["embed_tokens", "lm_head"]
     found = values(imported(tmp_path, TORCHTUNE))
     assert found["lora.targets"] == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     found = values(imported(tmp_path, AXOLOTL))

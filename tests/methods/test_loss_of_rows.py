@@ -17,6 +17,7 @@ from shardwise.methods.loss import Output, linear_cross_entropy, token_losses
 from shardwise.prove.pool import RankPool
 from shardwise.prove.world import WorldCounter
 from shardwise.spec.layout import Layout
+from shardwise.spec.methods import TOKEN_FIGURES
 from shardwise.spec.plan import Batch, Plan
 from tests.distributed import vocabulary_ranks as rows
 from tests.distributed.vocabulary_ranks import Case, Found
@@ -39,7 +40,7 @@ def compare(case: Case, found: list[Found], tolerance: float) -> None:
     same on each."""
     expected = rows.alone(case)
     close = {"rtol": tolerance, "atol": tolerance}
-    for name in ("loss", "each", "logits", "unlearned"):
+    for name in ("loss", "each", "logits", "unlearned", "figures"):
         first, near = getattr(found[0], name), {"rtol": 1e-6, "atol": 1e-6} if name == "logits" else close
         torch.testing.assert_close(first.double(), getattr(expected, name), **near)  # logits are returned in fp32
         assert all(torch.equal(getattr(ours, name), first) for ours in found), name
@@ -117,7 +118,17 @@ def test_preferences(ranks: RankPool) -> None:
         torch.testing.assert_close(found, weight.grad, rtol=1e-11, atol=1e-13)
 
 
-def tracked(tokens: int, chunk_tokens: int, scored: bool, dtype: torch.dtype) -> tuple[WorldCounter, int]:
+def test_of_equal_logits_the_first_is_the_choice(ranks: RankPool) -> None:
+    """As argmax has it, whichever rank holds it; not asked for, nothing is told."""
+    for world in (1, 2, 4):
+        for found in ranks.run(rows.chosen, TOKEN_FIGURES[:1], world=world):
+            assert found.tolist() == [[5.0], [1.0], [0.0]]
+        assert all(found.numel() == 0 for found in ranks.run(rows.chosen, (), world=world))
+
+
+def tracked(
+    tokens: int, chunk_tokens: int, scored: bool, dtype: torch.dtype, figures: tuple[str, ...] = ()
+) -> tuple[WorldCounter, int]:
     """A loss of 8,000 ids over 8 ranks on fake tensors, and the bytes of its logits of one chunk, in fp32."""
     with fake_world(Layout(tp=8)) as groups:
         tracker = WorldCounter(FakeTensorMode(allow_non_fake_inputs=True), groups.called())
@@ -130,24 +141,34 @@ def tracked(tokens: int, chunk_tokens: int, scored: bool, dtype: torch.dtype) ->
             tracker.peak_bytes, before = tracker.alive_bytes, tracker.alive_bytes
             if scored:
                 token_losses(hidden, Output(weight), labels, chunk_tokens)
-            linear_cross_entropy(hidden, Output(weight), labels, chunk_tokens).backward()
+            told = Output(weight, figures=figures)
+            linear_cross_entropy(hidden, told, labels, chunk_tokens).backward()
         tracker.peak_bytes -= before
     return tracker, chunk_tokens * 1000 * 4
 
 
 def test_whole_logits_never_stand_on_a_rank() -> None:
     """At the most: one chunk's logits of a rank's rows in fp32, in bf16 once more and a half of it narrow. What is
-    beside them, gradients and numbers of tokens, is less than a tenth."""
+    beside them, gradients and numbers of tokens, is less than an eighth; entropies need the logits once more."""
     for dtype, times in ((torch.float32, 1.0), (torch.bfloat16, 1.5)):
-        tracker, logits = tracked(512, 128, scored=False, dtype=dtype)
-        assert times * logits < tracker.peak_bytes < (times + 0.1) * logits
+        for figures, more in (((), 0.0), (TOKEN_FIGURES[:1], 0.0), (TOKEN_FIGURES, 2.0 - times)):
+            tracker, logits = tracked(512, 128, False, dtype, figures)
+            assert (times + more) * logits < tracker.peak_bytes < (times + more + 0.12) * logits
+
+
+def test_what_entropies_send() -> None:
+    """One more number a token of each rank."""
+    plan = Plan(Layout(tp=8), Batch(1, 1, 500, 128), entropy=True)
+    tracker, _ = tracked(500, 128, False, torch.float32, plan.loss_figures)
+    assert tracker.sent == Counter(("tp", "all_gather", size) for size in paper.gathers(plan))
+    assert paper.gathers(plan) == [16_384] * 3 + [14_848]
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "dpo"])
 def test_what_is_sent(loss: str) -> None:
     """Paper and program: a gather for each chunk, the last of them shorter; dpo's scores in one more."""
     plan = Plan(Layout(tp=8), Batch(1, 1, 500, 128), loss=loss)  # type: ignore[arg-type]
-    tracker, _ = tracked(500, 128, loss == "dpo", torch.float32)
+    tracker, _ = tracked(500, 128, loss == "dpo", torch.float32, plan.loss_figures * (loss != "dpo"))
     sent = paper.gathers(plan)
     assert tracker.sent == Counter(("tp", "all_gather", size) for size in sent)
     assert sent == ([48_000] if loss == "dpo" else []) + [12_288] * 3 + [11_136]

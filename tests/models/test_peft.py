@@ -45,15 +45,18 @@ def adapted(settings: Lora, spec: ModelSpec = SPEC) -> Model:
     lora.apply([model], Plan(lora=settings), None)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if is_adapter(name) or name.endswith("bias"):
+            if is_adapter(name) or name.endswith("bias") or settings.saves(name):
                 parameter.normal_(std=0.2)
     return model
 
 
 def write(directory: Path, model: Model, settings: Lora) -> None:
+    """The base has other ends than the model where these were trained."""
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    hf.write_weights(directory / "base", model.spec, named.__getitem__)
+    base = {name: value.flip(0) if settings.saves(name) else value for name, value in named.items()}
+    hf.write_weights(directory / "base", model.spec, base.__getitem__)
     adapters = {name: value for name, value in named.items() if is_adapter(name)}
+    adapters |= {name: value for name, value in named.items() if settings.saves(name)}
     write_adapter(directory / "adapter", settings, model.spec, str(directory / "base"), adapters, named.__getitem__)
 
 
@@ -85,6 +88,75 @@ def test_peft_reads_what_is_written(tmp_path: Path, settings: Lora, spec: ModelS
     """The same logits within 1e-5 of their norm: fp32 sums in another order; and not those of the base. Phi's files
     stack layers: there the adapters of several are one of PEFT's, of as many times the rank."""
     check_written(tmp_path, settings, spec)
+
+
+ENDS = Lora(4, 8.0, ("q", "v"), modules_to_save=("embed", "head"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings"),
+    [
+        (SPEC, ENDS),
+        (SPEC, replace(ENDS, modules_to_save=("head",))),
+        (SPEC, replace(ENDS, modules_to_save=("embed",))),
+        (replace(SPEC, tie_word_embeddings=True), ENDS),
+        (STACKED, replace(ENDS, targets=())),
+        (TURNED, replace(ENDS, targets=())),
+    ],
+    ids=["both", "output layer", "embedding", "tied", "phi3", "gpt2"],
+)
+def test_peft_reads_ends_that_were_trained_whole(tmp_path: Path, spec: ModelSpec, settings: Lora) -> None:
+    """As its ``modules_to_save``; of a tied weight under both names."""
+    check_written(tmp_path, settings, spec)
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    names = {"embed": "wte" if spec is TURNED else "embed_tokens", "head": "lm_head"}
+    assert config["modules_to_save"] == [names[end] for end in settings.modules_to_save]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ends_that_peft_trained_are_read(tmp_path: Path, tied: bool) -> None:
+    """Also where the recipe says nothing of them: its settings are then the adapter's."""
+    spec = replace(SPEC, tie_word_embeddings=tied)
+    model = adapted(ENDS, spec)
+    write(tmp_path, model, ENDS)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj"],
+        modules_to_save=["lm_head", "embed_tokens"],
+        ensure_weight_tying=tied,
+    )
+    theirs = peft.get_peft_model(base, config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.normal_(std=0.2)
+    is_read(theirs, tmp_path, model, ENDS)
+    recipe = load_recipe(None, [f"model.path={tmp_path / 'base'}", f"lora.path={tmp_path / 'theirs'}"])
+    found = lora.settings(with_adapter(recipe).lora, Precision())
+    assert found is not None and found.modules_to_save == ("embed", "head")
+
+
+def test_a_stage_reads_its_own_part(tmp_path: Path) -> None:
+    """Of a pipeline each rank has some blocks, and one end."""
+    model = adapted(ENDS)
+    write(tmp_path, model, ENDS)
+    parameters = dict(model.named_parameters())
+    last = {name: value for name, value in parameters.items() if name.startswith(("layers.1.", "head."))}
+    parts = {name: tuple(slice(0, n) for n in value.shape) for name, value in last.items()}
+    found = dict(read_adapter(tmp_path / "adapter", parts, ENDS, SPEC, lora.trained(SPEC, ENDS)))
+    assert found.keys() == {name for name in last if is_adapter(name)} | {"head.weight"}
+    assert all(torch.equal(value, parameters[name]) for name, value in found.items())
+
+
+def test_ends_and_recipe_must_agree(tmp_path: Path) -> None:
+    write(tmp_path, adapted(ENDS), ENDS)
+    for other, said in (((), "recipe nothing"), (("head",), "recipe head")):
+        with pytest.raises(DataError, match=f"CKPT003.*embed, head whole beside it, the {said}"):
+            settings = replace(ENDS, modules_to_save=other)
+            read(tmp_path / "adapter", adapted(settings), settings)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +275,7 @@ def test_an_adapter_of_stacked_layers_that_is_not_the_recipes(tmp_path: Path) ->
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa"),
         ({"init_lora_weights": "olora"}, "init_lora_weights olora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["lm_head", "norm"]}, "modules_to_save a list"),
         ({"bias": "lora_only"}, "bias lora_only"),
         ({"lora_bias": True}, "lora_bias"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
@@ -223,7 +295,7 @@ def test_what_peft_can_do_beside_is_named(tmp_path: Path, given: dict[str, Any],
         **{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **given}
     )
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "theirs")
-    with pytest.raises(DataError, match=f"{said}, .*not supported"):
+    with pytest.raises(DataError, match=f"{said}.*, .*not supported"):
         read(tmp_path / "theirs", model, settings)
 
 

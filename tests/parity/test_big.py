@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
+from shardwise.prove.apart import directions
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora, Remat
 from tests.parity import test_frozen, test_lora
@@ -26,12 +27,10 @@ def test_bf16(ranks: RankPool, strategy: str, reduce: str, spec: ModelSpec) -> N
     plans = grid(strategy, 4, replace(BF16, reduce=reduce))  # type: ignore[type-var]
     job = parity.job_of(spec, plans[0], 1)
     exact = parity.plain(replace(job, compute="fp64", weights="fp64")).gradients
-    allowed = {
-        name: max(1e-3, 2 * error) for name, error in parity.directions(exact, parity.plain(job).gradients).items()
-    }
+    allowed = {name: max(1e-3, 2 * error) for name, error in directions(exact, parity.plain(job).gradients).items()}
     for traces in ranks.run(parity.train_on_rank, spec, plans, 1, world=4, timeout_s=300):
         for trace, of in zip(traces, plans, strict=True):
-            errors = parity.directions(exact, trace.gradients)
+            errors = directions(exact, trace.gradients)
             assert all(error <= allowed[name] for name, error in errors.items()), f"{errors}\nunder {of}"
 
 

@@ -103,7 +103,8 @@ def plain(
                 scores[pair] = tuple(float(log_probability(model, first, *side)) for side in sides)
             chosen, rejected = (log_probability(model, whole, *side) for side in sides)
             rewards = METHOD.beta * (chosen - scores[pair][0]), METHOD.beta * (rejected - scores[pair][1])
-            logps.append([value.item() for value in (*rewards, chosen, rejected)])
+            lengths = [float(learnt[1:].sum()) for _, learnt in sides]
+            logps.append([*(value.item() for value in (*rewards, chosen, rejected)), *lengths])
             reward = rewards[0] - rewards[1]
             wrong = METHOD.label_smoothing
             terms.append(-(1 - wrong) * torch.sigmoid(reward).log() - wrong * torch.sigmoid(-reward).log())
@@ -127,8 +128,8 @@ def plain(
 
 def trl_metrics(logps: list[list[float]]) -> dict[str, float]:
     """As DPOTrainer.get_batch_loss_metrics names and defines them, of a step's pairs: rewards and log-probabilities of
-    the chosen and the rejected answer."""
-    chosen_rewards, rejected_rewards, chosen_logps, rejected_logps = np.array(logps).T
+    the chosen and the rejected answer; and how many tokens each has."""
+    chosen_rewards, rejected_rewards, chosen_logps, rejected_logps, chosen, rejected = np.array(logps).T
     return {
         "rewards/chosen": chosen_rewards.mean(),
         "rewards/rejected": rejected_rewards.mean(),
@@ -136,6 +137,8 @@ def trl_metrics(logps: list[list[float]]) -> dict[str, float]:
         "rewards/accuracies": (chosen_rewards > rejected_rewards).mean(),
         "logps/chosen": chosen_logps.mean(),
         "logps/rejected": rejected_logps.mean(),
+        "tokens/chosen": chosen.mean(),
+        "tokens/rejected": rejected.mean(),
     }
 
 

@@ -14,6 +14,7 @@ import torch
 
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
+from shardwise.prove.apart import apart
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import OPTIM, Setting, random_everywhere
 from shardwise.prove.world import WorldCounter, measure
@@ -177,7 +178,7 @@ def test_E13_ranks_that_come_late_or_have_nothing_to_learn(ranks: RankPool, of: 
 def test_replicas_are_alike_after_each_of_twenty_steps(ranks: RankPool, spec: ModelSpec, of: Plan) -> None:
     """Bit by bit: whatever two ranks hold of the same piece; each piece moves in every step."""
     answers = ranks.run(mixture_ranks.held, spec, of, 20, world=4)
-    assert not [*parity.apart(answers)]
+    assert not [*apart(answers)]
     copies = Counter(piece for answer in answers for piece in answer[0])
     experts = {count for piece, count in copies.items() if ".experts." in piece}
     assert experts == {of.layout.size("dp_replicate") * (1 if of.sharded else of.layout.size("expert_fsdp"))}

@@ -24,6 +24,7 @@ from shardwise.models import init
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
+from shardwise.prove.apart import Worst
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import Setting
 from shardwise.runtime import passes, reduce
@@ -46,8 +47,8 @@ def mean_over_replicas(self: Replicas) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def clip_by_the_local_norm(meshes: Any, local: Tensor, share: Tensor, **counted: Tensor) -> Tensor:
-    return torch.stack([local, agree(meshes, local, share, **counted)[1]])
+def clip_by_the_local_norm(meshes: Any, local: Tensor, share: Tensor, *figures: Tensor, **counted: Tensor) -> Tensor:
+    return torch.stack([local, *agree(meshes, local, share, *figures, **counted)[1:]])
 
 
 def loss_over_accumulation(hidden: Tensor, head: Any, batch: MicroBatch, denominator: float, **given: Any) -> Loss:
@@ -195,7 +196,7 @@ def test_a_missing_gradient_is_the_worst() -> None:
     right = parity.plain(parity.job_of(UNTIED, plan("ddp", 2, FP64), 3))
     lost = {name: gradient for name, gradient in right.gradients.items() if name != "norm.weight"}
     found = parity.compare(right, [right, replace(right, gradients=lost)])
-    assert found.gradient == parity.Worst(float("inf"), "norm.weight", 1)
+    assert found.gradient == Worst(float("inf"), "norm.weight", 1)
 
 
 def test_a_gradient_that_is_not_a_number_is_the_worst() -> None:

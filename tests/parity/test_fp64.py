@@ -23,7 +23,7 @@ TOLERANCE = 1e-9
 def holds(found: list[parity.Parity], plans: list[Plan]) -> None:
     assert len(found) == len(plans) > 0
     for measured, of in zip(found, plans, strict=True):
-        errors = [measured.loss, measured.norm, measured.gradient, measured.weight]
+        errors = [measured.loss, measured.norm, measured.gradient, measured.weight, measured.figure]
         assert all(error.error <= TOLERANCE for error in errors), f"{measured}\nunder {of}"
         assert not measured.apart, f"{measured.apart}\nunder {of}"
 

@@ -10,6 +10,7 @@ import torch
 
 from shardwise import techniques
 from shardwise.prove import parity
+from shardwise.prove.apart import differences
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
@@ -59,7 +60,7 @@ def test_P5_P21_lengths_that_differ_within_a_step(ranks: RankPool, schedule: str
         (loss * batch.supervised_tokens() / tokens).backward()
     right = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
     found = {name: grad for rank in ranks.run(field_ranks.lengths, UNTIED, of) for name, grad in rank.items()}
-    assert max(parity.differences(right, found).values()) < 1e-12
+    assert max(differences(right, found).values()) < 1e-12
 
 
 def test_P8_blocks_that_are_compiled_cannot_have_a_backward_in_halves() -> None:
@@ -102,7 +103,7 @@ def test_tied_ends_are_alike_after_each_of_twenty_steps(
         assert len(copies) == 2 * (1 if strategy == "ddp" else 2), schedule
         assert all(torch.equal(copies[0], other) for other in copies[1:]), number
         assert (copies[0] != before).any(1).all(), number
-        assert parity.differences(right[number], {"embed.weight": copies[0]})["embed.weight"] < 1e-9, number
+        assert differences(right[number], {"embed.weight": copies[0]})["embed.weight"] < 1e-9, number
         before = copies[0]
 
 

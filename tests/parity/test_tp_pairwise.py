@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
+from shardwise.prove.apart import Worst
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
@@ -73,7 +74,7 @@ def test_fp32_and_bf16(eight: RankPool, model: str) -> None:
         assert turn.error <= 1e-3, f"{turn}\nunder {of}"
 
 
-def turned_from_twin(eight: RankPool, spec: ModelSpec, plans: list[Plan]) -> list[parity.Worst]:
+def turned_from_twin(eight: RankPool, spec: ModelSpec, plans: list[Plan]) -> list[Worst]:
     """1 - cosine of the worst gradient beside the run without the axis: the plain loop adds adapters to their matrices,
     which rounds otherwise in bf16."""
     worst = []

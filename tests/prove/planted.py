@@ -102,9 +102,12 @@ def agree_by_redistributing(meshes: Any, *given: Any, **counted: Any) -> Any:
     return agree(meshes, *given, **counted)
 
 
-def full_logits(hidden: Tensor, head: Any, batch: Any, denominator: float, *, chunk_tokens: int) -> Loss:
+def full_logits(
+    hidden: Tensor, head: Any, batch: Any, denominator: float, *, chunk_tokens: int, figures: tuple[str, ...]
+) -> Loss:
     logits = functional.linear(hidden, head.weight.to(hidden.dtype))
-    return Loss(functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / denominator)
+    value = functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / denominator
+    return Loss(value, {name: value.detach().double() for name in figures})
 
 
 @contextmanager
@@ -154,7 +157,7 @@ DRIFT: dict[str, Fault] = {
     ),
     "a bucket too many": Fault(lambda: patch.object(replicas, "buckets", more_buckets), plan_of("ddp"), "all_reduce"),
     "a vote too many": Fault(
-        lambda: patch.object(reduce, "combine", agree_twice), plan_of("zero3"), "all_reduce of 16 bytes on world"
+        lambda: patch.object(reduce, "combine", agree_twice), plan_of("zero3"), "all_reduce of 24 bytes on world"
     ),
     "a DTensor is redistributed": Fault(
         lambda: patch.object(reduce, "combine", agree_by_redistributing), plan_of("zero3"), "all_reduce of 1,024 bytes"

@@ -236,6 +236,14 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "`data.validation_share: 0.05`",
         ),
         (
+            "entropy of pairs",
+            "method: {name: dpo, entropy: true}",
+            "CFG008",
+            "`method.entropy` is of the tokens of text or conversations; `method.name` is dpo",
+            "run.yaml:1",
+            "drop it, or `method.name: sft`",
+        ),
+        (
             "stopping early without validation",
             "evaluate: {early_stopping_patience: 3}",
             "CFG008",

@@ -242,6 +242,7 @@ def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path, resum
     asked: dict[str, tuple[object, object]] = {
         **techniques.pins(recipe, plan),
         "loss": (plan.loss, recipe.method.spec.loss),
+        "method.entropy": (plan.entropy, recipe.method.entropy),
         "train.seq_len": (plan.batch.seq_len, recipe.train.seq_len),
         "train.global_batch_size": (plan.batch.global_batch_size(dp), wanted_batch),
         "run.deterministic": (plan.deterministic, recipe.run.deterministic),

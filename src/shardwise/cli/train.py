@@ -194,8 +194,8 @@ def _check_beside(recipe: Recipe) -> None:
 def _check_disks(directory: Path, recipe: Recipe, spec: ModelSpec, plan: Plan) -> int:
     """Bytes that checkpoints will take; raises OUT003 where they, or what is kept on NVMe, have no room."""
     parameters = parameter_count(spec)
-    if plan.lora is not None:  # checkpoints hold the adapters alone
-        parameters = sum(prod(shape) for shape in lora.adapters(spec, plan.lora).values())
+    if plan.lora is not None:  # checkpoints hold what is trained alone
+        parameters = sum(prod(shape) for shape in lora.trained(spec, plan.lora).values())
     keep = recipe.checkpoint.save_total_limit + recipe.checkpoint.keep_best
     space = rundir.check_space(directory, parameters, keep, export_bytes=4 * parameters)
     if plan.offload.filed:
@@ -253,7 +253,7 @@ def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -
     if recipe.lora.path is not None and plan.lora is not None:
         from shardwise.models.peft import find_adapter
 
-        find_adapter(Path(recipe.lora.path), lora.adapters(spec, plan.lora), plan.lora, spec)
+        find_adapter(Path(recipe.lora.path), lora.trained(spec, plan.lora), plan.lora, spec)
 
 
 def _prepare(

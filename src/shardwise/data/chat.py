@@ -182,8 +182,8 @@ class Chat:
     def render(self, talk: Conversation) -> list[Rendered]:
         """The samples of one conversation (see above). Raises Fault CHAT002 for what the template refuses and turns
         without text, CHAT003 where the template does not show what the assistant's part is."""
-        messages = self.encoder.guard(talk.messages)
         tools = self.encoder.guard(talk.tools)
+        messages = self._filled(self.encoder.guard(talk.messages), tools)
         self._check_roles(messages, tools)
         self._check_tools(messages, tools)
         if talk.trained is None:
@@ -205,8 +205,9 @@ class Chat:
     def ask(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Prompt:
         """The prompt for the turn that follows ``messages``, as in training, with ``tools`` that it may call. Raises
         Fault CHAT002 where the template refuses them, CHAT003 where it does not show where an answer begins."""
-        turns = [*self.encoder.guard(messages), {"role": "assistant", "content": PROBE}]
-        whole, start = self._turn(turns, self.encoder.guard(tools), len(messages))
+        tools = self.encoder.guard(tools)
+        turns = [*self._filled(self.encoder.guard(messages), tools), {"role": "assistant", "content": PROBE}]
+        whole, start = self._turn(turns, tools, len(messages))
         self.encoder.check(whole)
         closing = whole[start : self._end(whole, start)].partition(PROBE)[2].strip()
         if PROBE in whole[:start] + closing:
@@ -215,6 +216,20 @@ class Chat:
         given, ending = self.encoder.encode([Rendered(text, []) for text in (whole[:start], closing)])
         special = _RESERVED.match(closing) is not None
         return Prompt(given.ids.tolist(), int(ending.ids[0]) if special else None, "" if special else closing)
+
+    def _filled(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
+        """``messages`` with an empty text where a content is null, as it is in calls of tools, if the template takes no
+        null, or writes ``None`` for it."""
+        empty = [{**message, "content": ""} if message.get("content", "") is None else message for message in messages]
+        if empty == messages:
+            return messages
+        try:
+            written = self.template.render(messages, tools).count("None")
+        except RenderError:
+            return empty
+        with suppress(RenderError):
+            return messages if self.template.render(empty, tools).count("None") == written else empty
+        return messages
 
     def _check_roles(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
         """Raises Fault CHAT002 for a message that the template leaves out because it does not know its role: changing
@@ -263,11 +278,11 @@ class Chat:
         head = probe.partition(PROBE)[0]
         if head != probe and fits and not head[len(prompt) :].strip():
             return whole, len(prompt)
-        if head != probe and whole.startswith(head):
+        closed = head.rstrip()  # a blank before an answer need not be there before a call
+        if head != probe and whole.startswith(closed):
             if fits or whole.startswith(before):
-                return whole, len(head)
+                return whole, len(head if whole.startswith(head) else closed)
             # Mistral's early templates lose the system prompt once there is an answer: keep what was asked.
-            closed = head.rstrip()
             if prompt and prompt[-1] == closed[-1:] and _CLOSING.match(prompt[-1]):
                 return prompt + whole[len(closed) :], len(prompt)
         what = f"the chat template does not show where message {k + 1} (from the assistant) begins"

@@ -166,6 +166,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     calls = turn.get("tool_calls")
     if calls is not None:
         turn = {**turn, "tool_calls": [_call(call, where) for call in (calls if isinstance(calls, list) else [None])]}
+        turn.setdefault("content")
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
         if len(parts) != len(content):

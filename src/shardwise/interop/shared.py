@@ -160,6 +160,10 @@ def adapter(found: Import, rank: int | None, alpha: float | None, names: dict[st
     for key in ("use_dora", "peft_use_dora"):
         if found.on(key):
             found.set("lora.dora", True, key)
+    for key in ("lora_modules_to_save", "modules_to_save", "additional_target"):
+        if whole := found.get(key):
+            whole = [name.strip() for name in whole.split(",")] if isinstance(whole, str) else whole
+            found.set("lora.modules_to_save", whole, key)
 
 
 def evaluation(found: Import) -> None:

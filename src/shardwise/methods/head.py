@@ -46,6 +46,9 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
             steps.append((probabilities, logits * wide, early))
             read = ("widened", "logits") if low_precision else ("logits",)
             steps.append(("", 0, tuple(name for name in read if name not in early)))
+        if plan.entropy:
+            steps.append(("entropies", logits * wide, ()))
+            steps.append(("", 0, ("entropies",)))
         if low_precision:
             steps.append(("grad_logits", logits * compute, ()))
         product_apart = want_weight and chunks > 1 and low_precision and not joins_products(device)
@@ -54,7 +57,7 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
         elif product_apart:
             steps.append(("product", vocabulary * hidden * compute, ()))
         steps.append(("", 0, (*["product"] * product_apart, *["grad_logits"] * low_precision, probabilities)))
-    reported = 8 * len(plan.method.figures)
+    reported = 8 * len(plan.loss_figures)
     steps.append(("loss", wide + reported, (*["cast"] * copied, *["factors"] * plan.method.pairs)))
     return steps
 
@@ -89,13 +92,13 @@ def products(sheet: Sheet, plan: Plan) -> int:
 
 def gathers(plan: Plan) -> list[int]:
     """Bytes of each all-gather over tp that the loss of a micro-batch makes in its forward pass, in order: three
-    numbers a token of every rank, a chunk at a time, and before that of all tokens, to score pairs. Its backward sends
-    nothing: what hidden needs is summed at the output layer's edge."""
+    numbers a token of every rank, and one more for entropies, a chunk at a time, and before that of all tokens, to
+    score pairs. Its backward sends nothing: what hidden needs is summed at the output layer's edge."""
     _, wide, tokens, chunks = _sizes(plan)
     chunk, ranks = plan.batch.loss_chunk_tokens, plan.layout.tp
     counts = [min(chunk, tokens - index * chunk) for index in range(chunks)]
-    scored = [tokens] * plan.method.pairs
-    return [3 * wide * ranks * count for count in scored + counts] if ranks > 1 else []
+    scored, numbers = [tokens] * plan.method.pairs, 3 + plan.entropy
+    return [numbers * wide * ranks * count for count in scored + counts] if ranks > 1 else []
 
 
 def wants(sheet: Sheet) -> tuple[bool, bool]:

@@ -67,7 +67,7 @@ def finish(
     ranks = 1 if head.group is None else dist.get_world_size(head.group)
     value = losses.detach().sum().to(scored.dtype) / ranks
     weighed = linear_cross_entropy(hidden, head, batch.labels, chunk_tokens, factors)
-    means = figures(answers, method).sum(1) / (denominator * ranks)
+    means = torch.cat([figures(answers, method).sum(1) / ranks, answer_tokens(batch)]) / denominator
     return Loss((weighed - weighed.detach() + value) / denominator, dict(zip(PREFERENCE_FIGURES, means, strict=True)))
 
 
@@ -92,14 +92,22 @@ def answers_of(losses: Tensor, batch: MicroBatch, method: Method, group: dist.Pr
 
 
 def figures(answers: Answers, method: Method) -> Tensor:
-    """The figures that ``PREFERENCE_FIGURES`` names, of each pair [6,p], as TRL defines them: an answer's reward is
-    beta times what its log-probability has over the reference's; both are means over its tokens where the method
+    """The first figures that ``PREFERENCE_FIGURES`` names, of each pair [6,p], as TRL defines them: an answer's reward
+    is beta times what its log-probability has over the reference's; both are means over its tokens where the method
     averages."""
     told = answers.means if method.spec.averaged else answers
     logps = told.logps.detach()
     chosen, rejected = (method.beta * (logps - told.references)).unbind(1)
     margins = chosen - rejected
     return torch.stack([chosen, rejected, margins, (margins > 0).to(margins.dtype), *logps.unbind(1)])
+
+
+def answer_tokens(batch: MicroBatch) -> Tensor:
+    """How many tokens of chosen and of rejected answers [2] in fp64 are trained on, of those that this rank has."""
+    assert batch.answers is not None
+    learnt = (batch.labels != IGNORED).double()
+    rejected = (learnt * (batch.answers % 2)).sum()
+    return torch.stack([learnt.sum() - rejected, rejected])
 
 
 def smoothed(logits: Tensor, method: Method) -> Tensor:

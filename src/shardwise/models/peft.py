@@ -19,6 +19,7 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.expert_families import TAKEN_FOR_EXPERTS
 from shardwise.models.hf_names import name_in_model, transposed
 from shardwise.models.peft_experts import Fused, Member, parameter_of, place_of, targeted
+from shardwise.models.peft_whole import ends_differ, whole_ends, whole_names
 from shardwise.models.roles import is_adaptable, is_adapter, is_expert, role
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.complaints import show_value
@@ -27,7 +28,7 @@ from shardwise.spec.plan import Lora
 from shardwise.spec.recipe import LoraSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_BESIDE: tuple[str, ...] = ("modules_to_save", "lora_bias", "trainable_token_indices")
+_BESIDE: tuple[str, ...] = ("lora_bias", "trainable_token_indices")
 _BESIDE += ("layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config")
 _BESIDE += ("kasa_config", "monteclora_config")
 _FIRST = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -77,18 +78,18 @@ def write_adapter(
     fetch: Callable[[str], Tensor],
 ) -> None:
     """Write ``directory`` as ``PeftModel.from_pretrained`` reads it, in the dtype that the adapters have. ``named`` are
-    their parameters by canonical name, of which the global shapes and dtypes are read; ``fetch`` gives their whole
-    values, once each and in that order. ``model``: what they belong to."""
+    their parameters by canonical name, and behind them what was trained whole, of which the global shapes and dtypes
+    are read; ``fetch`` gives their whole values, once each and in that order. ``model``: what they belong to."""
     directory.mkdir(parents=True, exist_ok=True)
     shapes = {name: tuple(value.shape) for name, value in named.items()}
     dtype = reduce(torch.promote_types, {value.dtype for value in named.values()})
-    modules = _modules(shapes, spec)
+    modules, whole = _modules(filter(is_adapter, shapes), spec), whole_names(lora, spec)
     wide = {
         theirs: Fused.of(names, shapes, lora.rank, spec).shape()
         if is_expert(names[0])
         else _joined([shapes[name] for name in names], rows=True, columns=word == "lora_b")
         for theirs, (word, names) in _stored(modules).items()
-    }
+    } | {theirs: shapes[name] for theirs, name in whole.items()}
 
     def values() -> Iterator[Tensor]:
         for words in modules.values():
@@ -99,6 +100,8 @@ def write_adapter(
                     yield Fused.of(names, shapes, lora.rank, spec).packed(parts)
                 else:
                     yield torch.block_diag(*parts) if word == "lora_b" else torch.cat(parts)
+        fetched = {name: fetch(name) for name in dict.fromkeys(whole.values())}
+        yield from (fetched[name] for name in whole.values())
 
     tensorfile.write(directory / WEIGHTS, wide, dtype, values())
     chosen, parameters = _targeted(modules, spec)
@@ -115,6 +118,8 @@ def write_adapter(
         "target_modules": chosen,
         **({"target_parameters": parameters} if parameters else {}),
         "bias": "none",
+        "modules_to_save": [theirs.split(".")[-2] for theirs in whole] or None,
+        **({"ensure_weight_tying": True} if whole and spec.tie_word_embeddings else {}),
         # Of the model's own layers: A and B are [r, in] and [out, r] in any case.
         "fan_in_fan_out": bool(transposed(spec)),
         "inference_mode": True,
@@ -164,6 +169,8 @@ def adapter_settings(directory: Path, spec: ModelSpec) -> dict[str, Any]:
     targets = [kind for kind, targeted in roles.items() if targeted]
     if targets:
         settings["targets"] = "all-linear" if len(targets) == len(roles) else targets
+    if (whole := whole_ends(config, spec)) and not isinstance(whole, str):
+        settings["modules_to_save"] = whole
     return settings
 
 
@@ -214,22 +221,28 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     with all that the adapter in ``directory`` and the recipe disagree about, MissingInputError (CKPT001)."""
     where = str(directory)
     config = _config(directory)
-    found, modules, weights = tensorfile.entries(directory / WEIGHTS), _modules(names, spec), parameter_shapes(spec)
-    linears = _linears(spec)
+    found, weights, linears = tensorfile.entries(directory / WEIGHTS), parameter_shapes(spec), _linears(spec)
+    modules, whole = _modules(filter(is_adapter, names), spec), whole_names(lora, spec)
     blocks = _in_blocks(config, lora, linears)
     unserved = _unserved(config, where, blocks=blocks)
-    unserved += _parameters_differ(config, modules, where)
+    unserved += [*_parameters_differ(config, modules, where), *ends_differ(config, lora, spec, where)]
     problems = [*unserved, *_settings_differ(config, lora, where)]
     if odd := [name for name, entry in found.items() if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2]:
         what = f"{len(odd)} tensors of the adapter are quantised ({found[odd[0]].dtype}), such as {odd[0]}"
         problems.append(Problem("CKPT004", what, where, "give the adapter in fp32, bf16 or fp16"))
     theirs = _stored(modules)
-    if not unserved and (odd := sorted(found.keys() ^ theirs.keys())):
+    if not unserved and (odd := sorted(found.keys() ^ (theirs.keys() | whole.keys()))):
         what = f"the adapter and the recipe's targets differ in {len(odd)} tensors, such as {odd[0]}"
         problems.append(Problem("CKPT003", what, where, _targets(config, linears)))
     if problems:
         raise DataError(*problems)
     places: dict[str, Found] = {}
+    for name, ours in whole.items():
+        _shaped(name, found[name], weights[ours], where)
+        places[ours] = found[name], 0
+    if spec.tie_word_embeddings and whole and not torch.equal(*(found[name].mapped() for name in whole)):
+        what = "its embedding and output layer differ, and are one weight of the model"
+        raise DataError(Problem("CKPT003", what, where, "train it with PEFT's ensure_weight_tying"))
     for name, (word, members) in theirs.items():
         if is_expert(members[0]):
             shapes_of = _expert_shapes(members, lora, spec)
@@ -319,10 +332,17 @@ def _mixed(blocks: Iterable[tuple[Entry, int]], rank: int) -> bool:
 
 
 def read_adapter(
-    directory: Path, parts: Mapping[str, Sequence[slice]], lora: Lora, spec: ModelSpec
+    directory: Path,
+    parts: Mapping[str, Sequence[slice]],
+    lora: Lora,
+    spec: ModelSpec,
+    names: Iterable[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(canonical name, its slice as stored) of every adapter parameter among ``parts``; raises as find_adapter."""
-    for name, place in find_adapter(directory, filter(is_adapter, parts), lora, spec).items():
+    """(canonical name, its slice as stored) of every parameter of the adapter among ``parts``, which are some of its
+    ``names`` where a rank has some of the model; None: all. Raises as find_adapter."""
+    for name, place in find_adapter(directory, parts if names is None else names, lora, spec).items():
+        if name not in parts:
+            continue
         if isinstance(place, Member):
             yield name, place.read(name, parts[name])
             continue

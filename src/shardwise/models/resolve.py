@@ -85,7 +85,7 @@ def with_adapter(recipe: Recipe) -> Recipe:
     """The recipe with the settings of the adapter in ``lora.path`` (rank, alpha, targets and so on) wherever it does
     not set them itself. Raises as :func:`resolve` and :func:`shardwise.models.peft.adapter_settings`."""
     asked = recipe.lora
-    left = {"rank", "alpha", "targets", "rslora", "dora", "dropout"} - asked.model_fields_set
+    left = {"rank", "alpha", "targets", "rslora", "dora", "dropout", "modules_to_save"} - asked.model_fields_set
     if asked.path is None or not left or (asked.rank is not None and not Path(asked.path).is_dir()):
         return recipe
     from shardwise.models.peft import adapter_settings

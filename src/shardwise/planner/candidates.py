@@ -151,6 +151,7 @@ def _open(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
         deterministic=recipe.run.deterministic,
         attention=recipe.attention,
         loss=recipe.method.spec.loss,
+        entropy=recipe.method.entropy,
         why=why,
         model=spec.name,
         cluster=str(cluster),

@@ -145,8 +145,8 @@ COARSE = ", ".join(f"{most:g} in {dtype}" for dtype, most in OWN_DTYPES.items() 
 TOLERANCES = f"""\
 * drift: every collective, byte of state and saved byte is equal; a peak of {show_bytes(PEAK_FROM_BYTES)} and more is
   within {100 * PEAK_TOLERANCE:g} %
-* parity: losses, norms, first gradients and last weights within {TOLERANCE:g} (relative); what several ranks hold of a
-  weight is equal to the bit after every step
+* parity: losses and what is reported with them, norms, first gradients and last weights within {TOLERANCE:g}
+  (relative); what several ranks hold of a weight is equal to the bit after every step
 * dtypes: loss, norm and 1 - cosine of each gradient within {COARSE}
 * checkpoint: every weight and moment is equal to the bit, losses after it within {TOLERANCE:g}
 

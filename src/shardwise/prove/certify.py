@@ -20,7 +20,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.prove import moves, parity
 from shardwise.prove.drift import drift
 from shardwise.prove.moves import SavedRun
-from shardwise.prove.parity import TOLERANCE
+from shardwise.prove.parity import COMPARED, TOLERANCE
 from shardwise.prove.pool import RankFailure, Ranks
 from shardwise.prove.shrink import Shrunk, real_name, shrink
 from shardwise.prove.smallest import Outcome, Smallest, smallest
@@ -33,8 +33,8 @@ Effort = Literal["quick", "normal", "thorough"]
 OWN_DTYPES = {"fp64": TOLERANCE, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.1}
 """By the coarsest dtype, of loss, norm and 1 - cosine of each gradient after one step: a bf16 product is wrong by up to
 2**-8, and its errors add up over a small layers."""
-PARITY, DTYPES = ("gradient", "loss", "norm", "weight"), ("turn", "loss", "norm")
-"""What is compared, the cause first."""
+DTYPES = ("turn", "loss", "norm")
+"""What is compared in the plan's own dtypes, the cause first."""
 SOON_S = 10.0
 """A rank whose drift at the plan's own size takes longer is not measured again and again."""
 SHOWN = 6
@@ -201,8 +201,8 @@ def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) ->
 
 def _parity(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
     [found] = parity.prove(ranks, small.spec, [small.plan], STEPS, setting)
-    figures |= {key: vars(found)[key].error for key in PARITY}
-    return found.wrong(TOLERANCE, PARITY)
+    figures |= {key: vars(found)[key].error for key in COMPARED}
+    return found.wrong(TOLERANCE)
 
 
 def _dtypes(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:

@@ -10,14 +10,15 @@ direction of each gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributions import Categorical
 from torch.nn import functional
 from xxhash import xxh3_64_intdigest
 
@@ -31,6 +32,7 @@ from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
 from shardwise.models.roles import is_adapter, is_stacked
+from shardwise.prove.apart import Worst, apart, differences, directions, farthest, worst
 from shardwise.prove.balance import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.workload import MAX_STEPS, OPTIM, STEPS, Setting, Workload, job_of
@@ -39,6 +41,7 @@ from shardwise.runtime.build import build
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import accumulate, step
+from shardwise.spec.methods import ENTROPY, TOKEN_ACCURACY
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe, Run
 from shardwise.techniques import lora, nf4
@@ -59,39 +62,27 @@ Tensors = Mapping[str, Tensor]
 class Trace:
     """What a training run returns: per step the mean loss and the gradient's norm before clipping; every full gradient
     of step 1, before clipping; every full weight after the last step. ``held``: after each step, of each piece of a
-    weight that this rank holds, by name and place, a digest of its bits."""
+    weight that this rank holds, by name and place, a digest of its bits. ``figures``: per step what is reported beside
+    the loss."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     held: tuple[dict[str, list[int]], ...] = ()
+    figures: tuple[Mapping[str, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Worst:
-    """The largest error: of which tensor or number, and on which rank. ``expected`` and ``found`` are the values where
-    they are farthest apart; NaN for what is missing."""
-
-    error: float
-    what: str
-    rank: int = 0
-    expected: float = field(default=math.nan, compare=False)
-    found: float = field(default=math.nan, compare=False)
-
-    @property
-    def where(self) -> str:
-        return f"{self.what}, rank {self.rank}"
-
-    def __str__(self) -> str:
-        return f"{self.error:.2e} ({self.where})"
+COMPARED = ("gradient", "loss", "norm", "weight", "figure")
+"""What is compared in float64, the cause first."""
 
 
 @dataclass(frozen=True)
 class Parity:
     """How far a run is from the plain loop, at worst over its ranks. Errors are relative: the largest difference within
     a tensor over its largest element. ``turn`` is 1 - cosine of a gradient with the right one. ``apart``: what two
-    ranks hold of the same piece of a weight, and is not the same."""
+    ranks hold of the same piece of a weight, and is not the same. ``figure``: of what is reported beside the loss, the
+    largest difference."""
 
     loss: Worst
     norm: Worst
@@ -99,8 +90,9 @@ class Parity:
     turn: Worst
     weight: Worst
     apart: tuple[str, ...] = ()
+    figure: Worst = Worst(0.0, "figures")
 
-    def wrong(self, most: float, compared: Sequence[str] = ("gradient", "loss", "norm", "weight")) -> list[str]:
+    def wrong(self, most: float, compared: Sequence[str] = COMPARED) -> list[str]:
         """What is not within the tolerance, the cause first, and what ranks do not hold alike."""
         first = "first gradient of "
         words = {"gradient": first, "turn": first, "norm": "gradient ", "weight": "weight "}
@@ -154,6 +146,12 @@ def compare(right: Trace, traces: Sequence[Trace], *, staged: bool = False) -> P
         every = {(n, rank): e for rank, (want, each) in pairs for n, e in errors(want, each).items()}
         return worst(every, lambda at: farthest(known.get(at[0]), found[at[1]].get(at[0])))
 
+    told = {
+        (f"{name} of step {index + 1}", rank): (value, figures.get(name, math.nan))
+        for rank, trace in enumerate(traces)
+        for index, (known, figures) in enumerate(zip(right.figures, trace.figures, strict=False))
+        for name, value in known.items()
+    }
     return Parity(
         numbers("loss", right.losses, [trace.losses for trace in traces]),
         numbers("norm", right.norms, [trace.norms for trace in traces]),
@@ -161,61 +159,10 @@ def compare(right: Trace, traces: Sequence[Trace], *, staged: bool = False) -> P
         tensors(lambda trace: trace.gradients, directions),
         tensors(lambda trace: trace.weights, differences),
         tuple(apart([trace.held for trace in traces])),
+        worst({at: abs(value - known) for at, (known, value) in told.items()}, told.__getitem__)
+        if told
+        else Parity.figure,
     )
-
-
-Place = tuple[str, int]
-"""The name of a tensor or number, and a rank."""
-
-
-def worst(errors: Mapping[Place, float], values: Callable[[Place], tuple[float, float]]) -> Worst:
-    """The largest error, with the two values; NaN counts as larger than any."""
-    at = max(errors, key=lambda at: math.inf if math.isnan(errors[at]) else errors[at])
-    return Worst(errors[at], *at, *values(at))
-
-
-def farthest(known: Tensor | None, found: Tensor | None) -> tuple[float, float]:
-    """The elements of two tensors that are farthest apart; NaN of one that is missing."""
-    if known is None or found is None or known.shape != found.shape:
-        return math.nan, math.nan
-    index = (known.double() - found.double()).abs().nan_to_num(math.inf).argmax()
-    return float(known.flatten()[index]), float(found.flatten()[index])
-
-
-def apart(held: Sequence[Sequence[Mapping[str, list[int]]]]) -> Iterator[str]:
-    """What ranks hold of the same piece and is not the same, of the first step after which something is not."""
-    for number, pieces in enumerate(zip(*held, strict=True)):
-        first: dict[str, tuple[int, int]] = {}
-        different = {}
-        for rank, mine in enumerate(pieces):
-            for name, digests in mine.items():
-                for digest in digests:
-                    other, known = first.setdefault(name, (rank, digest))
-                    if digest != known:
-                        different[name] = f"{name} of rank {rank} is not that of rank {other} after step {number + 1}"
-        yield from different.values()
-        if different:
-            return
-
-
-def differences(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative error of each tensor; infinite for one that is missing, new or of another shape."""
-    errors = {name: float("inf") for name in found.keys() - right.keys()}
-    for name, known in right.items():
-        same = name in found and found[name].shape == known.shape
-        scale = known.double().abs().max().clamp_min(1e-30)
-        errors[name] = float((found[name].double() - known.double()).abs().max() / scale) if same else float("inf")
-    return errors
-
-
-def directions(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
-    """1 - the cosine of the angle between each gradient and the right one; 2, the opposite, for one that is missing."""
-    return {
-        name: 1.0 - float(functional.cosine_similarity(known.double().flatten(), found[name].double().flatten(), dim=0))
-        if name in found
-        else 2.0
-        for name, known in right.items()
-    }
 
 
 def train_on_rank(
@@ -248,7 +195,7 @@ def take_steps(
             gradients.update({name: grad / state.scale.value for name, grad in full_gradients(state).items()})
 
     rules = StepRules(plan, groups, OPTIM, MAX_STEPS, finish_of(job.setting.method, plan), enter)
-    losses, norms, pieces = [], [], []
+    losses, norms, pieces, figures = [], [], [], []
     for number in range(job.updates):
         batches = [batch.to(device) for batch in share_of_rank(job.batch(number), groups, plan)]
         terms, _ = reduce.count_supervised(groups, sum(batch.terms() for batch in batches))
@@ -256,6 +203,7 @@ def take_steps(
             stats = step(state, batches, terms, rules)
             losses.append(stats.loss)
             norms.append(stats.grad_norm)
+            figures.append(stats.figures)
         else:
             accumulate(state, batches, terms, rules)
             if trained := [state.updated(each) for each in state.trained()]:  # of which a stage may have none
@@ -265,7 +213,7 @@ def take_steps(
                 state.host.give_back()
         pieces.append(held(state))
     weights = whole({name: full(kept(parameter)) for name, parameter in state.parameters().items()})
-    return Trace(tuple(losses), tuple(norms), gradients, weights, tuple(pieces))
+    return Trace(tuple(losses), tuple(norms), gradients, weights, tuple(pieces), tuple(figures))
 
 
 def held(state: TrainState) -> dict[str, list[int]]:
@@ -319,11 +267,11 @@ def plain(job: Workload) -> Trace:
     vectors = [p for p in parameters.values() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = program(job.optim).plain(groups, OPTIM)
-    losses, norms, first = [], [], {}
+    losses, norms, figures, first = [], [], [], {}
     for number in range(job.updates):
         optimizer.zero_grad()
         with plain_balance(model) as balance:
-            loss = plain_loss(model, merged(parameters, job), collate(job.batch(number)), job)
+            loss, told = plain_terms(model, merged(parameters, job), collate(job.batch(number)), job)
         (loss + balance()).backward()
         if number == job.steps:
             torch.optim.SGD([p for p in parameters.values() if p.requires_grad], OPTIM.learning_rate).step()
@@ -338,8 +286,9 @@ def plain(job: Workload) -> Trace:
             group["lr"] = OPTIM.learning_rate * min(warm, 1.0 - max(0.0, fallen))
         optimizer.step()
         losses.append(loss.item())
+        figures.append({name: told[name] for name in job.figures})
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    return Trace(tuple(losses), tuple(norms), first, weights)
+    return Trace(tuple(losses), tuple(norms), first, weights, figures=tuple(figures))
 
 
 def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
@@ -350,8 +299,10 @@ def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
         value = job.first(name, shape)
         if name.endswith(".lora_m"):
             value = parameters[f"{name.removesuffix('lora_m')}weight"].detach().norm(dim=1)
-        held = (job.lora is not None and not is_adapter(name)) or any(fnmatchcase(name, glob) for glob in job.frozen)
-        if job.lora is not None and held:
+        held = any(fnmatchcase(name, glob) for glob in job.frozen)
+        if job.lora is not None:
+            held = not (is_adapter(name) or job.lora.saves(name))
+        if job.lora is not None and held and not (name == "norm.weight" and job.lora.saves("head.weight")):
             if job.lora.nf4 and nf4.quantised(name):
                 each = value.chunk(job.spec.experts if is_stacked(name) else 1)
                 value = torch.cat([dequantise(*quantise(one), one.dtype) for one in each])
@@ -380,17 +331,28 @@ def merged(parameters: Mapping[str, Tensor], job: Workload) -> dict[str, Tensor]
 
 
 def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, job: Workload) -> Tensor:
+    """The loss of :func:`plain_terms`."""
+    return plain_terms(model, weights, batch, job)[0]
+
+
+def plain_terms(
+    model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, job: Workload
+) -> tuple[Tensor, dict[str, float]]:
     """Mean loss over the supervised tokens, or the pairs of answers, from full logits, with every weight cast to the
-    job's compute dtype."""
+    job's compute dtype; and of tokens what may be reported beside it, means too."""
     cast = {name: weight.to(torch_dtype(job.compute)) for name, weight in weights.items()}
     logits = torch.func.functional_call(model, cast, (batch.ids, batch.positions, mask(batch)))
     wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     if batch.references is None:
-        return functional.cross_entropy(wide, batch.labels.flatten(), reduction="sum") / batch.supervised_tokens()
+        labels, count = batch.labels.flatten(), batch.supervised_tokens()
+        told = {TOKEN_ACCURACY: (wide.argmax(-1) == labels).sum().item() / count}
+        if ENTROPY in job.figures:
+            told[ENTROPY] = Categorical(logits=wide.detach()).entropy()[labels >= 0].sum().item() / count
+        return functional.cross_entropy(wide, labels, reduction="sum") / count, told
     losses, method = functional.cross_entropy(wide, batch.labels.flatten(), reduction="none"), job.setting.method
     assert batch.answers is not None
     answers = batch.answers.masked_fill(batch.labels == IGNORE, -1).flatten()
     each = [losses[answers == answer] for answer in range(2 * len(batch.references))]
     logps = -torch.stack([one.sum() for one in each]).view(-1, 2)
     counts = torch.tensor([len(one) for one in each]).view(-1, 2)
-    return losses_of(Answers(logps, batch.references, counts), method).mean()
+    return losses_of(Answers(logps, batch.references, counts), method).mean(), {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,8 @@ class Setting:
 @dataclass(frozen=True)
 class Workload:
     """``rows`` sequences of ``seq_len`` tokens a step, computed in ``compute`` from master weights in ``weights``;
-    parameters whose names match ``frozen`` stay as they are. ``optim`` rounds nothing."""
+    parameters whose names match ``frozen`` stay as they are. ``optim`` rounds nothing. ``figures``: what is reported of
+    the tokens of each step beside the loss."""
 
     spec: ModelSpec
     rows: int
@@ -64,6 +66,7 @@ class Workload:
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
     optim: Optim = Optim()
+    figures: tuple[str, ...] = ()
     setting: Setting = field(default_factory=Setting, hash=False)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -86,7 +89,8 @@ def job_of(spec: ModelSpec, plan: Plan, steps: int, setting: Setting | None = No
     rows = plan.batch.global_batch_size(plan.layout.dp)
     length, precision = plan.batch.seq_len, plan.precision
     sizes = (spec, rows, length, precision.compute, precision.weights, steps)
-    return Workload(*sizes, frozen=plan.frozen, lora=plan.lora, optim=plan.optim.exact, setting=setting or Setting())
+    told: dict[str, Any] = {"figures": () if plan.method.pairs else plan.loss_figures, "setting": setting or Setting()}
+    return Workload(*sizes, frozen=plan.frozen, lora=plan.lora, optim=plan.optim.exact, **told)
 
 
 def texts(job: Workload, number: int) -> list[Sample]:

@@ -23,7 +23,7 @@ from shardwise.models.roles import is_adapter
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, Recipe
-from shardwise.techniques import offload, optim, pp
+from shardwise.techniques import lora, offload, optim, pp
 from shardwise.techniques.offload.host import HostWeights
 from shardwise.techniques.offload.narrow import keep_gradients
 
@@ -111,8 +111,9 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
         for name, values in hf.read_weights(directory, {name: wanted[name] for name in wanted if name in stored}, spec):
             _put(parameters, name, wanted[name], values, plan)
     if recipe.lora.path is not None and plan.lora is not None:
-        adapters = {name: local_slice(value) for name, value in parameters.items() if is_adapter(name)}
-        for name, values in peft.read_adapter(Path(recipe.lora.path), adapters, plan.lora, spec):
+        own = {name: local_slice(one) for name, one in parameters.items() if is_adapter(name) or plan.lora.saves(name)}
+        names = lora.trained(spec, plan.lora)
+        for name, values in peft.read_adapter(Path(recipe.lora.path), own, plan.lora, spec, names):
             put(parameters[name], values)
 
 

@@ -55,10 +55,10 @@ def export(
 def export_adapter(
     parameters: Mapping[str, Tensor], settings: Lora, spec: ModelSpec, model: str | None, target: Path
 ) -> None:
-    """Write only the adapters, in PEFT's format, as :func:`export` writes a model. ``model``: the name of their base
-    model."""
-    own = {name: value for name, value in parameters.items() if is_adapter(name)}
-    holders = holders_of(own)
+    """Write only the adapters, and what was trained whole beside them, in PEFT's format, as :func:`export` writes a
+    model. ``model``: the name of their base model."""
+    own = {name: value for name, value in parameters.items() if is_adapter(name) or settings.saves(name)}
+    holders = dict(sorted(holders_of(own).items(), key=lambda held: not is_adapter(held[0])))
     if dist.is_initialized() and dist.get_rank() != 0:
         for name in holders:
             fetched(name, own, holders)
@@ -135,8 +135,8 @@ def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = T
     assert isinstance(model, Model)
     if adapters is not None:  # their own values are the checkpoint's, not those that they began with
         fill([model], spec, recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"path": None})}), plan)
-    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    read(path, {f"model.{name}": value for name, value in values.items() if adapters is None or is_adapter(name)})
+    trained = {name: one.detach() for name, one in model.named_parameters() if adapters is None or one.requires_grad}
+    read(path, {f"model.{name}": value for name, value in trained.items()})
     return model
 
 

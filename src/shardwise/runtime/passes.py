@@ -44,8 +44,11 @@ class StepRules:
 
 def finish_of(method: Method, plan: Plan) -> Finish:
     """The loss of ``method``, over as many tokens at a time as ``plan`` says, and compiled where it says so."""
-    of_all = partial(pairs.finish, method=method) if method.spec.pairs else program(method.spec).finish
-    plain: Finish = partial(of_all, chunk_tokens=plan.batch.loss_chunk_tokens)
+    chunk = plan.batch.loss_chunk_tokens
+    if method.spec.pairs:
+        plain: Finish = partial(pairs.finish, method=method, chunk_tokens=chunk)
+    else:
+        plain = partial(program(method.spec).finish, chunk_tokens=chunk, figures=plan.loss_figures)
     if not plan.compile:
         return plain
     between = torch.compile(losses_and_gradient, fullgraph=True)
@@ -77,7 +80,7 @@ def train(
     if line := pp.line_of(parts):
         shares = PipelineRank[Loss](parts, line, partial(run_part, score=score), rules.enter).train(batches, scale)
         none = torch.zeros((), dtype=torch.float64, device=batches[0].ids.device)
-        shares = shares or [Loss(none, dict.fromkeys(rules.plan.method.figures, none))]
+        shares = shares or [Loss(none, dict.fromkeys(rules.plan.loss_figures, none))]
     else:
         shares = _one_part_after_another(parts, batches, rules, score, scale)
     techniques.after_backward(parts, rules.plan, rules.meshes)

@@ -152,10 +152,11 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, flat: ``model.<name>``, ``optim.exp_avg.<name>``, ``optim.exp_avg_sq.<name>``.
-        Live tensors (DTensors where sharded), not copies. With adapters, those alone: the rest never changes."""
+        Live tensors (DTensors where sharded), not copies. With adapters, what is trained alone: the rest never
+        changes."""
         parameters = self.parameters()
-        adapters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
-        parameters = adapters or parameters
+        if any(map(is_adapter, parameters)):
+            parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         found: dict[str, Tensor] = {f"model.{name}": kept(parameter) for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             for key, value in self.optimizer.state.get(self.updated(parameter), {}).items():

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+TOKEN_ACCURACY, ENTROPY = "mean_token_accuracy", "entropy"
+TOKEN_FIGURES = (TOKEN_ACCURACY, ENTROPY)
+"""What training on tokens reports of each step beside its loss, by the names that TRL gives it; entropy if asked."""
 PREFERENCE_FIGURES = (
     "rewards/chosen",
     "rewards/rejected",
@@ -15,8 +18,11 @@ PREFERENCE_FIGURES = (
     "rewards/accuracies",
     "logps/chosen",
     "logps/rejected",
+    "tokens/chosen",
+    "tokens/rejected",
 )
-"""The figures that methods of pairs report of each step beside their loss, by the names that TRL gives them."""
+"""What methods of pairs report of each step beside their loss, by the names that TRL gives it, and how many tokens of
+an answer are trained on."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class MethodSpec:
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The names of what the loss reports of each step beside itself."""
-        return PREFERENCE_FIGURES if self.pairs else ()
+        """The names of what the loss always reports of each step beside itself."""
+        return PREFERENCE_FIGURES if self.pairs else (TOKEN_ACCURACY,)
 
     @property
     def row_sums(self) -> int:
@@ -54,8 +60,10 @@ _pairs = partial(MethodSpec, records=True, pairs=True, learning_rates=(1e-6, 1e-
 METHODS = {
     spec.name: spec
     for spec in (
-        MethodSpec("pretrain", "cross_entropy"),
-        MethodSpec("sft", "cross_entropy", records=True, learning_rates=(2e-5, 2e-4), warmup=0.03),
+        MethodSpec("pretrain", "cross_entropy", options=("entropy",)),
+        MethodSpec(
+            "sft", "cross_entropy", records=True, options=("entropy",), learning_rates=(2e-5, 2e-4), warmup=0.03
+        ),
         _pairs("dpo", "dpo", reference=True, options=("beta", "label_smoothing")),
         _pairs("ipo", "ipo", reference=True, counted=True, options=("beta",)),
         _pairs("hinge", "hinge", reference=True, options=("beta",)),

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from shardwise.spec.hash_once import hash_once
 from shardwise.spec.layout import Layout
-from shardwise.spec.methods import LOSSES, LossName, MethodSpec
+from shardwise.spec.methods import ENTROPY, LOSSES, LossName, MethodSpec
 from shardwise.spec.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec
 from shardwise.spec.place import stages_of
 
@@ -181,7 +181,8 @@ class Offload:
 class Lora:
     """``targets`` are roles of linear layers (none: all). The product of both matrices is multiplied by alpha / rank,
     or with ``rslora`` by alpha / sqrt(rank). ``frozen`` is the dtype of the frozen weights; with ``nf4`` those of the
-    blocks' linear layers are stored in 4 bits."""
+    blocks' linear layers are stored in 4 bits. ``modules_to_save``: of ``embed`` and ``head`` those that are trained
+    whole."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -191,6 +192,11 @@ class Lora:
     nf4: bool = False
     dropout: float = 0.0
     dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+
+    def saves(self, name: str) -> bool:
+        """Whether the parameter with this canonical name is trained whole."""
+        return name.removesuffix(".weight") in self.modules_to_save
 
 
 @dataclass(frozen=True)
@@ -284,6 +290,7 @@ class Plan:
     frozen: tuple[str, ...] = ()
     lora: Lora | None = None
     loss: LossName = "cross_entropy"
+    entropy: bool = False
     pipeline: Pipeline = Pipeline()
     estimate: Estimate = Estimate()
     why: dict[str, str] = field(default_factory=dict, hash=False)
@@ -300,6 +307,11 @@ class Plan:
     def method(self) -> MethodSpec:
         """The row of the method that its loss is of; of several, the first."""
         return LOSSES[self.loss]
+
+    @property
+    def loss_figures(self) -> tuple[str, ...]:
+        """The names of what the loss reports of each step beside itself."""
+        return (*self.method.figures, *[ENTROPY] * self.entropy)
 
     @property
     def sharded(self) -> bool:
@@ -335,4 +347,5 @@ class Plan:
         if self.lora is None:
             return f"weights {self.precision.weights}, moments {moments}"
         frozen = f"nf4 and {self.lora.frozen}" if self.lora.nf4 else self.lora.frozen
-        return f"adapters {self.precision.weights}, moments {moments}, frozen weights {frozen}"
+        whole = "".join(f", {name}" for name in self.lora.modules_to_save)
+        return f"adapters{whole} {self.precision.weights}, moments {moments}, frozen weights {frozen}"

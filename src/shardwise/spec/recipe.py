@@ -118,12 +118,14 @@ class Method(Section):
     """``pretrain``: every token of text; ``sft``: the answers in conversations; ``dpo``, ``ipo`` and ``hinge``: which
     of two answers is preferred, more than by the initial model; ``orpo`` and ``simpo``: the same, without it. ``beta``
     keeps the model close to the initial one, or weighs orpo's second term, or simpo's rewards; ``gamma``: by how much
-    these should differ; ``label_smoothing``: the share of pairs that are taken to be the wrong way round."""
+    these should differ; ``label_smoothing``: the share of pairs that are taken to be the wrong way round. ``entropy``:
+    of what the model predicts, in nats a token, among the metrics of each step of pretrain and sft."""
 
     name: MethodName = "pretrain"
     beta: float = Field(default=0.1, gt=0)
     gamma: float = Field(default=0.5, ge=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    entropy: bool = False
 
     @property
     def spec(self) -> MethodSpec:
@@ -210,7 +212,8 @@ class LoraSection(Section):
     """Adapters instead of full weights: on when ``rank`` is given. ``targets``: all-linear, or roles of linear layers
     (q k v o gate up down; PEFT's q_proj and so on are read too). ``alpha`` is twice the rank unless given. ``dropout``
     applies to an adapter's input. ``frozen``: the dtype of the model's own, frozen weights: nf4 is QLoRA; auto is bf16
-    if ``precision.compute`` is, else ``precision.weights``. ``path``: an adapter in PEFT's format to start from."""
+    if ``precision.compute`` is, else ``precision.weights``. ``modules_to_save``: embed_tokens and lm_head, to be
+    trained whole beside the adapters. ``path``: an adapter in PEFT's format to start from."""
 
     rank: int | None = Field(default=None, ge=1)
     alpha: float | None = Field(default=None, gt=0)
@@ -219,6 +222,7 @@ class LoraSection(Section):
     dora: bool = False
     dropout: float = Field(default=0.0, ge=0, lt=1)
     frozen: Literal["auto", "fp32", "bf16", "nf4"] = "auto"
+    modules_to_save: list[str] = []
     path: str | None = None
 
     def contradictions(self) -> Iterator[Problem]:

@@ -160,6 +160,7 @@ def inside(plan: Plan) -> Plan:
         optim=Optim(),
         offload=Offload(),
         loss="cross_entropy",
+        entropy=False,
         estimate=Estimate(),
         why={},
         model="",

@@ -38,8 +38,12 @@ def compute_dtype(precision: Precision, module: str) -> Dtype:
 
 def stored_dtype(plan: Plan, name: str) -> Dtype:
     """The dtype in which the parameter with this canonical name is stored; with adapters, the model's own weights have
-    one of their own (``lora.frozen``)."""
-    return plan.precision.weights if plan.lora is None or is_adapter(name) else plan.lora.frozen
+    one of their own (``lora.frozen``), but for those that are trained whole, and the norm before an output layer that
+    is: the weights of an end have one dtype."""
+    if plan.lora is None or is_adapter(name):
+        return plan.precision.weights
+    of = name if name.startswith(("layers.", "embed.")) else "head.weight"
+    return plan.precision.weights if plan.lora.saves(of) else plan.lora.frozen
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

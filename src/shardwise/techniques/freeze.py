@@ -1,5 +1,5 @@
 """Frozen parameters: weights that stay as they are (``model.frozen``, globs over parameter names; under LoRA all but
-the adapters).
+the adapters and ``lora.modules_to_save``).
 
 Shards and sends nothing: a frozen weight has no gradient, no moments and no part in any reduction; the product that
 would give its gradient is skipped, and inputs that only this product reads are not saved. Backward stops where nothing
@@ -100,7 +100,7 @@ def _first_trained(spec: ModelSpec, patterns: tuple[str, ...], lora: Lora | None
     """The first block with a trained weight, or an adapter; -1: something before the blocks is."""
     for unit in range(-1, spec.num_hidden_layers):
         names = parameters(spec, "stem" if unit < 0 else f"layers.{unit}.")
-        if lora is not None and any(adapted(name, lora) for name in names):
+        if lora is not None and any(adapted(name, lora) or lora.saves(name) for name in names):
             return unit
         if lora is None and not all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
             return unit

@@ -131,8 +131,9 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Sharded, weights are stored in a dtype of their own; a unit has them as they are gathered."""
     if not plan.sharded:
         return sheet
-    own, frozen = plan.precision.weights, stored_dtype(plan, "norm.weight")
-    return sheet.rewritten(lambda unit: _stored(unit, own, frozen))
+    own, frozen = plan.precision.weights, stored_dtype(plan, "layers.")
+    ends = {"stem": stored_dtype(plan, "embed.weight"), "tail": stored_dtype(plan, "head.weight")}
+    return sheet.rewritten(lambda unit: _stored(unit, own, ends.get(unit.name, frozen)))
 
 
 @lru_cache(maxsize=KEPT_UNITS)

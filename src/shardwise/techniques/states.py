@@ -69,10 +69,10 @@ def adapted(weight: str, lora: Lora) -> bool:
 
 
 def frozen(name: str, plan: Plan) -> bool:
-    """Whether the parameter with this canonical name stays as it is: with adapters all but theirs, else what
-    ``model.frozen`` names."""
+    """Whether the parameter with this canonical name stays as it is: with adapters all but theirs and what is trained
+    whole beside them, else what ``model.frozen`` names."""
     if plan.lora is not None:
-        return not is_adapter(name)
+        return not (is_adapter(name) or plan.lora.saves(name))
     return any(fnmatchcase(name, pattern) for pattern in plan.frozen)
 
 

@@ -59,7 +59,7 @@ def test_the_bytes_of_a_step_on_the_wire(ranks: RankPool, layout: Layout, strate
     plan = Plan(layout=layout, shard=Shard(strategy=strategy))  # type: ignore[arg-type]
     whole = 4 * parameter_count(TIED)
     for traffic in ranks.run(rank_work.traffic_of_a_step, plan, world=2):
-        assert traffic[("control", "all_reduce")] == (16, 1)
+        assert traffic[("control", "all_reduce")] == (24, 1)
         if strategy == "ddp":
             assert traffic[(axis, "all_reduce")][0] == whole
             assert set(traffic) == {("control", "all_reduce"), (axis, "all_reduce")}

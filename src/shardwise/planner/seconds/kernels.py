@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from shardwise.planner.seconds.rates import Rates
+from shardwise.spec.methods import TOKEN_ACCURACY
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import GROUPED, GROUPED_OUTER, KEPT_UNITS, SEND, Op, Sheet, Unit, number
 from shardwise.techniques.quantised import nf4_rows_at_once
@@ -169,7 +170,8 @@ def seen(s: int, window: int | None) -> int:
 def loss_durations(sheet: Sheet, plan: Plan, rates: Rates, products: int) -> tuple[Duration, Duration]:
     """The loss of a micro-batch, which is in no unit: ``products`` by the output layer for all tokens, and the passes
     over logits in between; of the gradients it adds, an fp32 one is read and written a chunk. Compiled, which it is
-    where a rank holds all rows, it reads logits twice, for the sum and for their gradient, and writes that."""
+    where a rank holds all rows, it reads logits twice, for the sum and for their gradient, and writes that; what is
+    told of tokens is found in the same passes."""
     vocabulary, hidden = (int(dim) for dim in sheet.output.shape)
     tokens = plan.batch.micro_batch_size * plan.row_tokens
     chunk = min(plan.batch.loss_chunk_tokens, tokens)
@@ -178,6 +180,10 @@ def loss_durations(sheet: Sheet, plan: Plan, rates: Rates, products: int) -> tup
     # Logits are made, widened, their maximum and sum are read, and their gradient is made and narrowed.
     passes = narrow + wide, 2 * wide, 2 * wide, wide + narrow
     moved = [round(rates.logits * chunk * vocabulary * size) for size in passes]
+    if TOKEN_ACCURACY in plan.loss_figures:  # the greatest logit is looked for
+        moved[0] += round(rates.logits * chunk * vocabulary * (narrow if plan.layout.tp == 1 else wide))
+    if plan.entropy:  # exponentials are made, multiplied by their logarithms and summed
+        moved[1] += round(rates.logits * chunk * vocabulary * 6 * wide)
     if chunks > 1 and products > 2:
         moved.append(2 * 4 * vocabulary * hidden)
     each = rates.product_s(1, chunk, vocabulary, hidden)

@@ -46,6 +46,8 @@ INSIDE = (
     "techniques/lora/dropout.py",
     "techniques/share.py",
 )
+_WHOLE = {"embed_tokens": "embed", "lm_head": "head"}
+"""PEFT's names of what can be trained whole beside adapters, and ours."""
 RANK = 89
 """A prime that stands for the rank where a unit is traced."""
 Slices = tuple[slice, ...]
@@ -61,8 +63,9 @@ def settings(asked: LoraSection, precision: Precision) -> Lora | None:
     names = [asked.targets] if isinstance(asked.targets, str) else asked.targets
     chosen = () if names == ["all-linear"] else tuple(name.removesuffix("_proj") for name in names)
     alpha = 2.0 * asked.rank if asked.alpha is None else asked.alpha
-    small = asked.frozen == "nf4"
-    return Lora(asked.rank, alpha, chosen, asked.rslora, frozen, small, asked.dropout, asked.dora)
+    small, whole = asked.frozen == "nf4", {_WHOLE.get(name, name) for name in asked.modules_to_save}
+    ends = tuple(sorted(whole))
+    return Lora(asked.rank, alpha, chosen, asked.rslora, frozen, small, asked.dropout, asked.dora, ends)
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
@@ -96,6 +99,12 @@ def adapters(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def trained(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter that is trained: the adapters', and what is trained whole beside them."""
+    whole = {name: shape for name, shape in parameter_shapes(spec).items() if lora.saves(name)}
+    return adapters(spec, lora) | whole
+
+
 def _added(layer: str, shape: tuple[int, ...], lora: Lora, ranks: int) -> dict[str, tuple[int, ...]]:
     """What an adapter adds to the layer whose weight is [out, in]. A has so many rows."""
     wide_out, wide_in = shape
@@ -120,6 +129,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
             fix = f"did you mean `{near[0]}`?" if near else f"all-linear, or some of {', '.join(roles)}"
             fix = ", ".join(stacks[name]) if name in stacks else fix
             problems.append(Problem("PLAN018", f"no linear layer has the role `{name}`", "lora.targets", fix))
+    problems += _check_whole(spec, plan.lora)
     if plan.precision.modules:
         what = "adapters cannot be combined with precision.modules"
         problems.append(Problem("PLAN018", what, "precision.modules", "leave out precision.modules"))
@@ -144,6 +154,20 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"rank {plan.lora.rank} exceeds the narrowest layer's {least}: an adapter would be larger than the layer"
         problems.append(Problem("PLAN018", what, "lora.rank", f"{min(16, least)}"))
     return problems
+
+
+def _check_whole(spec: ModelSpec, lora: Lora) -> Iterator[Problem]:
+    """What of ``modules_to_save`` cannot be trained whole."""
+    key, ours = "lora.modules_to_save", tuple(_WHOLE.values())
+    for name in lora.modules_to_save:
+        if name not in ours:
+            what = f"`{name}` is not trained whole beside adapters: that are the embedding and the output layer"
+            yield Problem("PLAN018", what, key, "[embed_tokens, lm_head], or one of them")
+    if spec.tie_word_embeddings and len({*ours} & {*lora.modules_to_save}) == 1:
+        what = (
+            f"embedding and output layer of {spec.name} are one weight, and `{lora.modules_to_save[0]}` is half of it"
+        )
+        yield Problem("PLAN018", what, key, "[embed_tokens, lm_head]")
 
 
 def _stacks(spec: ModelSpec) -> dict[str, list[str]]:

@@ -86,7 +86,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     if plan.layout.world == 1:
         return sheet
     votes, axes = Collective("all_reduce", "world", "control", 32), plan.layout.axes()
-    size = 16 + 8 * (len(plan.method.figures) + sheet.counts)
+    size = 16 + 8 * (len(plan.loss_figures) + sheet.counts)
     figures = dataclasses.replace(votes, bytes=size)
     if size > CONTROL_BYTES:  # of a single axis, the group of all ranks is the axis's own
         figures = Collective("all_reduce", axes[0][0] if len(axes) == 1 else "world", "counts", size)

@@ -82,7 +82,8 @@ def trained_stages(spec: ModelSpec, plan: Plan) -> tuple[bool, ...]:
     """Of each stage, whether any of its weights is trained."""
     stages = plan.stages(spec.num_hidden_layers)
     if plan.lora is not None:
-        return tuple(len(blocks) > 0 for blocks in stages)
+        ends = {0: plan.lora.saves("embed.weight"), len(stages) - 1: plan.lora.saves("head.weight")}
+        return tuple(len(blocks) > 0 or ends.get(stage, False) for stage, blocks in enumerate(stages))
     if not plan.frozen:
         return (True,) * len(stages)
     held = {number: stage for stage, blocks in enumerate(stages) for number in blocks}
