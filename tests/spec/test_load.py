@@ -141,7 +141,8 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "B-05 choice",
             "optim: {schedule: cosin}",
             "CFG005",
-            '`optim.schedule` must be one of constant, linear, cosine, wsd, got text "cosin"',
+            "`optim.schedule` must be one of constant, linear, linear_to_last, cosine, cosine_to_last, polynomial, "
+            'inverse_sqrt, wsd, wsd_cosine, wsd_sqrt, wsd_exponential, got text "cosin"',
             "run.yaml:1",
             "did you mean `cosine`?",
         ),
@@ -254,10 +255,10 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
         (
             "a warm-up longer than the run",
             "warmup_ratio: 1.5",
-            "CFG005",
-            "`optim.warmup_steps` must be a whole number ≥ 0, or a number > 0 and < 1, got 1.5",
+            "CFG002",
+            '`optim.warmup_steps` must be a whole number ≥ 0, or a number > 0, got text "1.5 of the run"',
             "run.yaml:1",
-            "give a whole number ≥ 0, or a number > 0 and < 1",
+            "give a whole number ≥ 0, or a number > 0",
         ),
         (
             "moments said twice",
