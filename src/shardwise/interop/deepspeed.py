@@ -22,7 +22,9 @@ def settle(found: Import) -> None:
     _schedule(found)
     entry = found.entries.get("gradient_clipping")
     if entry is None or word(entry.value) != "auto":
-        clipping(found, found.number("gradient_clipping", default=0.0), "gradient_clipping", "DeepSpeed")
+        clipping(found, found.number("gradient_clipping", default=1.0), "gradient_clipping", "DeepSpeed")
+    if entry is None:
+        found.notes.append("without `gradient_clipping` DeepSpeed clips at 1.0 since 0.19, and did not before; so here")
     kinds = {"zero": "zero_optimization.stage", "optimizer": "optimizer.type", "schedule": "scheduler.type"}
     found.told |= {"zero", *(what for what, key in kinds.items() if found.entry(key))}
 

@@ -61,10 +61,10 @@ def arguments(found: Import, of: str, usual: Defaults) -> None:
 
 
 def recompute(found: Import, default: bool = False) -> None:
-    """``gradient_checkpointing``."""
-    entry = found.entries.get("gradient_checkpointing")
-    on = found.on("gradient_checkpointing") if entry else default
-    found.set("recompute.mode", "full" if on else "none", "gradient_checkpointing", of="the script")
+    """``gradient_checkpointing``, which later versions name ``activation_checkpointing``."""
+    keys = ("gradient_checkpointing", "activation_checkpointing")
+    on = any(map(found.on, keys)) if any(key in found.entries for key in keys) else default
+    found.set("recompute.mode", "full" if on else "none", *keys, of="the script")
 
 
 def dataset(found: Import) -> None:
