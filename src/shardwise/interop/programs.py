@@ -22,7 +22,7 @@ DEEPEST, MOST_NAMES = 32, 300
 
 
 @dataclass
-class _Program:
+class _Configuration:
     name: str
     functions: dict[str, ast.FunctionDef]
     given: Mapping[str, str]
@@ -36,7 +36,9 @@ def read_program(text: str, name: str, given: Mapping[str, str]) -> dict[str, Sa
     where the function is not told."""
     try:
         tree = ast.parse(text, name)  # of an error the interpreter reads the line again, in the file of this name
-        program = _Program(name, {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}, given)
+        program = _Configuration(
+            name, {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}, given
+        )
         for function in _chosen(program):
             _read(function, program, 0)
             program.entries[CHOICE] = Said(CHOICE, function.name, f"{name}:{function.lineno}")
@@ -46,7 +48,7 @@ def read_program(text: str, name: str, given: Mapping[str, str]) -> dict[str, Sa
     return program.entries
 
 
-def _chosen(program: _Program) -> list[ast.FunctionDef]:
+def _chosen(program: _Configuration) -> list[ast.FunctionDef]:
     """The one function that is meant; none where the file has no configuration."""
     found = [each for each in program.functions.values() if _returns_config(each)]
     wanted = program.given.get(CHOICE)
@@ -70,7 +72,7 @@ def _called(call: ast.Call) -> str:
     return ast.unparse(call.func)
 
 
-def _read(function: ast.FunctionDef, program: _Program, depth: int) -> None:
+def _read(function: ast.FunctionDef, program: _Configuration, depth: int) -> None:
     """Take in what a function's statements say, in order."""
     body = _Body(program, depth)
     for statement in function.body:
@@ -87,7 +89,7 @@ def _read(function: ast.FunctionDef, program: _Program, depth: int) -> None:
 class _Body:
     """What the statements of a function have named so far; ``made``: the name of the configuration itself."""
 
-    program: _Program
+    program: _Configuration
     depth: int
     known: dict[str, ast.expr] = field(default_factory=dict)
     made: str = ""
