@@ -102,8 +102,14 @@ def test_what_is_not_literal_is_asked_for_by_name(tmp_path: Path) -> None:
     text = PROGRAM.replace("steps=10 * 20", "steps=int(sys.argv[1])")
     assert "training.steps is not in the file `--set training.steps=VALUE`" in refusals(tmp_path, text)
     assert values(tmp_path, text, **{"training.steps": "70"})["train.max_steps"] == 70
-    fp8 = PROGRAM.replace('model_registry("8B")', 'model_registry("8B", converters=[Float8LinearConverter.Config()])')
+    fp8 = PROGRAM.replace(
+        'model_registry("8B")', 'model_registry("8B", converters=[Float8LinearConverter.Config(on=f())])'
+    )
     assert "products in fp8" in refusals(tmp_path, fp8)
+    talks = PROGRAM.replace(
+        "        parallelism=", "        dataloader=ChatDataLoader.Config(dataset=talks()),\n        parallelism="
+    )
+    assert (values(tmp_path, PROGRAM)["method.name"], values(tmp_path, talks)["method.name"]) == ("pretrain", "sft")
     assert "another loss" in refusals(tmp_path, PROGRAM.replace("ChunkedLossWrapper.Config", "MoEAuxLoss.Config"))
 
 

@@ -36,7 +36,8 @@ def settle(found: Import) -> None:
     _batch(found)
     _optimizer(found)
     _schedule(found)
-    found.set("method.name", "pretrain", of=OF)
+    chats = "Chat" in str(found.get("dataloader._called_", default=""))
+    found.set("method.name", "sft" if chats else "pretrain", *["dataloader._called_"] * chats, of=OF)
     found.set("model.init", "random", of=f"{OF}: weights are new unless a checkpoint is loaded")
     found.set(
         "train.seq_len",

@@ -162,6 +162,7 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     exceeds("optim.warmup_steps", optim.warmup_steps, "train.max_steps", train.max_steps)
     if SCHEDULES[optim.schedule].span is over_the_end:  # of others the run may end before the fall does
         exceeds("optim.decay_steps", optim.decay_steps, "train.max_steps", train.max_steps)
+    exceeds("optim.warmup_from", optim.warmup_from, "optim.learning_rate", optim.learning_rate)
     exceeds("optim.min_learning_rate", optim.min_learning_rate, "optim.learning_rate", optim.learning_rate)
     whole, micro = train.global_batch_size or 0, train.micro_batch_size or 1
     accumulation = train.gradient_accumulation_steps or 1
