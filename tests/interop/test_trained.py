@@ -63,7 +63,7 @@ def recipe_of(tmp_path: Path, found: Imported, *words: str, pinned: bool) -> Rec
 
 
 @pytest.mark.matrix(12)
-@pytest.mark.rare(3)
+@pytest.mark.rare(4)
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_file_of_each_system_is_trained_and_proved(tmp_path: Path, name: str, ranks: RankPool) -> None:
     records = [{"prompt": f"is {i} odd? ", "completion": f"{i % 2}", "text": f"{i} is one " * 9} for i in range(40)]
