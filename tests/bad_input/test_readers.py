@@ -37,13 +37,13 @@ from shardwise.data.portions import Portions
 from shardwise.data.source import digest
 from shardwise.data.template import RenderError, Template, find_template
 from shardwise.errors import ShardwiseError
-from shardwise.interop.accuracy.score import rows_of, score
 from shardwise.launch import rundir
 from shardwise.models import hf, init, peft
 from shardwise.models.config import from_hf, parameter_shapes, to_hf
 from shardwise.models.load import load_spec
 from shardwise.planner import sheets
 from shardwise.planner.seconds import history
+from shardwise.prove.accuracy.score import rows_of, score
 from shardwise.runtime import owner
 from shardwise.runtime.checkpoint.locate import best, newest
 from shardwise.runtime.checkpoint.manifest import MANIFEST, STATE, chunk_hashes
@@ -64,8 +64,8 @@ from shardwise.techniques import lora
 from tests.bad_input import test_damaged_runs as runs
 from tests.bad_input.damage import COUNT, damage
 from tests.data.conftest import prose
-from tests.interop.accuracy.published import ROW
 from tests.models.test_config import SMALL
+from tests.prove.accuracy.published import ROW
 from tests.runtime.checkpoint.checkpoint_ranks import values
 
 SPEC, ADAPTER, H100 = from_hf(SMALL, "small"), Lora(2, 4.0, ("q", "down")), parse_cluster("8xH100")

@@ -503,9 +503,7 @@ def test_the_keys_are_listed_with_their_other_names(capsys: pytest.CaptureFixtur
     assert main(["schema", "--keys"]) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["run.trackers"].endswith("; also report_to, log_with, loggers")
-    assert lines["optim.warmup_steps"].startswith(
-        "a whole number ≥ 0, or a number > 0 and < 1 (default 0); also warmup_ratio"
-    )
+    assert lines["optim.warmup_steps"].startswith("a whole number ≥ 0, or a number > 0 (default 0); also warmup_ratio")
 
 
 def test_what_stands_before_the_ranks_needs_no_torch(tmp_path: Path) -> None:

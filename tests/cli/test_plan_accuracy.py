@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.app import main
-from tests.interop.accuracy.published import ROW, changed
+from tests.prove.accuracy.published import ROW, changed
 
 
 @pytest.fixture

@@ -85,7 +85,10 @@ DEEPSPEED = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 5e8},
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 10, "total_num_steps": 100, "warmup_max_lr": 1e-4},
+    },
 }
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE
@@ -288,17 +291,18 @@ def test_schedules(tmp_path: Path) -> None:
     found = values(imported(tmp_path, TRL.replace(": cosine", ": cosine_with_min_lr") + kwargs + "warmup_ratio: 0.1\n"))
     assert found["optim.schedule"] == "cosine" and found["optim.min_learning_rate"] == pytest.approx(5e-6)
     assert found["optim.warmup_steps"] == 0.1
-    assert any("warm-up" in note for note in imported(tmp_path, TRL + "warmup_steps: 10\n").notes)
-    assert not imported(tmp_path, TRL).notes
+    assert not imported(tmp_path, TRL + "warmup_steps: 10\n").notes
     found = values(imported(tmp_path, TRL.replace(": cosine", ": constant") + "warmup_ratio: 0.1\n"))
-    assert "optim.warmup_steps" not in found  # transformers' constant has none
-    assert "inverse_sqrt" in refusals(tmp_path, TRL.replace(": cosine", ": inverse_sqrt"))
+    assert found["optim.warmup_steps"] == 0  # transformers' constant has none
+    assert "reduce_lr_on_plateau" in refusals(tmp_path, TRL.replace(": cosine", ": reduce_lr_on_plateau"))
+    assert "2 waves" in refusals(tmp_path, TRL + "lr_scheduler_kwargs: {num_cycles: 2}\n")
+    assert "an argument `power`" in refusals(tmp_path, TRL + "lr_scheduler_kwargs: {power: 2}\n")
     stable = TORCHTITAN.replace("warmup_steps = 200", "warmup_steps = 200\ndecay_ratio = 0.1\nmin_lr_factor = 0.1")
     found = values(imported(tmp_path, stable))
     assert (found["optim.schedule"], found["optim.decay_steps"]) == ("wsd", 100)
     assert found["optim.min_learning_rate"] == pytest.approx(3e-5)
-    assert "falls as a cosine" in refusals(
-        tmp_path, stable.replace("decay_ratio = 0.1", 'decay_ratio = 0.1\ndecay_type = "cosine"')
+    assert "falls as step" in refusals(
+        tmp_path, stable.replace("decay_ratio = 0.1", 'decay_ratio = 0.1\ndecay_type = "step"')
     )
 
 

@@ -115,6 +115,7 @@ def test_overrides_of_bridge_say_what_they_say_and_nothing_else(tmp_path: Path) 
         "optim.weight_decay": 0.05,
         "optim.schedule": "cosine",
         "optim.warmup_steps": 20,
+        "optim.warmup_from": 0.0,
         "parallel.tp": 2,
         "parallel.sequence_parallel": True,
         "parallel.strategy": "zero1",
@@ -158,6 +159,7 @@ def test_hydra_files_hold_the_model_and_a_cosine_that_ends_before_the_run(tmp_pa
 def test_a_run_that_ends_within_its_warmup_has_the_same_rates(tmp_path: Path) -> None:
     found = values(tmp_path, HYDRA.replace("warmup_steps: 10", "warmup_steps: 400"))
     assert found["optim.warmup_steps"] == 100 and found["optim.learning_rate"] == pytest.approx(1e-4 * 100 / 400)
+    assert found["optim.warmup_from"] == 0.0
 
 
 def test_automodel_takes_full_sharding_and_a_constant_rate_for_granted(tmp_path: Path) -> None:

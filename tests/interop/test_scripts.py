@@ -107,7 +107,7 @@ def test_flags_in_yaml_say_what_they_say_in_a_script(tmp_path: Path) -> None:
         ("--multi-latent-attention", "latent attention"),
         ("--rampup-batch-size 16 16 1000", "batch grows"),
         ("--hidden-dropout 0.1", "dropout"),
-        ("--lr-decay-style inverse-square-root", "inverse-square-root"),
+        ("--lr-decay-style power", "falls as power"),
         ("--my-loss-scaling 3", "IMP002"),
     ],
 )

@@ -17,11 +17,6 @@ from shardwise.spec.load import read_recipe, recipe_schema
 KEYS = keys_of(recipe_schema())
 ROOT = Path(__file__).parents[2]
 
-_TITLES = {
-    "instead": "Written as another key",
-    "automatic": "Not needed: ignored",
-    "missing": "Not supported",
-}
 _HEAD = """# Coming from another system
 
 Configuration files of other systems are read whole, wherever a command takes a recipe, and several together as that
@@ -32,8 +27,9 @@ system merges them:
     shardwise train recipe.yaml
 
 `key=value` of a recipe may follow, and goes before what the files say; `--from SYSTEM` where a file could be of two;
-`--set NAME=VALUE` for a variable of a script, which is read and never run. What no file says (machines, the model, the
-data) is asked for once, together. The recipe that `import` writes says of each line where it came from.
+`--set NAME=VALUE` for a variable of a script, or for what is not literal in a configuration in Python (TorchTitan's):
+both are read and never run. What no file says (machines, the model, the data) is asked for once, together. The recipe
+that `import` writes says of each line where it came from.
 
 **Each key ends in one of four ways**, and `--explain keys` lists them:
 
@@ -68,18 +64,14 @@ SYSTEMS
 
 ## Keys of theirs in a recipe
 
-A recipe of Shardwise's own accepts many keys of axolotl, TRL, transformers, DeepSpeed, LLaMA-Factory and torchtune
-unchanged, flat or in the right section; `shardwise plan RECIPE --explain keys` lists how each was read. For every other
-key of their example configurations there is one answer, which is also printed when a recipe has such a key. Keys that
-are empty or off (`load_in_8bit: false`, `wandb_project:`) are ignored.
+A recipe of Shardwise's own accepts {READ} keys of axolotl, TRL, transformers, DeepSpeed, LLaMA-Factory and torchtune
+unchanged, flat or in the right section; `shardwise plan RECIPE --explain keys` lists how each was read. Of the other
+keys of their example configurations {INSTEAD} are answered by what to write instead, {AUTOMATIC} are not needed and
+ignored, and {MISSING} are refused with what is not there. Keys that are empty or off (`load_in_8bit: false`,
+`wandb_project:`) are ignored.
 
 This page is generated from `src/shardwise/interop/tables/`, `src/shardwise/spec/elsewhere.json` and `keys.json`:
-`python -m tests.spec.test_elsewhere > docs/migrating.md`.
-
-## Accepted unchanged
-
-| their key | is read as |
-|---|---|"""
+`python -m tests.spec.test_elsewhere > docs/migrating.md`."""
 
 AXOLOTL = """
 base_model: NousResearch/Meta-Llama-3-8B
@@ -483,19 +475,12 @@ def test_every_argument_of_transformers_trainer_has_an_answer() -> None:
 
 def page() -> str:
     """docs/migrating.md."""
-    text = [_HEAD.replace("SYSTEMS", "\n".join(systems()))]
-    for key, names in sorted(other_names().items()):
-        text.append(f"| {' '.join(f'`{name}`' for name in names)} | `{key}` |")
-    for kind, title in _TITLES.items():
-        text += ["", f"## {title}", "", "| key | of | |", "|---|---|---|"]
-        for answer in elsewhere.answers():
-            if answer.kind == kind:
-                keys = " ".join(f"`{key}`" for key in sorted(answer.keys.split()))
-                said = answer.say if kind == "missing" else answer.fix
-                for value, means in answer.accepts.items():
-                    said += f". `{value}`: {told(means)}"
-                text.append(f"| {keys} | {answer.of} | {said} |")
-    return "\n".join(text) + "\n"
+    kinds = Counter(answer.kind for answer in elsewhere.answers() for _ in answer.keys.split())
+    counts = {"READ": sum(map(len, other_names().values())), **{kind.upper(): kinds[kind] for kind in kinds}}
+    text = _HEAD.replace("SYSTEMS", "\n".join(systems()))
+    for word, count in counts.items():
+        text = text.replace(f"{{{word}}}", str(count))
+    return text + "\n"
 
 
 def systems() -> list[str]:
@@ -512,16 +497,6 @@ def systems() -> list[str]:
         said = "; ".join(why[:4]) + f"; {len(why) - 4} more" * (len(why) > 4)
         rows.append(f"| {system.title} | `{system.name}` | {counts} | {said} |")
     return rows
-
-
-def told(means: str) -> str:
-    """What ``accepts`` says of a value, in words."""
-    if means.startswith("=") or not means:
-        return f"ignored, {means[1:] or 'that is done in any case'}"
-    keys = " or ".join(f"`{key}`" for key in means.removeprefix("-").split())
-    return (
-        f"read as `{means}`" if ": " in means else f"ignored {'without' if means.startswith('-') else 'beside'} {keys}"
-    )
 
 
 if __name__ == "__main__":

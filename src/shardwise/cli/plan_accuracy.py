@@ -11,8 +11,8 @@ from typer import Argument, Option
 
 from shardwise.cli.options import Common
 from shardwise.cli.show import print_json, say, visible, write_out
-from shardwise.interop.accuracy.rows import said
-from shardwise.interop.accuracy.score import COLUMNS, MATTERS, Score, as_csv, line, rows_of, score
+from shardwise.prove.accuracy.rows import said
+from shardwise.prove.accuracy.score import COLUMNS, MATTERS, Score, as_csv, line, rows_of, score
 from shardwise.spec.units import markdown_table
 
 WORST, NOTE = 10, 320

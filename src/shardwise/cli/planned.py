@@ -11,8 +11,8 @@ from typing import Any
 from shardwise.cli import render, step_time
 from shardwise.cli.decide import by_history, suited, told
 from shardwise.cli.length import Asked, known_count, length_lines, run_length
-from shardwise.cli.other_names import named_elsewhere
 from shardwise.cli.timeline import text
+from shardwise.interop.emit_files import named_elsewhere
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
 from shardwise.planner.compare import TIE, fits, in_order, kind, same_program, seconds, tokens_per_s

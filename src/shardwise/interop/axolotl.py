@@ -8,8 +8,8 @@ from shardwise.interop.record import Import, System, show, word
 
 LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target_modules": "targets"}
 OF = "axolotl"
-WARMUP = 0.03
-"""The share of the run that warms up where neither steps nor a share are given; at most 100 steps there."""
+WARMUP, MOST_WARMUP = 0.03, 100
+"""The share of the run that warms up where neither steps nor a share are given, and its most steps."""
 
 
 def settle(found: Import) -> None:
@@ -65,13 +65,34 @@ def _batch(found: Import) -> None:
 
 
 def _schedule(found: Import) -> None:
+    """axolotl's own cosine (utils/schedulers.py), and its warm-up, which is no single step, and as a share of known
+    steps is rounded down."""
     share, rate = found.number("cosine_min_lr_ratio"), shared.value_of(found, "optim.learning_rate")
-    if share and rate:
+    cosine = shared.value_of(found, "optim.schedule") == "cosine"
+    if share and rate and cosine:
         found.set("optim.min_learning_rate", share * rate, "cosine_min_lr_ratio")
-    if found.on("cosine_constant_lr_ratio"):
-        found.refuse(found.entries["cosine_constant_lr_ratio"], "a cosine that becomes constant is not there yet")
-    if found.entry("warmup_steps", "warmup_ratio") is None:
-        found.set("optim.warmup_steps", WARMUP, of=f"{OF} (at most 100 steps there)")
+    total = found.count("max_steps", default=-1) or -1
+    given = found.number("warmup_ratio", default=None if found.entry("warmup_steps") else WARMUP)
+    key = "warmup_ratio" if found.entry("warmup_ratio") else ""
+    if given is not None and found.entry("warmup_steps") is None:
+        steps: float = given
+        if total > 0:
+            steps = int(given * total) if key else min(int(given * total), MOST_WARMUP)
+        found.set("optim.warmup_steps", steps, key, of=OF if total > 0 else f"{OF} (at most {MOST_WARMUP} steps there)")
+    if shared.value_of(found, "optim.warmup_steps") == 1:
+        found.set("optim.warmup_steps", 2, "warmup_steps", key, of=OF)
+    if shared.value_of(found, "optim.warmup_steps"):
+        found.set("optim.warmup_from", 0.0, of=OF)
+    if found.on("lr_quadratic_warmup") and cosine:
+        found.set("optim.warmup_shape", "quadratic", "lr_quadratic_warmup")
+    constant = found.number("cosine_constant_lr_ratio")
+    if constant and share and cosine:
+        if total <= 0:
+            said = "a cosine that becomes constant, where the length of the run is not in the file"
+            return found.refuse(found.entries["cosine_constant_lr_ratio"], said)
+        warm = shared.value_of(found, "optim.warmup_steps", 0)
+        found.set("optim.decay_steps", max(1, int(total * constant) - warm), "cosine_constant_lr_ratio")
+    return None
 
 
 def _adapters(found: Import) -> None:

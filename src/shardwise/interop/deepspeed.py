@@ -5,8 +5,8 @@ Rules: runtime/config.py and zero/config.py of DeepSpeed at edaa722."""
 
 from __future__ import annotations
 
-from shardwise.interop.record import Import, System, show, word
-from shardwise.interop.shared import clipping, dp, optimizer, value_of
+from shardwise.interop.record import Import, System, Taken, show, word
+from shardwise.interop.shared import betas, clipping, dp, optimizer, value_of
 
 STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 DEVICES = {"cpu": "host", "nvme": "nvme"}
@@ -22,7 +22,9 @@ def settle(found: Import) -> None:
     _schedule(found)
     entry = found.entries.get("gradient_clipping")
     if entry is None or word(entry.value) != "auto":
-        clipping(found, found.number("gradient_clipping", default=0.0), "gradient_clipping", "DeepSpeed")
+        clipping(found, found.number("gradient_clipping", default=1.0), "gradient_clipping", "DeepSpeed")
+    if entry is None:
+        found.notes.append("without `gradient_clipping` DeepSpeed clips at 1.0 since 0.19, and did not before; so here")
     kinds = {"zero": "zero_optimization.stage", "optimizer": "optimizer.type", "schedule": "scheduler.type"}
     found.told |= {"zero", *(what for what, key in kinds.items() if found.entry(key))}
 
@@ -52,6 +54,10 @@ def _sharding(found: Import) -> None:
             found.set(f"parallel.{axis}", degree, key)
             if axis == "cp":
                 found.set("parallel.cp_kind", "ulysses", key)
+    size, ranks = found.count(key := f"{zero}mics_shard_size", default=-1) or -1, dp(found)
+    if 1 < size < ranks and ranks % size == 0:
+        found.set("parallel.dp_shard", size, key)
+        found.set("parallel.dp_replicate", ranks // size, key)
 
 
 def _batch(found: Import) -> None:
@@ -97,33 +103,45 @@ def _optimizer(found: Import) -> None:
     found.set("optim.learning_rate", found.number(f"{plain}lr"), f"{plain}lr")
     found.set("optim.eps", found.number(f"{plain}eps"), f"{plain}eps")
     found.set("optim.weight_decay", decay, f"{plain}weight_decay", of="DeepSpeed")
-    betas = found.get(f"{plain}betas")
-    if isinstance(betas, list) and len(betas) == 2:
-        found.set("optim.beta1", float(betas[0]), f"{plain}betas")
-        found.set("optim.beta2", float(betas[1]), f"{plain}betas")
+    betas(found, f"{plain}betas")
 
 
 def _schedule(found: Import) -> None:
-    """DeepSpeed's schedules: what follows the warm-up is constant, linear or a cosine."""
-    kinds = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+    """DeepSpeed's schedules (runtime/lr_schedules.py at 22779f2), a step late: the first two steps have one rate. What
+    is ``auto`` is the trainer's to say."""
+    kinds = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine_to_last"}
     entry, plain = found.entry("scheduler.type"), "scheduler.params."
     if entry is None:
         return
-    if word(entry.value) not in kinds:
+    name = word(entry.value)
+    if name not in kinds:
         return found.refuse(entry, f"the schedule {show(entry.value)} is not there yet")
-    found.set("optim.schedule", kinds[word(entry.value)], "scheduler.type")
-    if (steps := found.count(f"{plain}warmup_num_steps")) is not None:
-        found.set("optim.warmup_steps", steps, f"{plain}warmup_num_steps")
-        if word(found.get(f"{plain}warmup_type", default="log")) == "log" and steps > 1:
-            found.notes.append(f"{entry.where}: the rate rises by a logarithm there during warm-up, and linearly here")
-    total = found.count(f"{plain}total_num_steps")
-    if total:
-        found.set("train.max_steps", total, f"{plain}total_num_steps")
-    low = found.number(f"{plain}warmup_min_lr", default=0.0)
-    if low:
-        found.refuse(found.entries[f"{plain}warmup_min_lr"], "a warm-up that begins above 0 is not there yet")
-    if value_of(found, "optim.learning_rate") is None:
+    found.set("optim.schedule", kinds[name], "scheduler.type")
+    if name != "warmupcosinelr":
         found.set("optim.learning_rate", found.number(f"{plain}warmup_max_lr"), f"{plain}warmup_max_lr")
+    if name == "warmupdecaylr" and f"{plain}warmup_max_lr" not in found.entries:
+        found.settings["optim.learning_rate"] = Taken(1e-3, f"{entry.where} {entry.key}: no warmup_max_lr")
+    low = found.number(f"{plain}warmup_min_lr", default=0.0) or 0.0
+    found.set("optim.warmup_from", low, f"{plain}warmup_min_lr", of="DeepSpeed")
+    found.set("optim.warmup_delay", 1, of="DeepSpeed: the schedule is a step late")
+    found.set("optim.warmup_shape", word(found.get(f"{plain}warmup_type", default="log")), f"{plain}warmup_type")
+    steps = None
+    if word(found.entries[key].value if (key := f"{plain}warmup_num_steps") in found.entries else None) != "auto":
+        steps = max(2, found.count(key, default=1000) or 0)
+        found.set("optim.warmup_steps", steps, key, of="DeepSpeed")
+    if (total := found.count(f"{plain}total_num_steps")) and name != "warmuplr":
+        found.set("train.max_steps", total, of=f"DeepSpeed: {plain}total_num_steps")
+        if steps is not None:
+            found.set("optim.decay_steps", max(1, total - steps), f"{plain}total_num_steps", key)
+    if name == "warmupdecaylr":
+        found.set("optim.min_learning_rate", low, f"{plain}warmup_min_lr", of="DeepSpeed")
+    if name == "warmupcosinelr":
+        share = found.number(f"{plain}cos_min_ratio", default=1e-4) or 0.0
+        rate = value_of(found, "optim.learning_rate", 1e-3)
+        found.set("optim.min_learning_rate", share * rate, f"{plain}cos_min_ratio", of="DeepSpeed")
+        if found.number(f"{plain}warmup_min_ratio"):
+            said = "a first step whose rate is 0, and a warm-up that begins above it"
+            found.refuse(found.entries[f"{plain}warmup_min_ratio"], said)
     return None
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, Problem, first_line
+from shardwise.errors import ConfigError, PolicyError, Problem, ShardwiseError, first_line
+from shardwise.interop.programs import read_program
 from shardwise.interop.record import Said
 from shardwise.interop.scripts import flag_name, read_flags
 from shardwise.spec.document import Document, KeyPath, parse, read_text
 
-DEPTH = 32
+DEPTH, MOST_KEYS = 32, 10_000
 REFERENCE = re.compile(r"\$\{?([\w.]+)\b(?!:)\}?")
 PRODUCT = re.compile(r"\$\{multiply:\s*(\d{1,9})\s*,\s*(\d{1,9})\s*\}")
 
@@ -22,26 +24,44 @@ SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
 
 
 def read_entries(path: Path, variables: Mapping[str, str]) -> tuple[dict[str, Said], list[str]]:
-    """Each key of a YAML, JSON or TOML file, dotted, or each flag of a script, whose ``variables`` may be given, and
-    notes about how it was read. Raises ConfigError CFG007, MissingInputError CFG011 or PolicyError SEC001 and
-    SEC002."""
+    """Each key of a YAML, JSON or TOML file, dotted, each flag of a script, or each keyword of a configuration in
+    Python, whose ``variables`` may be given, and notes about how it was read. Raises ConfigError CFG007 or IMP007,
+    MissingInputError CFG011, or PolicyError SEC001 and SEC002."""
     text = read_text(path)
     if path.suffix in SCRIPTS or text.startswith("#!"):
         return read_flags(text, str(path), variables), []
-    document = _toml(text, str(path)) if path.suffix == ".toml" else parse(text, str(path), interpolated=True)
+    if path.suffix == ".py":
+        return read_program(text, str(path), variables), []
+    document = _document(text, str(path), toml=path.suffix == ".toml")
+    if isinstance(document, ShardwiseError):
+        raise document
     if not isinstance(document.data, dict):
         what = f"{path} must hold keys and values, got {type(document.data).__name__}"
         raise ConfigError(Problem("CFG007", what, str(path), "name a configuration file"))
     notes = [f"{problem.where}: {problem.what}; the last counts, as there" for problem in document.problems]
     entries = dict[str, Said]()
     _flatten(document.data, (), document, entries)
+    if len(entries) > MOST_KEYS:
+        what = f"{path} has more than {MOST_KEYS:,} keys (limit)"
+        raise PolicyError(Problem("SEC002", what, str(path), "name a configuration file"))
     known = {**entries, **{name: Said(name, value, "--set") for name, value in variables.items()}}
     return {key: _referred(entry, known) for key, entry in entries.items()}, notes
+
+
+@lru_cache(maxsize=8)
+def _document(text: str, name: str, *, toml: bool) -> Document | ShardwiseError:
+    """The values of a file, or what is wrong with it: a command asks first whose it is, and then what it says."""
+    try:
+        return _toml(text, name) if toml else parse(text, name, interpolated=True)
+    except ShardwiseError as error:
+        return error
 
 
 def _flatten(value: dict[str, Any], path: KeyPath, document: Document, into: dict[str, Said]) -> None:
     for name, item in value.items():
         here = (*path, name)
+        if len(into) > MOST_KEYS:
+            return
         if isinstance(item, list) and len(item) == 1 and isinstance(item[0], dict):
             _flatten(item[0], (*here, 0), document, into)
         elif isinstance(item, dict) and item and len(here) < DEPTH:

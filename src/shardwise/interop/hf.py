@@ -4,6 +4,8 @@ Rules: training_args.py of transformers at 0234833, trl/trainer of TRL at f2cd57
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shardwise.interop import shared
 from shardwise.interop.record import Import, System, show, word
 
@@ -12,43 +14,57 @@ PAIRS = ("beta", "loss_type")
 NOT_YET = ("orpo", "kto", "simpo", "reward", "cpo", "grpo", "prm")
 
 
+@dataclass(frozen=True)
+class Defaults:
+    """The arguments of a script that builds on transformers' where it is not told them: sequences of a device, tokens
+    of a sequence, and the rest under their names."""
+
+    learning_rate: float = 5e-5
+    length: int | None = None
+    precision: str = "fp32"
+    rows: int = 8
+    schedule: str = "linear"
+    epochs: float = 3.0
+
+
 def settle(found: Import) -> None:
     """TrainingArguments alone: a model, a batch, a schedule; the data and the method are the script's."""
-    of = "transformers"
-    arguments(found, of, learning_rate=5e-5, epochs=3.0, length=None, bf16="fp32")
+    arguments(found, "transformers", Defaults())
 
 
-def arguments(found: Import, of: str, *, learning_rate: float, epochs: float, length: int | None, bf16: str) -> None:
+def arguments(found: Import, of: str, usual: Defaults) -> None:
     """Read the arguments that every script of TrainingArguments takes."""
     shared.fsdp_words(found)
     if found.on("fsdp") or any(key.startswith("fsdp_config.") for key in found.entries):
         shared.fsdp_config(found)
     shared.named_deepspeed(found, beside="zero" in found.told)
-    shared.batch_of_product(found, "per_device_train_batch_size", "gradient_accumulation_steps", 8, of)
-    rate = found.number("learning_rate", default=learning_rate)
+    shared.batch_of_product(found, "per_device_train_batch_size", "gradient_accumulation_steps", usual.rows, of)
+    rate = found.number("learning_rate", default=usual.learning_rate)
     found.set("optim.learning_rate", rate, "learning_rate", of=of)
     if "optimizer" not in found.told:
         shared.optimizer(found, "optim", "adamw_torch", of)
         shared.adamw(found, of)
     if "schedule" not in found.told:
-        shared.schedule(found, "lr_scheduler_type", "linear", of)
-    shared.length_of_run(found, "num_train_epochs", epochs, of)
-    shared.compute(found, of, bf16)
+        shared.schedule(found, "lr_scheduler_type", usual.schedule, of)
+    elif "optim.warmup_steps" not in found.settings:
+        shared.warmup(found, of, shared.value_of(found, "optim.warmup_from"))
+    shared.length_of_run(found, "num_train_epochs", usual.epochs, of)
+    shared.compute(found, of, usual.precision)
     shared.evaluation(found)
     recompute(found)
     for key in ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size"):
         if (tokens := found.count(key)) is not None:
             found.set("train.seq_len", tokens, key)
     if "train.seq_len" not in found.settings:
-        found.set("train.seq_len", length, of=of)
+        found.set("train.seq_len", usual.length, of=of)
     dataset(found)
 
 
 def recompute(found: Import, default: bool = False) -> None:
-    """``gradient_checkpointing``."""
-    entry = found.entries.get("gradient_checkpointing")
-    on = found.on("gradient_checkpointing") if entry else default
-    found.set("recompute.mode", "full" if on else "none", "gradient_checkpointing", of="the script")
+    """``gradient_checkpointing``, which later versions name ``activation_checkpointing``."""
+    keys = ("gradient_checkpointing", "activation_checkpointing")
+    on = any(map(found.on, keys)) if any(key in found.entries for key in keys) else default
+    found.set("recompute.mode", "full" if on else "none", *keys, of="the script")
 
 
 def dataset(found: Import) -> None:
@@ -65,7 +81,7 @@ def trl(found: Import) -> None:
     """TRL's SFT or DPO: which, the script says, and here the keys that only one has."""
     method = _method(found)
     rates = {"sft": 2e-5, "dpo": 1e-6}
-    arguments(found, "TRL", learning_rate=rates.get(method, 2e-5), epochs=3.0, length=1024, bf16="bf16")
+    arguments(found, "TRL", Defaults(rates.get(method, 2e-5), 1024, "bf16"))
     recompute(found, default=True)
     found.set("method.name", method, *(key for key in PAIRS if key in found.entries), of="TRL: SFT")
     if method == "dpo":
@@ -120,7 +136,7 @@ def llamafactory(found: Import) -> None:
         found.refuse(found.entries["pref_loss"], f"the loss {loss} is not there yet: DPO's own (sigmoid) is")
     method = stages.get(stage, "sft")
     found.set("method.name", method, "stage", of="LLaMA-Factory")
-    arguments(found, "LLaMA-Factory", learning_rate=5e-5, epochs=3.0, length=2048, bf16="fp32")
+    arguments(found, "LLaMA-Factory", Defaults(length=2048))
     found.set("train.seq_len", found.count("cutoff_len", default=2048), "cutoff_len", of="LLaMA-Factory")
     found.set(
         "recompute.mode",

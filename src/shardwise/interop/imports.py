@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.errors import ConfigError, Problem
+from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.interop.documents import read_entries
 from shardwise.interop.record import MATHEMATICAL, OFF, READ, Import, Said, System, Taken, show, word
+from shardwise.interop.shared import end_within_warmup
 from shardwise.interop.systems import SYSTEMS, named, recognise
 
 PINS = ("parallel.", "offload.", "recompute.", "train.micro_batch_size", "train.gradient_accumulation_steps", "compile")
 """Keys of ours, and beginnings of them, that do not change what is learned."""
-WARMUP = "a warm-up begins above 0 here, and most begin at 0 there: until it ends, rates are up to a step's rise apart"
 UNKNOWN = re.compile(r"\$\{(?:\w+:[^$]*\$\{)?([\w.]+)?[^}\s]*\}?|\$(\w+)?")
 """What a script, or a file with references, leaves to somebody else."""
 NAMED = 4
@@ -65,10 +65,12 @@ class _Opened:
 
 
 def foreign(path: Path) -> bool:
-    """Return whether a file is one of another system's. A file that cannot be read is not."""
+    """Return whether a file is one of another system's. A file that cannot be read is not; one that asks is."""
     try:
         entries, _ = read_entries(path, {})
-    except (OSError, ConfigError):
+    except ShardwiseError as error:
+        return any(problem.code == "IMP007" for problem in error.problems)
+    except OSError:
         return False
     return bool(recognise(set(entries)))
 
@@ -101,8 +103,8 @@ def read_files(
         problems += _refused(found.refusals, file.system)
         problems += _conflicts(before, settings)
         notes += found.notes
-    if "optim.warmup_steps" in settings and settings["optim.warmup_steps"].value:
-        notes.append(WARMUP)
+    if said := end_within_warmup(settings):
+        notes.append(said)
     asked = {key: why for key, why in (ASKED | asked).items() if key not in settings}
     if "model.config" in settings or "model.config" in asked:
         asked.pop("model.path", None)
@@ -203,7 +205,7 @@ def _conflicts(before: dict[str, Taken], after: dict[str, Taken]) -> list[Proble
     """Settings of which two files say different things."""
     found = []
     for key, first in before.items():
-        second = after[key]
+        second = after.get(key, first)
         theirs = "default of" not in first.origin and "default of" not in second.origin
         if theirs and first.value != second.value:
             found.append(

@@ -12,6 +12,8 @@ from shardwise.interop.record import Import, System, show, word
 
 OF = "Megatron-LM"
 VOCABULARY = {"gpt2bpetokenizer": 50257, "llama2tokenizer": 32000, "nulltokenizer": None}
+SCHEDULES = {name: name for name in ("constant", "linear", "cosine", *set(shared.ENDS.values()))}
+SCHEDULES["inverse-square-root"] = "inverse_sqrt"
 RENAMED = {
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -64,6 +66,10 @@ def split(found: Import) -> None:
     else:
         kind = "zero1" if found.on("use_distributed_optimizer") else "ddp"
         found.set("parallel.strategy", kind, "use_distributed_optimizer", of=OF)
+        copies, ranks = found.count(key := "num_distributed_optimizer_instances", default=1) or 1, shared.dp(found)
+        if kind == "zero1" and 1 < copies < ranks and ranks % copies == 0:
+            found.set("parallel.dp_replicate", copies, key)
+            found.set("parallel.dp_shard", ranks // copies, key)
     mode = word(found.get("recompute_granularity", default="none"))
     mode = "selective" if found.on("recompute_activations") else mode
     if mode in ("full", "selective", "none"):
@@ -98,34 +104,53 @@ def optimizer(found: Import) -> None:
     ):
         found.set(f"optim.{ours}", found.number(theirs, default=default), theirs, of=OF)
     shared.clipping(found, found.number("clip_grad", default=1.0), "clip_grad", OF)
+    schedule(found)
+
+
+def schedule(found: Import) -> None:
+    """The schedule (core/optimizer_param_scheduler.py), which counts sequences: a warm-up may end within a step."""
     style = word(found.get("lr_decay_style", default="linear"))
-    if style not in ("constant", "linear", "cosine"):
+    ours = shared.ENDS.get(word(found.get("lr_wsd_decay_style", default="exponential"))) if style == "wsd" else style
+    if ours not in SCHEDULES:
         return found.refuse(found.entries["lr_decay_style"], f"a rate that falls as {style} is not there yet")
-    found.set("optim.schedule", style, "lr_decay_style", of=OF)
-    whole = shared.value_of(found, "train.global_batch_size", 1)
-    steps = shared.value_of(found, "train.max_steps")
-    decay = found.count("lr_decay_iters") or (found.count("lr_decay_samples", default=0) or 0) // whole or steps
-    warmup = found.count("lr_warmup_iters") or (found.count("lr_warmup_samples", default=0) or 0) // whole
-    if share := found.number("lr_warmup_fraction"):
-        warmup = round(share * (decay or 0))
+    found.set("optim.schedule", ours := SCHEDULES[ours], "lr_decay_style", "lr_wsd_decay_style", of=OF)
+    run, steps = _steps(found, "train"), shared.value_of(found, "train.max_steps")
+    decay = _steps(found, "lr_decay") or run or 0.0
+    warmup, share = _steps(found, "lr_warmup") or 0.0, found.number("lr_warmup_fraction")
     keys = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
-    if steps and (warmup or 0) > steps:
-        return _ends_in_warmup(found, steps, warmup or 0, keys)
-    found.set("optim.warmup_steps", warmup or 0, *keys, of=OF)
-    if decay and decay != steps and style != "constant":
-        found.set("optim.decay_steps", max(1, decay - (warmup or 0)), "lr_decay_iters", "lr_decay_samples")
+    warmup = warmup if share is None else share * decay
+    if 0 < warmup < 1:
+        found.notes.append("the warm-up ends within the first step there, and with it here")
+        warmup = 1.0
+    found.set("optim.warmup_steps", whole(warmup), *keys, of=OF)
+    if warmup:
+        found.set("optim.warmup_from", found.number("lr_warmup_init", default=0.0), "lr_warmup_init", *keys, of=OF)
+    ends = ("lr_decay_iters", "lr_decay_samples")
+    if style in ("wsd", "inverse-square-root") and steps and decay and decay < steps:
+        entry = found.entry(*ends) or found.entries["lr_decay_style"]
+        return found.refuse(entry, f"a rate that falls as {style} and is constant before the run ends")
+    if style == "inverse-square-root" and not warmup:
+        said = "an inverse square root without a warm-up, which falls from the first sequence"
+        return found.refuse(found.entries["lr_decay_style"], said)
+    if style == "wsd":
+        wsd = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        found.set("optim.decay_steps", whole(_steps(found, "lr_wsd_decay")), *wsd)
+        if steps and decay != steps:
+            found.refuse(found.entries["lr_decay_style"], f"a run of {steps} steps of a schedule of {decay:g}")
+    elif decay and decay != steps and style in ("linear", "cosine"):
+        found.set("optim.decay_steps", whole(max(1.0, decay - warmup)), *ends, of=f"{OF}: train_samples")
     return None
 
 
-def _ends_in_warmup(found: Import, steps: int, warmup: int, keys: tuple[str, ...]) -> None:
-    """Keep as much of the warm-up as the run has steps, up to the rate that it has then."""
-    rate = shared.value_of(found, "optim.learning_rate", 0.0) * steps / warmup
-    found.set("optim.learning_rate", rate, "lr", *keys)
-    found.set("optim.warmup_steps", steps, *keys)
-    found.set("optim.min_learning_rate", 0.0, *keys)
-    found.notes.append(
-        f"the run ends within its warm-up of {warmup} steps: its {steps} rise to the rate that it has then"
-    )
+def _steps(found: Import, what: str) -> float | None:
+    """A length that is given in steps (``_iters``) or in sequences (``_samples``), in steps."""
+    samples = found.number(f"{what}_samples", default=0.0) or 0.0
+    return found.number(f"{what}_iters") or samples / shared.value_of(found, "train.global_batch_size", 1) or None
+
+
+def whole(steps: float | None) -> float | None:
+    """The same number, as a whole one where it is one."""
+    return int(steps) if steps is not None and steps == int(steps) else steps
 
 
 def precision(found: Import) -> None:

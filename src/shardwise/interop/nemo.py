@@ -5,10 +5,10 @@ Rules: Megatron-Bridge at 067f987 (training/config.py), Automodel at 004386c, Ne
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
 from shardwise.interop import megatron, shared
-from shardwise.interop.record import Import, Said, System, show, word
+from shardwise.interop.record import Import, Said, System, number, show, word
 
 BRIDGE, HYDRA, AUTOMODEL, RL = "Megatron-Bridge", "NeMo 1", "NeMo Automodel", "NeMo-RL"
 KINDS = {"policy.": RL, "step_scheduler.": AUTOMODEL, "distributed.": AUTOMODEL, "trainer.": HYDRA}
@@ -19,6 +19,13 @@ SECTIONS += ("lr_scheduler.", "ddp.", "dist.", "rng.", f"{CORE}optimizer.", f"{C
 SECTIONS += (f"{CORE}distributed_data_parallel_config.", CORE)
 ADAPTERS = ("policy.dtensor_cfg.lora_cfg.", f"{CORE}peft.")
 LAYERS = {"linear_qkv": ["q", "k", "v"], "linear_proj": ["o"], "linear_fc1": ["gate", "up"], "linear_fc2": ["down"]}
+
+USUAL: dict[str, dict[str, Any]] = {
+    "LinearLR": {"start_factor": 1 / 3, "end_factor": 1.0, "total_iters": 5},
+    "ConstantLR": {"factor": 1 / 3},
+    "CosineAnnealingLR": {"T_max": None, "eta_min": 0.0},
+}
+"""What torch's schedules take for granted."""
 
 
 def settle(found: Import) -> None:
@@ -33,21 +40,17 @@ def settle(found: Import) -> None:
             del found.settings[key]  # the recipe that the file changes says it
     found.set("train.seq_len", found.count("seq_length", "encoder_seq_length"), "seq_length", "encoder_seq_length")
     found.set("run.seed", found.count("seed"), "seed")
-    betas = found.entry("model.optim.betas", "optimizer.betas", "policy.optimizer.kwargs.betas")
-    if betas is not None and isinstance(betas.value, list):
-        for ours, value in zip(("beta1", "beta2"), betas.value, strict=False):
-            found.set(f"optim.{ours}", float(value), betas.key)
+    for key in ("model.optim.betas", "optimizer.betas", "policy.optimizer.kwargs.betas"):
+        shared.betas(found, key)
     _adapter(found, kind)
     if kind == BRIDGE:
         return _bridge(found)
     _method(found, kind)
     if found.entry("lr_decay_style") is None:
         found.set("optim.schedule", "constant", of=f"{kind}: no schedule")
-        entry = found.entry("policy.scheduler", "policy.scheduler.name") or Said("policy.scheduler", "", "")
-        for name in re.findall(r"\w+LR\b", str(entry.value)):
-            if name != "ConstantLR":
-                said = "a warm-up that begins above 0" if name == "LinearLR" else "this schedule"
-                found.refuse(entry, f"{said} ({name}) is not there yet")
+        _torchs_schedules(found)
+    elif kind == HYDRA and not found.get("model.optim.sched.constant_steps"):
+        _annealing(found)
     if "train.max_steps" not in found.settings:
         key = next((key for key in found.entries if key.endswith("num_epochs")), "")
         found.set("train.num_epochs", found.number(key), key)
@@ -81,6 +84,59 @@ def _in_megatrons_words(found: Import) -> None:
         )
 
 
+def _annealing(found: Import) -> None:
+    """NeMo 1's own schedules where no constant steps follow (core/optim/lr_scheduler.py): the warm-up ends a step later
+    than it says, above 0 from the first step, and the fall is counted from where it says."""
+    said, warm = found.settings.pop("optim.warmup_from", None), shared.value_of(found, "optim.warmup_steps", 0)
+    steps, ours = shared.value_of(found, "train.max_steps"), shared.value_of(found, "optim.schedule")
+    if said is None or steps is None:
+        return
+    found.set("optim.warmup_steps", warm + 1, "lr_warmup_iters", of=HYDRA)
+    if ours in ("linear", "cosine"):
+        found.set("optim.schedule", f"{ours}_to_last", "lr_decay_style")
+        found.set("optim.decay_steps", max(1, steps - warm), "lr_warmup_iters", of=HYDRA)
+
+
+def _torchs_schedules(found: Import) -> None:
+    """NeMo-RL's list of torch's schedules, one after another: a linear warm-up, then a constant rate or a cosine."""
+    entry = found.entry("policy.scheduler", "policy.scheduler.name")
+    if entry is None:
+        return
+    rows = (
+        entry.value if isinstance(entry.value, list) else [_below(found, "policy.scheduler.") | {"name": entry.value}]
+    )
+    rows = [row for row in rows if isinstance(row, dict)]
+    rate = shared.value_of(found, "optim.learning_rate", 0.0)
+    ends: Any = next((row["milestones"] for row in rows if "milestones" in row), [])
+    named = [row for row in rows if "name" in row]
+    for place, row in enumerate(named):
+        name, given = (
+            str(row["name"]).rpartition(".")[2],
+            row.get("kwargs") if isinstance(row.get("kwargs"), dict) else {},
+        )
+        numbers = {key: number(value) for key, value in (USUAL.get(name, {}) | (given or {})).items()}
+        length, last = numbers.get("total_iters"), place == len(named) - 1
+        if name == "LinearLR" and not last and place == 0 and numbers["end_factor"] == 1 and ends == [length]:
+            found.set("optim.warmup_steps", megatron.whole(length), entry.key)
+            found.set("optim.warmup_from", (numbers["start_factor"] or 0.0) * rate, entry.key)
+        elif name == "CosineAnnealingLR" and last and numbers["T_max"] is not None:
+            found.set("optim.schedule", "cosine", entry.key)
+            found.set("optim.decay_steps", megatron.whole(numbers["T_max"]), entry.key)
+            found.set("optim.min_learning_rate", numbers["eta_min"], entry.key)
+        elif name != "ConstantLR" or numbers["factor"] != 1:
+            found.refuse(entry, f"this schedule ({name}) is not there yet")
+
+
+def _below(found: Import, section: str) -> dict[str, Any]:
+    """The keys of a section, nested once, by what follows it."""
+    nested: dict[str, Any] = {}
+    for key, entry in found.entries.items():
+        if key.startswith(section):
+            parent, _, leaf = key.removeprefix(section).rpartition(".")
+            (nested.setdefault(parent, {}) if parent else nested)[leaf] = entry.value
+    return nested
+
+
 def _bridge(found: Import) -> None:
     found.notes.append(
         f"the files of {BRIDGE} change a recipe of it that is named on its command line: what they leave out, the "
@@ -111,8 +167,22 @@ def _method(found: Import, kind: str) -> None:
         found.set("precision.compute", "bf16", of=kind)
         if "precision.weights" not in found.settings:
             found.set("precision.weights", "bf16", of=f"{kind}: the checkpoint's")
-        if found.entry("lr_decay_style") and found.entry("lr_warmup_iters") is None:
-            found.set("optim.warmup_steps", 0.1, of=f"{kind}: a tenth of the steps")
+        if found.entry("lr_decay_style"):
+            _automodel(found)
+
+
+def _automodel(found: Import) -> None:
+    """Automodel's defaults (components/optim/optimizer.py): the warm-up is a tenth of the steps and at most 1,000, and
+    begins at a tenth of the rate; the rate falls to a hundredth."""
+    rate, steps = shared.value_of(found, "optim.learning_rate", 0.0), shared.value_of(found, "train.max_steps")
+    if found.entry("lr_warmup_iters") is None:
+        share = 0.1 if steps is None else min(1000, steps // 10)
+        found.set("optim.warmup_steps", share, of=f"{AUTOMODEL}: a tenth of the steps, at most 1,000")
+    if found.entry("min_lr") is None:
+        found.set("optim.min_learning_rate", 0.01 * rate, of=AUTOMODEL)
+    first = found.number("lr_scheduler.init_lr", default=0.1 * rate)
+    if shared.value_of(found, "optim.warmup_steps"):
+        found.set("optim.warmup_from", first, "lr_scheduler.init_lr", of=AUTOMODEL)
 
 
 def _adapter(found: Import, kind: str) -> None:

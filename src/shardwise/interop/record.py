@@ -126,6 +126,17 @@ class Import:
         value = self.number(*keys, default=default)
         return None if value is None else int(value)
 
+    def pair(self, key: str) -> tuple[float, float] | None:
+        """Two numbers, as of betas; anything else is refused."""
+        entry = self.entry(key)
+        if entry is None:
+            return None
+        found = [number(value) for value in entry.value] if isinstance(entry.value, list) else []
+        if len(found) == 2 and found[0] is not None and found[1] is not None:
+            return found[0], found[1]
+        self.refuse(entry, f"`{show(entry.value)}` is no pair of numbers")
+        return None
+
     def on(self, key: str) -> bool:
         """Return whether a switch is on."""
         return key in self.entries and word(self.entries[key].value) not in OFF
@@ -201,10 +212,11 @@ def hub_names(system: str) -> dict[str, str]:
     return {line["name"]: line["hub"] for line in lines_of("models") if line["system"] == system}
 
 
-def lines_of(name: str) -> list[dict[str, str]]:
+@cache
+def lines_of(name: str) -> tuple[dict[str, str], ...]:
     """The lines of a table by the names of its columns."""
     text = resources.files("shardwise.interop").joinpath("tables", f"{name}.csv").read_text("utf-8")
-    return list(csv.DictReader(text.splitlines()))
+    return tuple(csv.DictReader(text.splitlines()))
 
 
 def _find(name: str, key: str) -> Meaning | None:

@@ -128,14 +128,14 @@ def _expanded(text: str, values: Mapping[str, str]) -> str:
     def computed(match: re.Match[str]) -> str:
         expression = _expanded(match.group(1) or match.group(2), values)
         expression = re.sub(r"\b([A-Za-z_]\w*)\b", lambda name: values.get(name.group(), name.group()), expression)
-        found = _whole(expression.replace("/", "//").replace("$", ""))
+        found = whole_number(expression.replace("/", "//").replace("$", ""))
         return match.group() if found is None else str(found)
 
     replaced = VARIABLE.sub(value, ARITHMETIC.sub(computed, ARRAY.sub(r"\1", text)))
     return replaced[:MOST_CHARACTERS]
 
 
-def _whole(expression: str) -> int | None:
+def whole_number(expression: str) -> int | None:
     """The value of an expression of whole numbers and + - * /; None for anything else."""
 
     def evaluate(node: ast.expr) -> int:

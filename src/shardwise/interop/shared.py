@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from math import prod
 from typing import Any
 
-from shardwise.interop.record import Import, show, word
+from shardwise.interop.record import Import, Said, Taken, number, show, word
 
 OPTIMIZERS = {
     "adamw": "adamw",
@@ -25,13 +26,26 @@ OPTIMIZERS = {
     "adamw8bit": "adamw8bit",
     "pagedadamw8bit": "adamw8bit",
 }
-SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
+HALF_WAVE: dict[str, Any] = {"num_cycles": 0.5}
+SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", {}),
+    "cosine": ("cosine", HALF_WAVE),
+    "cosine_with_restarts": ("cosine", {"num_cycles": 1}),
+    "cosine_with_min_lr": ("cosine", {**HALF_WAVE, "min_lr": None, "min_lr_rate": None}),
+    "cosine_warmup_with_min_lr": ("cosine_to_last", {**HALF_WAVE, "min_lr": None, "min_lr_rate": None}),
+    "polynomial": ("polynomial", {"lr_end": 1e-7, "power": 1.0}),
+    "constant": ("constant", {}),
+    "constant_with_warmup": ("constant", {}),
+    "inverse_sqrt": ("inverse_sqrt", {"timescale": None}),
+    "warmup_stable_decay": (
+        "wsd",
+        {**HALF_WAVE, "num_decay_steps": None, "decay_type": "cosine", "warmup_type": "linear", "min_lr_ratio": 0.0},
+    ),
 }
+"""transformers' schedules by name: ours, and what its own arguments are by default (optimization.py)."""
+ENDS = {"linear": "wsd", "cosine": "wsd_cosine", "1-sqrt": "wsd_sqrt", "sqrt": "wsd_sqrt", "minus_sqrt": "wsd_sqrt"}
+ENDS["exponential"] = "wsd_exponential"
+"""How a rate that was constant falls at the end of the run."""
 DTYPES = {
     "bfloat16": "bf16",
     "bf16": "bf16",
@@ -84,27 +98,83 @@ def optimizer(found: Import, key: str, default: str, of: str) -> None:
 
 
 def schedule(found: Import, key: str, default: str, of: str) -> None:
-    """The schedule by name, with the warm-up of transformers; of a constant one without warm-up there is none."""
-    name, kwargs = word(found.get(key, default=default)), f"{key.removesuffix('_type')}_kwargs"
+    """transformers' schedule by name, with its arguments, and a warm-up that begins at 0."""
+    name, section = word(found.get(key, default=default)), f"{key.removesuffix('_type')}_kwargs"
     if name not in SCHEDULES:
         return found.refuse(found.entries[key], f"the schedule {show(found.get(key))} is not there yet")
-    found.set("optim.schedule", SCHEDULES[name], key, of=of)
+    ours, known = SCHEDULES[name]
+    given = _arguments(found, section)
+    for argument in given.keys() - known.keys():
+        found.refuse(given[argument], f"the schedule {name} with an argument `{argument}` is not there")
+    said = [f"{section}.{argument}" for argument in known if argument in given]
+    values = known | {argument: given[argument].value for argument in known if argument in given}
+    if "num_cycles" in given and number(values["num_cycles"]) != known["num_cycles"]:
+        found.refuse(given["num_cycles"], f"a cosine of {show(values['num_cycles'])} waves is not there yet")
     rate = value_of(found, "optim.learning_rate")
-    if name == "cosine_with_min_lr":
-        share, low = found.number(f"{kwargs}.min_lr_rate"), found.number(f"{kwargs}.min_lr")
-        if low is None and share is not None and rate is not None:
-            low = share * rate
-        found.set("optim.min_learning_rate", low, f"{kwargs}.min_lr_rate", f"{kwargs}.min_lr")
-    steps, share = found.count("warmup_steps", default=0), found.number("warmup_ratio", default=0.0)
-    if name == "constant":
-        return None
+    shares = [number(values.get(argument)) for argument in ("min_lr_rate", "min_lr_ratio")]
+    low = number(values.get("min_lr", values.get("lr_end")))
+    if low is None and rate is not None:
+        low = next((share * rate for share in shares if share), None)
+    if name == "warmup_stable_decay":
+        ours = ENDS.get(word(values["decay_type"]), ours)
+        found.set("optim.warmup_shape", {"1-sqrt": "sqrt"}.get(shape := word(values["warmup_type"]), shape), *said)
+    found.set("optim.schedule", ours, key, of=of)
+    found.set("optim.min_learning_rate", low, *said, of=of)
+    found.set("optim.decay_steps", _whole(values.get("num_decay_steps", values.get("timescale"))), *said)
+    found.set("optim.power", number(values.get("power")), *said, of=of)
+    begins = low or 0.0 if name == "warmup_stable_decay" else None if ours == "cosine_to_last" else 0.0
+    return warmup(found, of, begins) if name != "constant" else found.set("optim.warmup_steps", 0, key, of=of)
+
+
+def warmup(found: Import, of: str, begins: float | None = 0.0) -> None:
+    """transformers' warm-up: steps or a share of the run, rising from the rate at which it ``begins``."""
+    steps, share = found.number("warmup_steps", default=0.0) or 0.0, found.number("warmup_ratio", default=0.0)
     if steps:
-        found.set("optim.warmup_steps", steps, "warmup_steps")
+        found.set("optim.warmup_steps", steps if steps < 1 else int(steps), "warmup_steps")
     elif share:
         found.set("optim.warmup_steps", share, "warmup_ratio")
     else:
         found.set("optim.warmup_steps", 0, of=of)
-    return None
+    if steps or share:
+        found.set("optim.warmup_from", begins, of=of)
+
+
+def _whole(value: Any) -> int | None:
+    found = number(value)
+    return None if found is None else int(found)
+
+
+def _arguments(found: Import, section: str) -> dict[str, Said]:
+    """The arguments in a section by name; on a command line they are JSON."""
+    whole = found.entries.get(section)
+    if whole is not None and isinstance(whole.value, str):
+        try:
+            written = json.loads(whole.value or "{}")
+        except (ValueError, RecursionError):
+            written = None
+        if not isinstance(written, dict):
+            found.refuse(whole, "this is no object of JSON")
+            return {}
+        for name, value in written.items():
+            found.entries[f"{section}.{name}"] = Said(f"{section}.{name}", value, whole.where)
+    keys = [key for key in found.entries if key.startswith(f"{section}.")]
+    return {key.removeprefix(f"{section}."): found.entries[key] for key in keys if found.entries[key].value is not None}
+
+
+def end_within_warmup(settings: dict[str, Taken]) -> str | None:
+    """Keep as much of a warm-up as the run has steps, up to the rate that it has then; return what was done."""
+    wanted = ("optim.warmup_steps", "train.max_steps", "optim.learning_rate")
+    if not all(key in settings for key in wanted):
+        return None
+    warm, steps, rate = (settings[key].value for key in wanted)
+    if warm <= steps or settings.get("optim.warmup_shape", Taken("linear", "")).value != "linear":
+        return None
+    first = settings["optim.warmup_from"].value if "optim.warmup_from" in settings else 0.0
+    origin = settings["optim.warmup_steps"].origin
+    settings["optim.learning_rate"] = Taken(first + (rate - first) * steps / warm, origin)
+    settings["optim.warmup_steps"] = Taken(steps, origin)
+    settings["optim.min_learning_rate"] = Taken(0.0, origin)
+    return f"the run ends within its warm-up of {warm:g} steps: its {steps} rise to the rate that it has then"
 
 
 def adamw(found: Import, of: str) -> None:
@@ -115,6 +185,14 @@ def adamw(found: Import, of: str) -> None:
     found.set("optim.weight_decay", found.number("weight_decay", default=0.0), "weight_decay", of=of)
     clip = found.number("max_grad_norm", default=1.0)
     clipping(found, clip, "max_grad_norm", of)
+
+
+def betas(found: Import, key: str, default: tuple[float, float] | None = None, of: str = "") -> None:
+    """AdamW's two decay rates in one list."""
+    pair = found.pair(key) or default
+    if pair is not None:
+        found.set("optim.beta1", pair[0], key, of=of)
+        found.set("optim.beta2", pair[1], key, of=of)
 
 
 def clipping(found: Import, norm: float | None, key: str, of: str) -> None:
@@ -131,6 +209,7 @@ def length_of_run(found: Import, epochs: str, default: float, of: str) -> None:
     if steps is not None and steps > 0:
         found.set("train.max_steps", steps, "max_steps")
     else:
+        found.settings.pop("train.max_steps", None)  # a length that another file only implies
         found.set("train.num_epochs", found.number(epochs, default=default), epochs, of=of)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from math import ceil
 
 from shardwise.interop import shared
-from shardwise.interop.hf import arguments, recompute
+from shardwise.interop.hf import Defaults, arguments, recompute
 from shardwise.interop.record import Import, Said, System, show, word
 
 OF = "ms-swift"
@@ -27,7 +27,7 @@ def settle(found: Import) -> None:
     _accumulation(found)
     method = word(found.get("rlhf_type", default="sft"))
     rate = 1e-4 if kind == "lora" else 1e-5
-    arguments(found, OF, learning_rate=rate, epochs=3.0, length=None, bf16="bf16")
+    arguments(found, OF, Defaults(rate, None, "bf16", rows=1, schedule="cosine"))
     dtype = word(found.get("torch_dtype", default="bfloat16"))
     found.set("precision.compute", shared.DTYPES.get(dtype, "bf16"), "torch_dtype", of=OF)
     found.set("model.path", found.get("model"), "model")

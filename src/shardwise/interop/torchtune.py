@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 
 from shardwise.interop import shared
-from shardwise.interop.record import Import, System, hub_names, show, word
+from shardwise.interop.record import Import, System, hub_names, number, show, word
 
 OF = "torchtune"
 LOSSES = {
@@ -109,9 +109,7 @@ def _optimizer(found: Import) -> None:
     found.set("optim.learning_rate", found.number("optimizer.lr", default=1e-3), "optimizer.lr", of="torch")
     decay = found.number("optimizer.weight_decay", default=0.01)
     found.set("optim.weight_decay", decay, "optimizer.weight_decay", of="torch")
-    betas = found.get("optimizer.betas", default=[0.9, 0.999])
-    found.set("optim.beta1", float(betas[0]), "optimizer.betas", of="torch")
-    found.set("optim.beta2", float(betas[1]), "optimizer.betas", of="torch")
+    shared.betas(found, "optimizer.betas", (0.9, 0.999), "torch")
     found.set("optim.eps", found.number("optimizer.eps", default=1e-8), "optimizer.eps", of="torch")
     shared.clipping(found, found.number("clip_grad_norm"), "clip_grad_norm", OF)
     schedule = str(found.get("lr_scheduler._component_", default="")).rpartition(".")[2]
@@ -119,6 +117,11 @@ def _optimizer(found: Import) -> None:
         found.set("optim.schedule", "cosine" if schedule else "constant", "lr_scheduler._component_", of=OF)
         steps = found.count("lr_scheduler.num_warmup_steps", default=0)
         found.set("optim.warmup_steps", steps, "lr_scheduler.num_warmup_steps", of=OF)
+        if steps:
+            found.set("optim.warmup_from", 0.0, of=OF)
+        waves = found.entry("lr_scheduler.num_cycles")
+        if waves is not None and number(waves.value) != 0.5:
+            found.refuse(waves, f"a cosine of {show(waves.value)} waves is not there yet")
     else:
         found.refuse(found.entries["lr_scheduler._component_"], f"the schedule {show(schedule)} is not there yet")
 

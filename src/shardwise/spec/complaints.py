@@ -13,6 +13,7 @@ from shardwise.errors import Problem
 from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, near, resolve_reference
 from shardwise.spec.methods import METHODS, in_words
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Recipe, Section
+from shardwise.spec.schedules import SCHEDULES, over_the_end
 
 COMMAND_LINE = "the command line"
 _RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"}
@@ -160,7 +161,9 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
             problems.append(Problem(code, what, place(key), fix))
 
     exceeds("optim.warmup_steps", optim.warmup_steps, "train.max_steps", train.max_steps)
-    exceeds("optim.decay_steps", optim.decay_steps, "train.max_steps", train.max_steps)
+    if SCHEDULES[optim.schedule].span is over_the_end:  # of others the run may end before the fall does
+        exceeds("optim.decay_steps", optim.decay_steps, "train.max_steps", train.max_steps)
+    exceeds("optim.warmup_from", optim.warmup_from, "optim.learning_rate", optim.learning_rate)
     exceeds("optim.min_learning_rate", optim.min_learning_rate, "optim.learning_rate", optim.learning_rate)
     whole, micro = train.global_batch_size or 0, train.micro_batch_size or 1
     accumulation = train.gradient_accumulation_steps or 1

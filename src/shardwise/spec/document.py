@@ -25,6 +25,10 @@ KeyPath = tuple[str | int, ...]
 MAX_BYTES = 2**18
 MAX_NODES = 1_000_000
 MAX_DEPTH = 64
+MAX_EVENTS = 8_000
+"""Of a text: half a second's work, and several times as many as any configuration has."""
+NESTED = re.compile(r"(?:[\[{][^\[\]{}]*){" + str(MAX_DEPTH + 1) + "}")
+"""So many brackets that none closes: the scanner's time would grow with the square of their number."""
 
 _CORE: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"(?:|~|null|Null|NULL)"), lambda text: None),
@@ -93,6 +97,9 @@ def read_text(path: Path) -> str:
 def parse(text: str, name: str, *, interpolated: bool = False) -> Document:
     """The one document of ``text``. ``name`` is used in messages; ``interpolated``: ``${...}`` is text, not refused."""
     document = Document(name, interpolated=interpolated)
+    if deep := NESTED.search(text):
+        line = text.count("\n", 0, deep.start()) + 1
+        _too_large(f"{name}:{line}", f"is nested more than {MAX_DEPTH} deep (limit)")
     try:
         _Composer(text, document).compose()
     except MarkedYAMLError as error:
@@ -190,7 +197,9 @@ def refuse_interpolation(text: str, where: str) -> None:
 
 def _untagged(found: Iterable[Any], name: str) -> Iterator[Any]:
     """The events, up to one with a tag, which is refused."""
-    for event in found:
+    for place, event in enumerate(found):
+        if place > MAX_EVENTS:
+            _too_large(name, f"has more than {MAX_EVENTS:,} values (limit)")
         tagged = isinstance(event, events.ScalarEvent | events.CollectionStartEvent)
         if tagged and str(event.tag) not in ("", "None"):
             _refuse_tag(str(event.tag), f"{name}:{_line(event)}")

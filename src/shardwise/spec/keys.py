@@ -38,7 +38,7 @@ def translate(key: str, name: str, value: Any) -> Any:
         local = os.path.exists(value) or re.search(r"\.(json|jsonl|csv|parquet|arrow|txt|gz|zst)$", value)
         return value if local else f"hf://datasets/{value}"
     if alias == "warmup_ratio" and isinstance(value, int | float):
-        return float(value) or 0  # 1 would be a step, not the whole run
+        return float(value) or 0 if value < 1 else f"{value} of the run"  # and not so many steps
     if alias == "lora_target" and isinstance(value, str) and "," in value:
         return [name.strip() for name in value.split(",")]
     word = str(value).lower()

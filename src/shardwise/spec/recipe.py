@@ -12,10 +12,11 @@ from shardwise.spec.cluster import MOST_DEVICES
 from shardwise.spec.methods import METHODS, MethodName, MethodSpec
 from shardwise.spec.optimizers import OPTIMIZERS, OPTIONS, OptimizerName, OptimizerSpec
 from shardwise.spec.plan import Dtype, ScheduleName
+from shardwise.spec.schedules import SCHEDULES, ScheduleWord, WarmupWord
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
-"""A number of steps, or a share of the run's."""
+Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0)]
+"""A number of steps, which may end within one (as many sequences do), or below 1 a share of the run's."""
 Degree = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 Sequences = Annotated[int, Field(ge=1, le=2**20)]
 """Of a step. A plan asks how each number of them could be divided, and looks at each micro-batch of some pipelines."""
@@ -153,8 +154,11 @@ class ParameterGroup(Section):
 
 
 class OptimSection(Section):
-    """``warmup_steps``: 100, or 0.1 of the run. ``moments``: bf16 keeps AdamW's in half the bytes, rounded
-    stochastically, and weights in bf16 too; null: moments have the dtype of the weights."""
+    """``moments``: bf16 keeps AdamW's in half the bytes, rounded stochastically, and weights in bf16 too; null: moments
+    have the dtype of the weights. ``warmup_steps``: 100, or 0.1 of the run. ``warmup_from``: the rate of the first
+    step, from which the warm-up rises by its ``warmup_shape``; null: the first step has the first rise from 0.
+    ``warmup_delay``: so many steps have that rate before the warm-up begins, and the schedule is so much later.
+    ``power``: of ``schedule: polynomial``."""
 
     name: OptimizerName = "adamw"
     moments: Literal["fp32", "bf16"] | None = None
@@ -164,10 +168,14 @@ class OptimSection(Section):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    schedule: ScheduleWord = "cosine"
     warmup_steps: Steps = 0
-    decay_steps: int | None = Field(default=None, ge=1)
+    warmup_from: float | None = Field(default=None, ge=0)
+    warmup_shape: WarmupWord = "linear"
+    warmup_delay: int = Field(default=0, ge=0)
+    decay_steps: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0)] | None = None
     min_learning_rate: float = Field(default=0.0, ge=0)
+    power: float = Field(default=1.0, gt=0)
     groups: list[ParameterGroup] = []
 
     @property
@@ -181,6 +189,12 @@ class OptimSection(Section):
             readers = [f"`optim.name: {spec.name}`" for spec in OPTIMIZERS.values() if key in spec.options]
             what = f"`optim.{key}: {value}` has no effect with `optim.name: {self.name}`"
             yield Problem("CFG008", what, f"optim.{key}", f"{' or '.join(readers)}, or drop `optim.{key}`")
+        if self.power != 1.0 and "power" not in SCHEDULES[self.schedule].reads:
+            what = f"`optim.power` has no effect with `optim.schedule: {self.schedule}`"
+            yield Problem("CFG008", what, "optim.power", "`optim.schedule: polynomial`, or leave it out")
+        if self.warmup_delay and self.warmup_from is None:
+            what = "`optim.warmup_delay` needs the rate that the steps before the warm-up have"
+            yield Problem("CFG008", what, "optim.warmup_delay", "`optim.warmup_from: 0`, or leave it out")
 
 
 class OffloadSection(Section):

@@ -2,7 +2,7 @@
 
 Shares are of what ``spec/hardware.csv`` says of a device. One set serves all models and layouts: what differs is the
 device, the software's era and the traits of a program (eager or fused blocks, the attention kernel). Those with a prior
-are fitted to published measurements (``python -m shardwise.interop.accuracy.fit``): ``sigma`` is how far, in logs, a
+are fitted to published measurements (``python -m shardwise.prove.accuracy.fit``): ``sigma`` is how far, in logs, a
 constant may reasonably be from its prior.
 """
 

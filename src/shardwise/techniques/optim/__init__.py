@@ -28,6 +28,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Optim, Plan
 from shardwise.spec.recipe import OptimSection, Recipe
+from shardwise.spec.schedules import SCHEDULES, WARMUPS
 from shardwise.spec.sheet import CONTROL_BYTES, KEPT_UNITS, Collective, Sheet, Unit
 from shardwise.techniques.quantised import moment_bytes, quantised
 from shardwise.techniques.states import whole_shape
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
 
 UNDECAYED = frozenset({"norm", "bias", "lora_m", "sinks"})
 """Roles without weight decay unless a group of the recipe says otherwise."""
-
-WSD_DECAY_SHARE = 0.1
-"""The last part of a ``wsd`` run that decays when ``decay_steps`` is not given (Hu et al., arXiv 2404.06395)."""
 
 
 @dataclass(frozen=True)
@@ -235,23 +233,18 @@ def set_updates(optimizer: Optimizer, updates: int) -> None:
 
 
 def learning_rate(optim: OptimSection, step: int, max_steps: int) -> float:
-    """The learning rate of update number ``step`` (from 0) of ``max_steps``.
+    """The learning rate of update number ``step`` (from 0) of ``max_steps``: a warm-up, then a row of
+    :data:`~shardwise.spec.schedules.SCHEDULES`.
 
-    Warm-up is linear and reaches the full rate at its last step; below 1, ``warmup_steps`` is a share of ``max_steps``.
-    ``linear`` and ``cosine`` fall to ``min_learning_rate`` over ``decay_steps`` (default: all remaining steps), ``wsd``
-    linearly over the *last* ``decay_steps`` (default: a tenth of the run).
+    Below 1, ``warmup_steps`` is a share of ``max_steps``, rounded up. The warm-up reaches the full rate at its last
+    step, or where it begins at ``warmup_from``, at the step after it.
     """
-    warmup = math.ceil(optim.warmup_steps * max_steps) if optim.warmup_steps < 1 else int(optim.warmup_steps)
+    schedule, low, high = SCHEDULES[optim.schedule], optim.min_learning_rate, optim.learning_rate
+    warmup = math.ceil(optim.warmup_steps * max_steps) if optim.warmup_steps < 1 else optim.warmup_steps
+    step = max(0, step - optim.warmup_delay)
     if step < warmup:
-        return optim.learning_rate * (step + 1) / warmup
-    low, span = optim.min_learning_rate, optim.learning_rate - optim.min_learning_rate
-    if optim.schedule == "constant":
-        return optim.learning_rate
-    if optim.schedule == "wsd":
-        length = optim.decay_steps or max(1, round(max_steps * WSD_DECAY_SHARE))
-        start = max(warmup, max_steps - length)
-    else:
-        start, length = warmup, optim.decay_steps or max_steps - warmup
-    done = min(1.0, max(0.0, (step - start) / max(1, length)))
-    left = 0.5 * (1.0 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1.0 - done
-    return low + span * left
+        first, begun = (0.0, step + 1) if optim.warmup_from is None else (optim.warmup_from, step)
+        return first + (high - first) * WARMUPS[optim.warmup_shape](min(1.0, begun / warmup), warmup)
+    start, length = schedule.span(optim.decay_steps, warmup, max_steps)
+    left = schedule.left(max(0.0, (step - start) / max(1, length)), optim.power)
+    return max(low, high * left) if schedule.floor else low + (high - low) * left

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError, MissingInputError
-from shardwise.interop.accuracy.memory import memory_of
-from shardwise.interop.accuracy.rows import Measurement, read
-from shardwise.interop.accuracy.score import (
+from shardwise.planner.price import price
+from shardwise.prove.accuracy.memory import memory_of
+from shardwise.prove.accuracy.rows import Measurement, read
+from shardwise.prove.accuracy.score import (
     Score,
     efficiency,
     flops_per_token,
@@ -26,8 +27,7 @@ from shardwise.interop.accuracy.score import (
     score,
     summary,
 )
-from shardwise.planner.price import price
-from tests.interop.accuracy.published import changed
+from tests.prove.accuracy.published import changed
 
 
 def reading(**values: str) -> Measurement:

@@ -7,10 +7,10 @@ from math import exp, log
 import numpy as np
 import pytest
 
-from shardwise.interop.accuracy import fit
-from shardwise.interop.accuracy.rows import Measurement, read
 from shardwise.planner.seconds.constants import replaced, shipped
-from tests.interop.accuracy.published import changed
+from shardwise.prove.accuracy import fit
+from shardwise.prove.accuracy.rows import Measurement, read
+from tests.prove.accuracy.published import changed
 
 TRUE = {"best product:A100-SXM-80GB": 0.7, "era:fsdp2": 1.05, "attention flash2 ampere": 0.45}
 

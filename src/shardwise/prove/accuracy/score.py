@@ -17,12 +17,12 @@ from statistics import median
 from typing import Any
 
 from shardwise.errors import ConfigError, MissingInputError, Problem, ShardwiseError
-from shardwise.interop.accuracy.memory import memory_of
-from shardwise.interop.accuracy.rows import Measurement, number, read, said
 from shardwise.models.config import active_parameter_count
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Blocks, Traits
 from shardwise.planner.seconds.step import timed
+from shardwise.prove.accuracy.memory import memory_of
+from shardwise.prove.accuracy.rows import Measurement, number, read, said
 from shardwise.spec.files import read_regular
 
 LONG_TOKENS = 16_384

@@ -1,4 +1,4 @@
-"""Fits the constants behind seconds to published measurements: ``python -m shardwise.interop.accuracy.fit FILE.csv [-o
+"""Fits the constants behind seconds to published measurements: ``python -m shardwise.prove.accuracy.fit FILE.csv [-o
 constants.csv]``.
 
 Least squares of log(predicted / measured), robust against rows that no constant explains, with a prior on each constant
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import ShardwiseError
-from shardwise.interop.accuracy.rows import Measurement, read, said
-from shardwise.interop.accuracy.score import as_csv, groups_of, measured_s, predicted_s, rows_of
 from shardwise.planner.seconds.constants import replaced, rows, shipped
+from shardwise.prove.accuracy.rows import Measurement, read, said
+from shardwise.prove.accuracy.score import as_csv, groups_of, measured_s, predicted_s, rows_of
 
 Values = dict[str, float]
 NOISE = 0.08

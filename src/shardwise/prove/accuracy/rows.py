@@ -354,7 +354,7 @@ def _network_bytes_per_s(links: str, each: int) -> float | None:
 
 @cache
 def _table() -> tuple[tuple[str, Habits], ...]:
-    with files("shardwise.interop.accuracy").joinpath("traits.csv").open(encoding="utf-8") as stream:
+    with files("shardwise.prove.accuracy").joinpath("traits.csv").open(encoding="utf-8") as stream:
         rows = [*csv.DictReader(stream)]
     return tuple((row.pop("framework"), Habits(**{name: _value(text) for name, text in row.items()})) for row in rows)
 
