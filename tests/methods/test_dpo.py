@@ -211,8 +211,8 @@ def test_figures_are_those_of_trl(packs: Packs, method: Method) -> None:
         "rewards/accuracies": (chosen_rewards > rejected_rewards).double().mean(),
         "logps/chosen": chosen_logps.mean(),
         "logps/rejected": rejected_logps.mean(),
-        "tokens/chosen": sum(int(learnt[1:].sum()) for (_, learnt), _ in pairs) / PAIRS,
-        "tokens/rejected": sum(int(learnt[1:].sum()) for _, (_, learnt) in pairs) / PAIRS,
+        "tokens/chosen": sum(int(learnt[1:].sum()) for (_, learnt), _ in both) / PAIRS,
+        "tokens/rejected": sum(int(learnt[1:].sum()) for _, (_, learnt) in both) / PAIRS,
     }
     assert list(found) == list(expected) and 0 < found["rewards/accuracies"] < 1
     assert dict(found) == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-9)

@@ -98,7 +98,8 @@ def test_loss_gradients_and_figures(packs: Packs, chunk_tokens: int, method: Met
     rewards = [method.beta * (a - b * method.spec.reference) for a, b in zip(mine, of_first, strict=True)]
     figures = (*rewards, rewards[0] - rewards[1], (rewards[0] > rewards[1]).double(), *mine)
     assert list(told) == list(method.spec.figures)
-    assert list(told.values()) == pytest.approx([float(each.mean()) for each in figures], rel=1e-9)
+    tokens = [sum(int(learnt[1:].sum()) for _, learnt in answers) / PAIRS for answers in zip(*both, strict=True)]
+    assert list(told.values()) == pytest.approx([*(float(each.mean()) for each in figures), *tokens], rel=1e-9)
 
 
 @pytest.mark.parametrize("method", CASES[:4], ids=lambda method: method.name)

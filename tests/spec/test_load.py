@@ -240,9 +240,9 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "entropy of pairs",
             "method: {name: dpo, entropy: true}",
             "CFG008",
-            "`method.entropy` is of the tokens of text or conversations; `method.name` is dpo",
+            "`method.entropy` is for `method: pretrain` and `sft`, but the method is dpo",
             "run.yaml:1",
-            "drop it, or `method.name: sft`",
+            "`method.name: pretrain`, or leave it out",
         ),
         (
             "stopping early without validation",

@@ -124,7 +124,7 @@ def _method(found: Import) -> None:
         found.set("method.label_smoothing", smoothing, "dpo_label_smoothing")
         return None
     if kind not in ("no", "none", "null", "false"):
-        return found.refuse(found.entries["rl"], f"{kind} is not there yet: dpo is")
+        return found.refuse(found.entries["rl"], f"{kind} is not read from such files yet: dpo is")
     plain = ("pretraining_dataset", "pretraining_dataset.path")
     kinds = word(found.get("datasets.type", default="")).split(".")[0]
     pretrain = found.entry(*plain) is not None or kinds in ("completion", "pretrain")

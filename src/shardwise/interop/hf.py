@@ -116,11 +116,11 @@ def _method(found: Import) -> str:
 
     if about("num_generations", "reward_funcs", what="training on answers that the model writes itself (GRPO)"):
         return "grpo"
-    if about("gamma_beta_ratio", "simpo_gamma", what="SimPO is not there yet: DPO (`method.name: dpo`) is"):
+    if about("gamma_beta_ratio", "simpo_gamma", what="SimPO is not read from such files yet: DPO is"):
         return "simpo"
     kind = found.entry("loss_type")
     if kind is not None and word(kind.value) not in ("sigmoid", "nll", "['sigmoid']"):
-        found.refuse(kind, f"the loss {show(kind.value)} is not there yet: DPO's own (sigmoid) is")
+        found.refuse(kind, f"the loss {show(kind.value)} is not read from such files yet: DPO's own (sigmoid) is")
     pairs = ("beta", "max_prompt_length", "loss_type", "precompute_ref_log_probs")
     return "dpo" if any(key in found.entries for key in pairs) else "sft"
 
@@ -131,9 +131,10 @@ def llamafactory(found: Import) -> None:
     stage = word(found.get("stage", default="sft"))
     loss = word(found.get("pref_loss", default="sigmoid"))
     if stage not in stages:
-        found.refuse(found.entries["stage"], f"the stage {stage} is not there yet: sft, dpo and pt are")
+        found.refuse(found.entries["stage"], f"the stage {stage} is not read yet: sft, dpo and pt are")
     elif stage == "dpo" and loss != "sigmoid":
-        found.refuse(found.entries["pref_loss"], f"the loss {loss} is not there yet: DPO's own (sigmoid) is")
+        what = f"the loss {loss} is not read from such files yet: DPO's own (sigmoid) is"
+        found.refuse(found.entries["pref_loss"], what)
     method = stages.get(stage, "sft")
     found.set("method.name", method, "stage", of="LLaMA-Factory")
     arguments(found, "LLaMA-Factory", Defaults(length=2048))

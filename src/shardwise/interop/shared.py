@@ -94,7 +94,7 @@ def optimizer(found: Import, key: str, default: str, of: str) -> None:
     if name in OPTIMIZERS:
         found.set("optim.name", OPTIMIZERS[name], key, of=of)
     else:
-        found.refuse(found.entries[key], f"the optimizer {show(found.get(key))} is not there yet")
+        found.refuse(found.entries[key], f"the optimizer {show(found.get(key))} is not read from such files yet")
 
 
 def schedule(found: Import, key: str, default: str, of: str) -> None:

@@ -38,7 +38,7 @@ def settle(found: Import) -> None:
     if method in ("sft", "dpo"):
         found.set("method.name", method, "rlhf_type", of=OF)
     else:
-        found.refuse(found.entries["rlhf_type"], f"{method} is not there yet: dpo is")
+        found.refuse(found.entries["rlhf_type"], f"{method} is not read from such files yet: dpo is")
     if kind == "lora":
         shared.adapter(found, 8, 32.0, LORA, OF)
         if (bits := found.count("quant_bits")) == 4:
