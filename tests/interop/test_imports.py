@@ -307,11 +307,29 @@ def test_schedules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        (TRL + "loss_type: nll\n", "sft"),
+        (TRL + "loss_type: [sigmoid]\nbeta: 0.2\n", "dpo"),
+        (TRL + "loss_type: ipo\nbeta: 0.2\n", "ipo"),
+        (TRL + "loss_type: hinge\nbeta: 0.2\n", "hinge"),
+        (LLAMAFACTORY.replace("stage: sft", "stage: dpo") + "pref_loss: ipo\npref_beta: 0.2\n", "ipo"),
+        (AXOLOTL + "rl: ipo\nrl_beta: 0.2\n", "ipo"),
+    ],
+)
+def test_losses_of_pairs(tmp_path: Path, text: str, method: str) -> None:
+    """Those of TRL's DPOTrainer that are here; its ORPO adds another term (docs/preference.md)."""
+    found = values(imported(tmp_path, text))
+    assert found["method.name"] == method and found.get("method.beta", 0.2) == 0.2
+    assert "orpo" in refusals(tmp_path, TRL + "loss_type: orpo\n")
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         (AXOLOTL + "neftune_noise_alpha: 5\n", "NEFTune"),
         (AXOLOTL + "relora: true\n", "ReLoRA"),
-        (AXOLOTL + "rl: kto\n", "kto is not there yet"),
+        (AXOLOTL + "rl: kto\n", "kto is not read"),
         (TRL + "num_generations: 8\n", "GRPO"),
         (TRL + "optim: rmsprop\n", "rmsprop"),
         (LLAMAFACTORY + "use_galore: true\n", "GaLore"),

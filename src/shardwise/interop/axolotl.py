@@ -116,15 +116,15 @@ def _method(found: Import) -> None:
     if found.on("reward_model") or found.on("process_reward_model"):
         key = "reward_model" if found.on("reward_model") else "process_reward_model"
         return found.refuse(found.entries[key], "reward models are not there")
-    if kind == "dpo":
-        found.set("method.name", "dpo", "rl")
+    if kind in ("dpo", "ipo"):
+        found.set("method.name", kind, "rl")
         beta = found.number("rl_beta", "dpo_beta", "beta", default=0.1)
         found.set("method.beta", beta, "rl_beta", "dpo_beta", "beta", of=OF)
-        smoothing = found.number("dpo_label_smoothing")
-        found.set("method.label_smoothing", smoothing, "dpo_label_smoothing")
+        if kind == "dpo":
+            found.set("method.label_smoothing", found.number("dpo_label_smoothing"), "dpo_label_smoothing")
         return None
     if kind not in ("no", "none", "null", "false"):
-        return found.refuse(found.entries["rl"], f"{kind} is not read from such files yet: dpo is")
+        return found.refuse(found.entries["rl"], f"{kind} is not read from such files yet: dpo and ipo are")
     plain = ("pretraining_dataset", "pretraining_dataset.path")
     kinds = word(found.get("datasets.type", default="")).split(".")[0]
     pretrain = found.entry(*plain) is not None or kinds in ("completion", "pretrain")

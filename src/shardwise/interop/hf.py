@@ -11,6 +11,8 @@ from shardwise.interop.record import Import, System, show, word
 
 LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target_modules": "targets"}
 PAIRS = ("beta", "loss_type")
+PAIR_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo"}
+"""TRL's losses of pairs by name, as its DPOTrainer has them: ours."""
 NOT_YET = ("orpo", "kto", "simpo", "reward", "cpo", "grpo", "prm")
 
 
@@ -80,14 +82,15 @@ def dataset(found: Import) -> None:
 def trl(found: Import) -> None:
     """TRL's SFT or DPO: which, the script says, and here the keys that only one has."""
     method = _method(found)
-    rates = {"sft": 2e-5, "dpo": 1e-6}
-    arguments(found, "TRL", Defaults(rates.get(method, 2e-5), 1024, "bf16"))
+    pairs = method in PAIR_LOSSES.values()
+    arguments(found, "TRL", Defaults(1e-6 if pairs else 2e-5, 1024, "bf16"))
     recompute(found, default=True)
     found.set("method.name", method, *(key for key in PAIRS if key in found.entries), of="TRL: SFT")
-    if method == "dpo":
+    if pairs:
         found.set("method.beta", found.number("beta", default=0.1), "beta", of="TRL")
+    if method == "dpo":
         found.set("method.label_smoothing", found.number("label_smoothing", default=0.0), "label_smoothing", of="TRL")
-    elif "packing" not in found.entries:
+    elif not pairs and "packing" not in found.entries:
         found.set("data.packing", False, of="TRL")
     answers_only = found.on("assistant_only_loss") or found.on("completion_only_loss")
     if method == "sft" and not answers_only:
@@ -106,7 +109,7 @@ def four_bits(found: Import) -> None:
 
 
 def _method(found: Import) -> str:
-    """``sft`` or ``dpo``, by what the file holds; others are refused by name."""
+    """``sft``, or a loss of pairs, by what the file holds; others are refused by name."""
 
     def about(*keys: str, what: str) -> bool:
         entry = next((found.entries[key] for key in keys if key in found.entries), None)
@@ -118,10 +121,13 @@ def _method(found: Import) -> str:
         return "grpo"
     if about("gamma_beta_ratio", "simpo_gamma", what="SimPO is not read from such files yet: DPO is"):
         return "simpo"
-    kind = found.entry("loss_type")
-    if kind is not None and word(kind.value) not in ("sigmoid", "nll", "['sigmoid']"):
-        found.refuse(kind, f"the loss {show(kind.value)} is not read from such files yet: DPO's own (sigmoid) is")
-    pairs = ("beta", "max_prompt_length", "loss_type", "precompute_ref_log_probs")
+    if (kind := found.entry("loss_type")) is not None:
+        loss = word(kind.value).strip("[]'\"")
+        if loss not in (*PAIR_LOSSES, "nll"):
+            what = f"the loss {show(kind.value)} is not read from such files yet: {', '.join(PAIR_LOSSES)} are"
+            found.refuse(kind, what)
+        return PAIR_LOSSES.get(loss, "sft")
+    pairs = ("beta", "max_prompt_length", "precompute_ref_log_probs")
     return "dpo" if any(key in found.entries for key in pairs) else "sft"
 
 
@@ -132,11 +138,11 @@ def llamafactory(found: Import) -> None:
     loss = word(found.get("pref_loss", default="sigmoid"))
     if stage not in stages:
         found.refuse(found.entries["stage"], f"the stage {stage} is not read yet: sft, dpo and pt are")
-    elif stage == "dpo" and loss != "sigmoid":
-        what = f"the loss {loss} is not read from such files yet: DPO's own (sigmoid) is"
+    elif stage == "dpo" and loss not in PAIR_LOSSES:
+        what = f"the loss {loss} is not read from such files yet: {', '.join(PAIR_LOSSES)} are"
         found.refuse(found.entries["pref_loss"], what)
-    method = stages.get(stage, "sft")
-    found.set("method.name", method, "stage", of="LLaMA-Factory")
+    method = PAIR_LOSSES.get(loss, "dpo") if stage == "dpo" else stages.get(stage, "sft")
+    found.set("method.name", method, "stage", "pref_loss", of="LLaMA-Factory")
     arguments(found, "LLaMA-Factory", Defaults(length=2048))
     found.set("train.seq_len", found.count("cutoff_len", default=2048), "cutoff_len", of="LLaMA-Factory")
     found.set(
@@ -145,7 +151,7 @@ def llamafactory(found: Import) -> None:
         "disable_gradient_checkpointing",
         of="LLaMA-Factory",
     )
-    if method == "dpo":
+    if stage == "dpo":
         found.set("method.beta", found.number("pref_beta", default=0.1), "pref_beta", of="LLaMA-Factory")
     if method != "pretrain":
         packing = found.on("packing") or found.on("neat_packing")
