@@ -94,7 +94,7 @@ def test_nothing_to_learn_is_refused(recipe: Path, capsys: pytest.CaptureFixture
 
 def test_keys_for_fine_tuning_mean_nothing_to_pretraining(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "prepare", str(recipe), "method=pretrain"]) == 78
-    assert "`data.chat_template` is for `method: sft` and `dpo`" in capsys.readouterr().err
+    assert "`data.chat_template` is for `method: sft`, `dpo`" in capsys.readouterr().err
 
 
 def test_colour_on_a_terminal_marks_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,8 +81,8 @@ def test_with_the_losses_of_routers(name: str) -> None:
 
 def test_what_the_losses_send_by_hand() -> None:
     """Counts of 3 rows and 6 experts in fp32 a layer and axis that shares rows, and once more where a block runs again;
-    with the figures of a step two losses and 2 x 6 loads in fp64."""
-    counts, figures = 3 * 6 * 4, 16 + 8 * (2 + 2 * 6)
+    with the figures of a step, of which token accuracy is one, two losses and 2 x 6 loads in fp64."""
+    counts, figures = 3 * 6 * 4, 16 + 8 * (1 + 2 + 2 * 6)
     for layout, remat, axis, calls in (
         (Layout(tp=2), "none", "tp", 2),
         (Layout(tp=2), "full", "tp", 4),
@@ -99,7 +99,7 @@ def test_a_capacity_sends_what_it_drops_with_the_figures() -> None:
     """8 bytes a layer. What experts compute on paper is what they do without: an even routing has room."""
     of = plan(Layout(dp_replicate=2))
     more, less = (predict(spec, of) for spec in (replace(SPEC, expert_capacity=1.0), SPEC))
-    figures = 16 + 8 * (2 + 2 * 6)
+    figures = 16 + 8 * (1 + 2 + 2 * 6)
     assert [size for _, _, size in (more.sent - less.sent)] == [figures + 8 * 2]
     assert [size for _, _, size in (less.sent - more.sent)] == [figures]
     assert replace(more, sent=less.sent) == less

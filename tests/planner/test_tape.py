@@ -132,14 +132,14 @@ def peak_bytes(events: Iterable[Event]) -> int:
 def test_forward_passes_of_several_micro_batches_are_alive_at_once(stage: int) -> None:
     """Under GPipe those of all, under 1F1B those of as many as there are stages left: one computes, and of each other
     there is what its units save, with rotation tables of each stage's own, and of the last stage both gradients that
-    the loss has made, and its value."""
+    the loss has made, its value and its figures."""
     sheet = on_paper()
     units = (sheet.stem, *(sheet.blocks[kind] for kind in sheet.order), sheet.tail)
     own = (units[:17], (sheet.stem, *units[17:]))[
         stage
     ]  # the stem's input is token ids, which are there from the beginning
     kept = sum(unit.tensors[t].bytes(1, 256) for unit in own for t in unit.saved if (unit, t) != (sheet.stem, 0))
-    kept += stage * 4 * (256 * 4096 + 128_256 * 4096 + 1)
+    kept += stage * (4 * (256 * 4096 + 128_256 * 4096 + 1) + 8 * len(Plan().loss_figures))
     alone = peak_bytes(played(stage, gpipe(1)).events)
     for m in (2, 5):
         for order, held in ((gpipe(m), m), (one_forward_one_backward(stage, m), 2 - stage)):
