@@ -163,12 +163,12 @@ def _of_whole_rows(
 ) -> Pair:
     """The log-probabilities [n,V] in fp32 (fp64) of hidden [n,d] and weight [V,d], and losses and figures [1+k,n]."""
     logits = hidden @ weight.mT if capped is None else capped
-    chosen = logits.argmax(-1) if TOKEN_ACCURACY in figures else None  # of logits, which may be half as wide
+    right = logits.argmax(-1) == labels if TOKEN_ACCURACY in figures else None  # of logits, which may be half as wide
     logs = torch.log_softmax(logits, -1, dtype=accumulation_dtype(hidden.dtype))
     del logits
     told = [_pick(logs, labels)]
-    if chosen is not None:
-        told.append((chosen == labels).to(logs.dtype))
+    if right is not None:
+        told.append(right.to(logs.dtype))
     if ENTROPY in figures:
         told.append(logs.exp().mul_(logs).sum(-1).neg_().masked_fill_(labels == IGNORED, 0.0))
     return logs, torch.stack(told)
@@ -271,7 +271,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight = torch.empty_like(weight, dtype=hidden.dtype)
                 torch.mm(grad_logits.mT, hidden, out=grad_weight[:held])
                 grad_weight[held:].zero_()
-            del wide_grad_logits, grad_logits  # or they would live on while the next chunk's are made
+            del told, wide_grad_logits, grad_logits  # or they would live on while the next chunk's are made
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(sums)
