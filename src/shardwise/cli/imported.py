@@ -49,7 +49,7 @@ class Foreign:
     system: Annotated[
         str | None, Option("--from", help="Whose files they are (axolotl, trl, deepspeed ...), where it could be two.")
     ] = None
-    set: Annotated[list[str], Option("--set", metavar="NAME=VALUE", help="A variable of another system's script.")] = (
+    set: Annotated[list[str], Option("--set", metavar="NAME=VALUE", help="A variable of their script or program.")] = (
         field(default_factory=list)
     )
     strict: Annotated[
