@@ -1,4 +1,4 @@
-"""What a run's metrics cost: the time of a step with them over that of a step without, beside two series of steps
+"""The cost of a run's metrics: the time of a step with them over that of a step without, beside two series of steps
 without.
 
     python bench/preference.py [--method dpo|sft] [--entropy] [--steps 60] [--tokens 512] [--threads 2]

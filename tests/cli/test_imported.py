@@ -83,6 +83,7 @@ def test_what_is_wrong_is_said_at_once(there: Path, capsys: pytest.CaptureFixtur
         (["plan", "deepspeed.json", *MACHINES], ("IMP006",), 78),
         (["train", "torchtitan.toml", "nproc=1"], ("IMP006",), 78),
         (["plan", "trl.yaml", "--from", "nobody"], ("IMP003",), 78),
+        (["plan", "trl.yaml", "--set", "RATE"], ("CLI001",), 2),
         (["import"], ("CLI001",), 2),
         (["import", "axolotl.yaml", *MACHINES, "--strict"], ("IMP005",), 78),
         (["plan", "talks.jsonl", "trl.yaml"], ("CLI001",), 2),

@@ -77,8 +77,9 @@ def test_a_second_run_begins_from_the_adapter(words: list[str], capfd: pytest.Ca
 
 @pytest.mark.prove
 def test_ends_that_are_trained_whole(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    """They are in checkpoints, in what PEFT reads, in the merged model and in what another run begins from; a run goes
-    on with them under another strategy. Every step tells token accuracy, and entropy since that is asked for."""
+    """Trained ends are in checkpoints, in what PEFT reads, in the merged model and in what another run begins from; a
+    run goes on with them under another strategy. Every step tells token accuracy, and entropy since that is asked
+    for."""
     ends = ["lora.modules_to_save=[embed_tokens,lm_head]", "method.entropy=true", "train.num_epochs=null"]
     assert main([*words, *ends, "parallel.strategy=zero3", "--max-steps", "2"]) == 0
     names = entries(next(Path("runs/a/checkpoints").glob("step-00000002/model-00000-*.safetensors")))

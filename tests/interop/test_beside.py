@@ -47,7 +47,7 @@ def recomputed(theirs: Any) -> bool:
 
 
 def compare_arguments(theirs: Any, found: dict[str, Any]) -> None:
-    """What transformers' class has, and those that are made of it."""
+    """Compare with transformers' class, or one that is made of it."""
     micro = theirs.per_device_train_batch_size
     assert found["train.micro_batch_size"] == micro
     assert found["train.global_batch_size"] == micro * theirs.gradient_accumulation_steps * WORLD
@@ -87,7 +87,7 @@ def test_training_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 def test_trls_own_defaults(tmp_path: Path) -> None:
-    """Where TRL is installed: its classes are more than transformers'."""
+    """TRL's classes, where it is installed, have defaults of their own."""
     trl = pytest.importorskip("trl")
     for kind, more in ((trl.SFTConfig, {}), (trl.DPOConfig, {"beta": 0.2})):
         for name in ("nothing", "a batch", "an optimizer", "steps"):
@@ -145,7 +145,7 @@ STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_accelerates_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """What its launcher would set for each process, and its own classes make of that."""
+    """Accelerate's own classes read what its launcher would set for each process."""
     from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
@@ -218,7 +218,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_deepspeeds_config_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Where DeepSpeed is installed: the three sizes of a batch, stage, offload, precision and clipping."""
+    """DeepSpeed, where it is installed, has the same sizes of a batch, stage, offload and clipping."""
     runtime = pytest.importorskip("deepspeed.runtime.config")
     monkeypatch.setenv("WORLD_SIZE", str(WORLD))
     monkeypatch.setattr(runtime.dist, "get_world_size", lambda *_, **__: WORLD)

@@ -86,7 +86,7 @@ def test_what_is_written_and_read_again_is_the_same_plan(tmp_path: Path, name: s
     assert not {key for key in wrong if key not in ("offload.optimizer_fraction",) or "offload.optimizer" not in unsaid}
     assert "parallel.strategy" in unsaid or pins["parallel.strategy"][1] == plan.shard.strategy
     assert "recompute.mode" in unsaid or pins["recompute.mode"][1] == plan.remat.mode
-    for axis in ("tp", "pp", "cp", "ep"):
+    for axis in ("dp_replicate", "tp", "pp", "cp", "ep"):
         said = pins[f"parallel.{axis}"][1] == plan.layout.degree(axis)
         assert said or plan.layout.degree(axis) == 1 or f"parallel.{axis}" in unsaid
     assert rows == 2 or "train.micro_batch_size" in unsaid

@@ -131,7 +131,7 @@ STARTS = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "s
 
 
 class Watch:
-    """What was opened or started while somebody watches; Python keeps such a hook for good."""
+    """A record of what is opened or started while somebody watches; Python keeps such a hook for good."""
 
     def __init__(self) -> None:
         self.seen: list[str] | None = None

@@ -223,6 +223,8 @@ def test_deepspeeds_optimizer_and_schedule_go_before_the_trainers(tmp_path: Path
     found = values(imported(tmp_path, whole | {"gradient_accumulation_steps": 2}, TRL.replace("5.0e-05", "1e-4")))
     assert (found["optim.beta2"], found["optim.weight_decay"]) == (0.95, 0.1)
     assert (found["optim.schedule"], found["optim.warmup_steps"]) == ("linear", 10)
+    assert "train.max_steps" not in found and found["train.num_epochs"] == 2  # the schedule is as long, not the run
+    assert values(imported(tmp_path, DEEPSPEED))["optim.max_grad_norm"] == 1.0  # DeepSpeed's own, since 0.19
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_schedules(tmp_path: Path) -> None:
     ],
 )
 def test_losses_of_pairs(tmp_path: Path, text: str, method: str) -> None:
-    """Those of TRL's DPOTrainer that are here; its ORPO adds another term (docs/preference.md)."""
+    """The losses of TRL's DPOTrainer that are here are read; its ORPO adds another term (docs/preference.md)."""
     found = values(imported(tmp_path, text))
     assert found["method.name"] == method and found.get("method.beta", 0.2) == 0.2
     assert "orpo" in refusals(tmp_path, TRL + "loss_type: orpo\n")
@@ -343,11 +345,12 @@ def test_what_changes_the_mathematics_is_refused_by_name(tmp_path: Path, text: A
 
 
 def test_a_key_that_misspells_one_is_not_passed_over(tmp_path: Path) -> None:
-    """Its default would be taken, and nobody would see why."""
+    """The default would be taken, and nobody would see why."""
     with pytest.raises(ConfigError) as caught:
         imported(tmp_path, AXOLOTL.replace("learning_rate:", "learnin_rate:"))
     [problem] = caught.value.problems
     assert problem.code == "IMP002" and "learning_rate" in problem.fix and problem.where.endswith(":9")
+    assert "IMP002 `lr_scheduler.warmup_step:" in refusals(tmp_path, TORCHTITAN.replace("warmup_steps", "warmup_step"))
 
 
 def test_what_is_off_is_not_refused(tmp_path: Path) -> None:

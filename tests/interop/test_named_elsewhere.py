@@ -1,4 +1,4 @@
-"""What a plan is called elsewhere: a system that lacks a part of it is not named."""
+"""The names of a plan elsewhere: a system that lacks a part of it is not named."""
 
 from __future__ import annotations
 

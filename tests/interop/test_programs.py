@@ -95,6 +95,12 @@ def test_batches_may_be_tokens(tmp_path: Path) -> None:
     found = values(tmp_path, TOKENS)
     assert (found["train.micro_batch_size"], found["train.global_batch_size"], found["train.seq_len"]) == (4, 64, 2048)
     assert values(tmp_path, TOKENS.replace("num_tokens_per_train_step=64 * 2048,", ""))["train.global_batch_size"] == 16
+    stages = TOKENS.replace("num_tokens_per_train_step=64 * 2048,", "").replace(
+        "degree=2", "degree=2, num_pp_microbatches=4"
+    )
+    assert values(tmp_path, stages)["train.global_batch_size"] == 16, "there is no pipeline"
+    stages = stages.replace("tensor_parallel", "pipeline_parallel")
+    assert values(tmp_path, stages)["train.global_batch_size"] == 4 * 4 * 4
     assert "no multiple of 2048" in refusals(tmp_path, TOKENS.replace("4 * 2048", "3000"))
 
 
@@ -117,6 +123,7 @@ def test_one_of_several_functions_is_named(tmp_path: Path) -> None:
     said = refusals(tmp_path, PROGRAM + SECOND)
     assert "several configurations: llama3_small, other" in said and "--set config=NAME" in said
     assert foreign(tmp_path / "config_registry.py")
+    assert "no configuration `nobodys`" in refusals(tmp_path, PROGRAM, config="nobodys")
     assert values(tmp_path, PROGRAM + SECOND, config="llama3_small")["train.max_steps"] == 200
     longer = SECOND.replace("llama3_longer():", "llama3_longer() -> Trainer.Config:")
     found = {"config": "llama3_longer", "training.seq_len": "4096"}
@@ -125,12 +132,20 @@ def test_one_of_several_functions_is_named(tmp_path: Path) -> None:
     assert "training.seq_len is not in the file" in refusals(tmp_path, PROGRAM + longer, config="llama3_longer")
 
 
+def test_a_program_without_a_configuration_is_told_so(tmp_path: Path) -> None:
+    """It is no recipe either, whose errors would be of YAML."""
+    for text, where in (("import os\n", "config_registry.py"), ("x = 1\ndef f(:\n", "config_registry.py:2")):
+        with pytest.raises(ConfigError) as caught:
+            imported(tmp_path, text)
+        [problem] = caught.value.problems
+        assert problem.code == "CFG007" and problem.where.endswith(where) and foreign(tmp_path / "config_registry.py")
+
+
 DAMAGED = ["def f(:", "(" * 5000, "\x00", "x = " + "-" * 100_000 + "1", "1" * 6000, "f(" * 60 + ")" * 60]
 
 
 @pytest.mark.parametrize("text", DAMAGED)
 def test_what_is_no_python_is_told(text: str) -> None:
-    try:
-        assert read_program(text, "a.py", {}) == {}
-    except ConfigError as error:
-        assert [problem.code for problem in error.problems] == ["CFG007"]
+    with pytest.raises(ConfigError) as caught:
+        read_program(text, "a.py", {})
+    assert [problem.code for problem in caught.value.problems] == ["CFG007"]

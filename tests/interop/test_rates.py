@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.errors import ConfigError
 from shardwise.interop.imports import read_files
 from shardwise.spec.load import read_settings
 from shardwise.techniques.optim import learning_rate
@@ -220,6 +221,7 @@ WHOLE = 16.0 * STEPS
             for kind in ("linear", "cosine", "minus_sqrt")
         ),
         (f"{LENGTHS} --lr-warmup-iters 200", megatrons("linear", 3200, 9e9, 0)),
+        (f"{LENGTHS} --lr-warmup-iters 200 --min-lr 1e-4", megatrons("linear", 3200, 9e9, 1e-4)),
         (f"{LENGTHS} --lr-decay-iters 500 --lr-decay-style cosine", megatrons("cosine", 0, 8000, 0)),
     ],
 )
@@ -336,6 +338,10 @@ def test_rates_of_nemo_rls_list_of_torch_schedules(tmp_path: Path, second: str) 
     said = {"policy": {**policy, "scheduler": [*rows, {"milestones": [9]}]}, "sft": {"max_num_steps": STEPS}}
     found = rates(tmp_path, said)
     assert found == pytest.approx(wanted, rel=1e-9)  # torch's own are products of steps, and drift
+    if second == "CosineAnnealingLR":
+        given["T_max"] = 30
+        with pytest.raises(ConfigError, match="CosineAnnealingLR"):  # it would rise again
+            rates(tmp_path, said)
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,9 @@ def test_swift_has_adapters_and_sixteen_sequences_by_default(tmp_path: Path) -> 
     assert found["train.global_batch_size"] == 2 * 2 * 4
     assert (found["lora.rank"], found["lora.alpha"], found["parallel.strategy"]) == (8, 32.0, "zero2")
     assert (found["offload.optimizer"], found["optim.beta2"]) == ("host", 0.95)
+    assert found["optim.schedule"] == "cosine"
+    text = text.replace("--per_device_train_batch_size 2", "--gradient_accumulation_steps 3")
+    assert values(tmp_path, text, world=4)["train.global_batch_size"] == 1 * 3 * 4
 
 
 def test_nothing_is_run_and_nothing_else_is_read(tmp_path: Path) -> None:

@@ -293,6 +293,14 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "`optim.warmup_from: 0.0003` or less, or a larger `optim.learning_rate`",
         ),
         (
+            "a share of the run that falls",
+            "optim: {schedule: wsd, decay_steps: 0.1}",
+            "CFG005",
+            "`optim.decay_steps` must be a whole number ≥ 1, or a number ≥ 1, or null, got 0.1",
+            "run.yaml:1",
+            "give a whole number ≥ 1, or a number ≥ 1, or null",
+        ),
+        (
             "moments said twice",
             "optim: {name: adamw8bit,\n  moments: bf16}",
             "CFG008",

@@ -49,7 +49,7 @@ class Foreign:
     system: Annotated[
         str | None, Option("--from", help="Whose files they are (axolotl, trl, deepspeed ...), where it could be two.")
     ] = None
-    set: Annotated[list[str], Option("--set", metavar="NAME=VALUE", help="A variable of another system's script.")] = (
+    set: Annotated[list[str], Option("--set", metavar="NAME=VALUE", help="A variable of their script or program.")] = (
         field(default_factory=list)
     )
     strict: Annotated[
@@ -73,6 +73,8 @@ def given(words: Words, cluster: str | None, files: Foreign, *, data: bool = Tru
             raise misused(what, "`--from SYSTEM`, or leave it out: settings of ours are written key=value")
     here = [word for word in words.overrides if word.startswith(MACHINES)]
     world = cluster_of(load_recipe(None, here), cluster).world
+    if empty := [word for word in files.set if not word.partition("=")[2]]:
+        raise misused(f"`--set {empty[0]}` gives no value", "`--set NAME=VALUE`")
     variables = dict(word.partition("=")[::2] for word in files.set)
     imported = read_files(theirs, world, files.system, strict=files.strict, variables=variables)
     learned = read_settings(as_given(imported.settings), words.overrides)
@@ -111,8 +113,6 @@ def beside_theirs(answer: Planned, imported: Imported, pinned: Recipe, *, keys: 
         lines += [f"it cannot be split as {titles} pins it: {problem.what}" for problem in error.problems]
         return [*lines, ""]
     for title, plan in ((f"split by {titles}", theirs), ("best, and learns the same", answer.best)):
-        took = f"{show_seconds(seconds(plan).step_s)} a step"
-        rows.append(
-            (title, render.label(plan), took, f"{tokens_per_s(plan):,.0f} tokens/s", render.verdict(plan.estimate))
-        )
+        figures = f"{show_seconds(seconds(plan).step_s)} a step", f"{tokens_per_s(plan):,.0f} tokens/s"
+        rows.append((title, render.label(plan), *figures, render.verdict(plan.estimate)))
     return [*lines, *columns(rows, "<<>><"), ""]

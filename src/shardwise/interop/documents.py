@@ -21,6 +21,7 @@ PRODUCT = re.compile(r"\$\{multiply:\s*(\d{1,9})\s*,\s*(\d{1,9})\s*\}")
 
 
 SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
+PROGRAMS = (*SCRIPTS, ".py")
 
 
 def read_entries(path: Path, variables: Mapping[str, str]) -> tuple[dict[str, Said], list[str]]:

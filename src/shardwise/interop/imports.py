@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.errors import ConfigError, Problem, ShardwiseError
-from shardwise.interop.documents import read_entries
+from shardwise.interop.documents import PROGRAMS, read_entries
 from shardwise.interop.record import MATHEMATICAL, OFF, READ, Import, Said, System, Taken, show, word
 from shardwise.interop.shared import end_within_warmup
 from shardwise.interop.systems import SYSTEMS, named, recognise
@@ -65,12 +65,13 @@ class _Opened:
 
 
 def foreign(path: Path) -> bool:
-    """Return whether a file is one of another system's. A file that cannot be read is not; one that asks is."""
+    """Return whether a file is one of another system's: by its suffix, since no recipe is a program, or by its keys. A
+    file whose keys cannot be read is not."""
+    if path.suffix in (*PROGRAMS, ".toml"):
+        return True
     try:
         entries, _ = read_entries(path, {})
-    except ShardwiseError as error:
-        return any(problem.code == "IMP007" for problem in error.problems)
-    except OSError:
+    except (OSError, ShardwiseError):
         return False
     return bool(recognise(set(entries)))
 
@@ -130,8 +131,11 @@ def _open(path: Path, system: str | None, variables: Mapping[str, str]) -> _Open
     if len(likely) == 1:
         return _Opened(path, entries, likely[0], notes)
     names = ", ".join(one.name for one in likely or SYSTEMS)
-    what = f"{path} could be of several systems: {names}" if likely else f"{path} is of no system that is known"
-    raise ConfigError(Problem("IMP003", what, str(path), f"`--from {(likely or SYSTEMS)[0].name}`, or another of them"))
+    if not likely:
+        what = f"{path} is of no system that is known by its keys"
+        raise ConfigError(Problem("IMP003", what, str(path), f"`--from SYSTEM`, one of {names}"))
+    what = f"{path} could be of several systems: {names}"
+    raise ConfigError(Problem("IMP003", what, str(path), f"`--from {likely[0].name}`, or another of them"))
 
 
 def _sort(found: Import, system: System) -> None:

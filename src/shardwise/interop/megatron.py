@@ -122,7 +122,7 @@ def schedule(found: Import) -> None:
     if 0 < warmup < 1:
         found.notes.append("the warm-up ends within the first step there, and with it here")
         warmup = 1.0
-    found.set("optim.warmup_steps", whole(warmup), *keys, of=OF)
+    found.set("optim.warmup_steps", shared.whole(warmup), *keys, of=OF)
     if warmup:
         found.set("optim.warmup_from", found.number("lr_warmup_init", default=0.0), "lr_warmup_init", *keys, of=OF)
     ends = ("lr_decay_iters", "lr_decay_samples")
@@ -134,11 +134,11 @@ def schedule(found: Import) -> None:
         return found.refuse(found.entries["lr_decay_style"], said)
     if style == "wsd":
         wsd = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
-        found.set("optim.decay_steps", whole(_steps(found, "lr_wsd_decay")), *wsd)
+        found.set("optim.decay_steps", shared.whole(_steps(found, "lr_wsd_decay")), *wsd)
         if steps and decay != steps:
             found.refuse(found.entries["lr_decay_style"], f"a run of {steps} steps of a schedule of {decay:g}")
     elif decay and decay != steps and style in ("linear", "cosine"):
-        found.set("optim.decay_steps", whole(max(1.0, decay - warmup)), *ends, of=f"{OF}: train_samples")
+        found.set("optim.decay_steps", shared.whole(max(1.0, decay - warmup)), *ends, of=f"{OF}: train_samples")
     return None
 
 
@@ -146,11 +146,6 @@ def _steps(found: Import, what: str) -> float | None:
     """A length that is given in steps (``_iters``) or in sequences (``_samples``), in steps."""
     samples = found.number(f"{what}_samples", default=0.0) or 0.0
     return found.number(f"{what}_iters") or samples / shared.value_of(found, "train.global_batch_size", 1) or None
-
-
-def whole(steps: float | None) -> float | None:
-    """The same number, as a whole one where it is one."""
-    return int(steps) if steps is not None and steps == int(steps) else steps
 
 
 def precision(found: Import) -> None:

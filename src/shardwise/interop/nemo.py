@@ -102,39 +102,33 @@ def _torchs_schedules(found: Import) -> None:
     entry = found.entry("policy.scheduler", "policy.scheduler.name")
     if entry is None:
         return
-    rows = (
-        entry.value if isinstance(entry.value, list) else [_below(found, "policy.scheduler.") | {"name": entry.value}]
-    )
+    prefix = "policy.scheduler.kwargs."
+    kwargs = {key.removeprefix(prefix): one.value for key, one in found.entries.items() if key.startswith(prefix)}
+    rows = entry.value if isinstance(entry.value, list) else [{"name": entry.value, "kwargs": kwargs}]
     rows = [row for row in rows if isinstance(row, dict)]
     rate = shared.value_of(found, "optim.learning_rate", 0.0)
     ends: Any = next((row["milestones"] for row in rows if "milestones" in row), [])
     named = [row for row in rows if "name" in row]
     for place, row in enumerate(named):
-        name, given = (
-            str(row["name"]).rpartition(".")[2],
-            row.get("kwargs") if isinstance(row.get("kwargs"), dict) else {},
-        )
-        numbers = {key: number(value) for key, value in (USUAL.get(name, {}) | (given or {})).items()}
+        name, given = str(row["name"]).rpartition(".")[2], row.get("kwargs")
+        given = USUAL.get(name, {}) | (given if isinstance(given, dict) else {})
+        numbers = {key: number(value) for key, value in given.items()}
         length, last = numbers.get("total_iters"), place == len(named) - 1
         if name == "LinearLR" and not last and place == 0 and numbers["end_factor"] == 1 and ends == [length]:
-            found.set("optim.warmup_steps", megatron.whole(length), entry.key)
+            found.set("optim.warmup_steps", shared.whole(length), entry.key)
             found.set("optim.warmup_from", (numbers["start_factor"] or 0.0) * rate, entry.key)
-        elif name == "CosineAnnealingLR" and last and numbers["T_max"] is not None:
+        elif name == "CosineAnnealingLR" and last and _falls_only(found, numbers["T_max"]):
             found.set("optim.schedule", "cosine", entry.key)
-            found.set("optim.decay_steps", megatron.whole(numbers["T_max"]), entry.key)
+            found.set("optim.decay_steps", shared.whole(numbers["T_max"]), entry.key)
             found.set("optim.min_learning_rate", numbers["eta_min"], entry.key)
         elif name != "ConstantLR" or numbers["factor"] != 1:
             found.refuse(entry, f"this schedule ({name}) is not there yet")
 
 
-def _below(found: Import, section: str) -> dict[str, Any]:
-    """The keys of a section, nested once, by what follows it."""
-    nested: dict[str, Any] = {}
-    for key, entry in found.entries.items():
-        if key.startswith(section):
-            parent, _, leaf = key.removeprefix(section).rpartition(".")
-            (nested.setdefault(parent, {}) if parent else nested)[leaf] = entry.value
-    return nested
+def _falls_only(found: Import, length: float | None) -> bool:
+    """Return whether the run ends before torch's cosine, which is a whole wave, rises again."""
+    warm, steps = shared.value_of(found, "optim.warmup_steps", 0), shared.value_of(found, "train.max_steps")
+    return length is not None and (steps is None or steps <= warm + length + 1)
 
 
 def _bridge(found: Import) -> None:

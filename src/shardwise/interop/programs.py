@@ -32,32 +32,36 @@ class _Configuration:
 def read_program(text: str, name: str, given: Mapping[str, str]) -> dict[str, Said]:
     """The keywords of the configuration that a function of ``text`` returns, by dotted name; the class or function that
     is called is ``_called_`` of its section, and its other arguments are ``_0_`` and so on. ``given``: values of what
-    is not literal, and of several functions which (``config``). Raises ConfigError CFG007 for what is no Python, IMP007
-    where the function is not told."""
+    is not literal, and of several functions which (``config``). Raises ConfigError CFG007 for what is no Python or no
+    configuration, IMP007 where the function is not told."""
     try:
         tree = ast.parse(text, name)  # of an error the interpreter reads the line again, in the file of this name
-        program = _Configuration(
-            name, {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}, given
-        )
-        for function in _chosen(program):
-            _read(function, program, 0)
-            program.entries[CHOICE] = Said(CHOICE, function.name, f"{name}:{function.lineno}")
+        functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+        program = _Configuration(name, functions, given)
+        function = _chosen(program)
+        _read(function, program, 0)
+        program.entries[CHOICE] = Said(CHOICE, function.name, f"{name}:{function.lineno}")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         what = f"{name} cannot be read as Python: {type(error).__name__}"
-        raise ConfigError(Problem("CFG007", what, name, "name a configuration file")) from None
+        where = f"{name}:{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else name
+        raise ConfigError(Problem("CFG007", what, where, "name a configuration file")) from None
     return program.entries
 
 
-def _chosen(program: _Configuration) -> list[ast.FunctionDef]:
-    """The one function that is meant; none where the file has no configuration."""
+def _chosen(program: _Configuration) -> ast.FunctionDef:
+    """The one function that is meant."""
     found = [each for each in program.functions.values() if _returns_config(each)]
     wanted = program.given.get(CHOICE)
+    if not found:
+        what = f"{program.name} has no function that returns a configuration"
+        fix = "a function without arguments that returns `Trainer.Config(...)`, say"
+        raise ConfigError(Problem("CFG007", what, program.name, fix))
     chosen = [each for each in found if wanted in (None, each.name)]
-    if len(chosen) > 1 or (found and not chosen):
-        names = ", ".join(each.name for each in found)
-        what = f"{program.name} has several configurations: {names if len(names) <= MOST_NAMES else names[:MOST_NAMES]}"
-        raise ConfigError(Problem("IMP007", what, program.name, f"`--set {CHOICE}=NAME`"))
-    return chosen
+    if len(chosen) != 1:
+        names = ", ".join(each.name for each in found)[:MOST_NAMES]
+        what = f"has no configuration `{wanted}`; it has {names}" if wanted else f"has several configurations: {names}"
+        raise ConfigError(Problem("IMP007", f"{program.name} {what}", program.name, f"`--set {CHOICE}=NAME`"))
+    return chosen[0]
 
 
 def _returns_config(function: ast.FunctionDef) -> bool:
@@ -87,7 +91,7 @@ def _read(function: ast.FunctionDef, program: _Configuration, depth: int) -> Non
 
 @dataclass
 class _Body:
-    """What the statements of a function have named so far; ``made``: the name of the configuration itself."""
+    """The names that statements of a function have given so far; ``made``: that of the configuration itself."""
 
     program: _Configuration
     depth: int

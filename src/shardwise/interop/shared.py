@@ -120,7 +120,7 @@ def schedule(found: Import, key: str, default: str, of: str) -> None:
         found.set("optim.warmup_shape", {"1-sqrt": "sqrt"}.get(shape := word(values["warmup_type"]), shape), *said)
     found.set("optim.schedule", ours, key, of=of)
     found.set("optim.min_learning_rate", low, *said, of=of)
-    found.set("optim.decay_steps", _whole(values.get("num_decay_steps", values.get("timescale"))), *said)
+    found.set("optim.decay_steps", whole(number(values.get("num_decay_steps", values.get("timescale")))), *said)
     found.set("optim.power", number(values.get("power")), *said, of=of)
     begins = low or 0.0 if name == "warmup_stable_decay" else None if ours == "cosine_to_last" else 0.0
     return warmup(found, of, begins) if name != "constant" else found.set("optim.warmup_steps", 0, key, of=of)
@@ -139,9 +139,9 @@ def warmup(found: Import, of: str, begins: float | None = 0.0) -> None:
         found.set("optim.warmup_from", begins, of=of)
 
 
-def _whole(value: Any) -> int | None:
-    found = number(value)
-    return None if found is None else int(found)
+def whole(steps: float | None) -> float | None:
+    """Return a number of steps as an integer where it is whole."""
+    return int(steps) if steps is not None and steps == int(steps) else steps
 
 
 def _arguments(found: Import, section: str) -> dict[str, Said]:

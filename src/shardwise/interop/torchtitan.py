@@ -65,10 +65,9 @@ def _in_the_words_of_files(found: Import) -> None:
         say("model.flavor", flavor.value, "model_spec._0_")
         known = (key.partition(" ")[0] for key in hub_names("torchtitan"))
         family = next((one for one in known if name.startswith(f"{one}_") or f"_{one}_" in name), None)
-        say("model.name", family or "its model", "model_spec._0_")
+        say("model.name", family or "one", "model_spec._0_")
     if "activation_checkpoint._called_" in found.entries:
-        kinds = {"FullAC.Config": "full", "SelectiveAC.Config": "selective"}
-        kind = kinds.get(str(found.get("activation_checkpoint._called_")), "selective")
+        kind = "full" if found.get("activation_checkpoint._called_") == "FullAC.Config" else "selective"
         say("activation_checkpoint.mode", kind, "activation_checkpoint._called_")
     elif "activation_checkpoint" in found.entries:
         say("activation_checkpoint.mode", "none", "activation_checkpoint")

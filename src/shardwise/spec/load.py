@@ -255,7 +255,7 @@ def _shorten(reading: _Reading) -> None:
         return
     for key in ("optim.warmup_steps", "optim.decay_steps"):
         value, place = reading.settings.get(key, (None, ""))
-        if isinstance(value, int) and value > steps >= 1 and not place.endswith(COMMAND_LINE):
+        if isinstance(value, int | float) and value > steps >= 1 and not place.endswith(COMMAND_LINE):
             reading.settings[key] = (steps, place)
             reading.notices.append(f"{place}: `{key}` {value} is reduced to {steps}, the value of train.max_steps")
 

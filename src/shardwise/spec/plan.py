@@ -195,7 +195,7 @@ class Lora:
     modules_to_save: tuple[str, ...] = ()
 
     def saves(self, name: str) -> bool:
-        """Whether the parameter with this canonical name is trained whole."""
+        """Return whether the parameter with this canonical name is trained whole."""
         return name.removesuffix(".weight") in self.modules_to_save
 
 

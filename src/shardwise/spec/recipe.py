@@ -173,7 +173,7 @@ class OptimSection(Section):
     warmup_from: float | None = Field(default=None, ge=0)
     warmup_shape: WarmupWord = "linear"
     warmup_delay: int = Field(default=0, ge=0)
-    decay_steps: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0)] | None = None
+    decay_steps: Annotated[int, Field(ge=1)] | Annotated[float, Field(ge=1)] | None = None
     min_learning_rate: float = Field(default=0.0, ge=0)
     power: float = Field(default=1.0, gt=0)
     groups: list[ParameterGroup] = []

@@ -25,7 +25,7 @@ def over_the_rest(decay: float | None, warmup: float, total: int) -> tuple[float
 
 
 def to_the_last(decay: float | None, warmup: float, total: int) -> tuple[float, float]:
-    """The same, but the last step of the run has the lowest rate, not the step after it."""
+    """The fall begins a step earlier: the last step of the run has the lowest rate, not the step after it."""
     start, length = over_the_rest(decay, warmup, total)
     return start - 1, length
 

@@ -121,7 +121,7 @@ def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
 def _state_bytes(unit: Unit, place: Place, number: int, packed: frozenset[str], factored: bool) -> tuple[int, int]:
-    """Of one unit; ``number``: bytes of the moments of an element, but of those of ``packed`` weights."""
+    """Return those of one unit; ``number``: bytes of the moments of an element, but of those of ``packed`` weights."""
     weights = moments = 0
     for weight in unit.weights:
         weights += weight.local_numel(place, padded=True) * BYTES[weight.dtype]
