@@ -103,6 +103,15 @@ def test_loss_gradients_and_figures(packs: Packs, chunk_tokens: int, method: Met
 
 
 @pytest.mark.parametrize("method", CASES[:4], ids=lambda method: method.name)
+def test_of_an_answer_that_is_certain_loss_and_derivatives_are_finite(method: Method) -> None:
+    """In fp32 the tokens of an answer that was learnt by heart have a loss of 0: of one answer, the other, or both."""
+    logps = torch.tensor([[0.0, -3.0], [-3.0, 0.0], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    losses = pairs.losses_of(pairs.Answers(logps, torch.zeros(3, 2), torch.ones(3, 2)), method)
+    (derivatives,) = torch.autograd.grad(losses.sum(), logps)
+    assert bool(losses.isfinite().all()) and bool(derivatives.isfinite().all())
+
+
+@pytest.mark.parametrize("method", CASES[:4], ids=lambda method: method.name)
 def test_validation(packs: Packs, method: Method) -> None:  # noqa: F811
     """Over windows with padding among them."""
     ours, theirs, first = models(2)
