@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.config import ModelSpec
+from shardwise.models.load import read_spec
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
 from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of
 from tests.drift.test_frozen import BIASED, DIALS, TIED
+from tests.models.hf_models import config_of
 
 WIDE = ModelSpec("wide", 600, 64, 192, 2, 8, 2, 8)
 """Rows of whole blocks of 64."""
@@ -51,6 +53,15 @@ def test_adapters(what: str, dial: str) -> None:
     spec, lora = ADAPTERS[what]
     precision, remat, m = GRID[(list(ADAPTERS).index(what) + DIALS.index(dial)) % len(GRID)]
     check(lora_plan(dial, lora, precision, remat, m), spec, ranks=(7,))
+
+
+@pytest.mark.parametrize("end", ["embed", "head"])
+def test_one_end_of_a_model_with_a_table_of_positions(end: str) -> None:
+    """The table is stored as the embedding is, which FSDP2 gathers it with."""
+    spec = read_spec(config_of("gpt2") | {"tie_word_embeddings": False}, "tiny-gpt2-untied")
+    lora = Lora(4, 8.0, frozen="bf16", modules_to_save=(end,))
+    for dial in ("ddp", "zero3"):
+        check(lora_plan(dial, lora, "bf16", "none", 1), spec, ranks=(7,))
 
 
 @pytest.mark.big

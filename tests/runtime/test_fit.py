@@ -128,6 +128,7 @@ def test_the_fit_check_makes_an_update_that_changes_nothing(kind: Optim, weights
     updates: list[float] = []
     state.optimizer.register_step_post_hook(lambda *given: updates.append(max(g["lr"] for g in given[0].param_groups)))
     before = {name: value.clone() for name, value in state.tensors().items()}
+    decays = [group["weight_decay"] for group in state.optimizer.param_groups]
     fit.check_fit(
         state,
         StepRules(plan, Meshes(), OptimSection(), 10, finish_of(Method(), plan)),
@@ -135,6 +136,7 @@ def test_the_fit_check_makes_an_update_that_changes_nothing(kind: Optim, weights
         torch.device("cpu"),
     )
     assert updates == [0.0]
+    assert any(decays) and decays == [group["weight_decay"] for group in state.optimizer.param_groups]
     for name, value in state.tensors().items():
         assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8)), name
     assert all(kept["step"] == 0 for kept in state.optimizer.state.values())

@@ -8,6 +8,7 @@ whatever the layout.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -18,5 +19,7 @@ from shardwise.spec.recipe import Method
 def losses(answers: Answers, method: Method) -> Tensor:
     """The loss of each pair [p]."""
     logps = answers.means.logps
-    chosen, rejected = (logps - (-logps.expm1()).log()).unbind(1)
+    # In fp32 an answer that was learnt by heart has probability 1: its odds are infinite, and derivatives not numbers.
+    doubted = logps.clamp_max(-torch.finfo(logps.dtype).eps)
+    chosen, rejected = (doubted - (-doubted.expm1()).log()).unbind(1)
     return -logps[:, 0] - method.beta * logsigmoid(chosen - rejected)

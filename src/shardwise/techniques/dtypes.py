@@ -6,7 +6,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from shardwise.models.roles import is_adapter
+from shardwise.models.roles import is_adapter, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Dtype, Plan, Precision
 from shardwise.spec.recipe import Recipe
@@ -38,12 +38,14 @@ def compute_dtype(precision: Precision, module: str) -> Dtype:
 
 def stored_dtype(plan: Plan, name: str) -> Dtype:
     """The dtype in which the parameter with this canonical name is stored; with adapters, the model's own weights have
-    one of their own (``lora.frozen``), but for those that are trained whole, and the norm before an output layer that
-    is: the weights of an end have one dtype."""
+    one of their own (``lora.frozen``), but for those of an end that is trained whole: beside an embedding a table of
+    positions, beside an output layer the norm before it."""
     if plan.lora is None or is_adapter(name):
         return plan.precision.weights
-    of = name if name.startswith(("layers.", "embed.")) else "head.weight"
-    return plan.precision.weights if plan.lora.saves(of) else plan.lora.frozen
+    if name.startswith("layers."):
+        return plan.lora.frozen
+    last = name.startswith("head.") or role(name) in ("norm", "bias")
+    return plan.precision.weights if plan.lora.saves("head" if last else "embed") else plan.lora.frozen
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

@@ -31,7 +31,7 @@ from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.spec.schedules import SCHEDULES, WARMUPS
 from shardwise.spec.sheet import CONTROL_BYTES, KEPT_UNITS, Collective, Sheet, Unit
 from shardwise.techniques.quantised import moment_bytes, quantised
-from shardwise.techniques.states import whole_shape
+from shardwise.techniques.states import frozen, whole_shape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -71,6 +71,12 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"{plan.optim.spec.title} needs whole rows of weights, on the device that has their gradients: "
         what += "not tp, ep or an optimizer on the host or NVMe"
         return [Problem("PLAN012", what, "optim.name", "optim.name=adamw, or tp, ep and offload.optimizer left out")]
+    copied = plan.layout.pp > 1 and spec.tie_word_embeddings and not frozen("embed.weight", plan)
+    if plan.optim.spec.factored and plan.sharded and copied:
+        # Each stage joins them to sums of other weights, and where a sum lies decides in which order it is added up.
+        what = f"the first and the last stage each have the embedding of {spec.name}, and {plan.optim.spec.title}'s sums "
+        what += "over sharded weights round differently in each: the copies would come apart"
+        return [Problem("PLAN012", what, "optim.name", "optim.name=adamw, parallel.pp=1, or parallel.strategy=ddp")]
     if (packed or plan.optim.moments is not None) and plan.precision.weights not in ("fp32", "bf16"):
         kept, key = ("8 bits", "optim.name") if packed else (plan.optim.moments, "optim.moments")
         what = f"moments in {kept} need weights in fp32 or bf16, but the weights are in {plan.precision.weights}"
@@ -121,7 +127,7 @@ def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
 def _state_bytes(unit: Unit, place: Place, number: int, packed: frozenset[str], factored: bool) -> tuple[int, int]:
-    """Return those of one unit; ``number``: bytes of the moments of an element, but of those of ``packed`` weights."""
+    """Count those of one unit; ``number``: bytes of the moments of an element, but of those of ``packed`` weights."""
     weights = moments = 0
     for weight in unit.weights:
         weights += weight.local_numel(place, padded=True) * BYTES[weight.dtype]
