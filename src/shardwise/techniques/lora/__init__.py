@@ -161,12 +161,10 @@ def _check_whole(spec: ModelSpec, lora: Lora) -> Iterator[Problem]:
     key, ours = "lora.modules_to_save", tuple(_WHOLE.values())
     for name in lora.modules_to_save:
         if name not in ours:
-            what = f"`{name}` is not trained whole beside adapters: that are the embedding and the output layer"
+            what = f"`{name}` is not trained whole beside adapters: only the embedding and the output layer are"
             yield Problem("PLAN018", what, key, "[embed_tokens, lm_head], or one of them")
     if spec.tie_word_embeddings and len({*ours} & {*lora.modules_to_save}) == 1:
-        what = (
-            f"embedding and output layer of {spec.name} are one weight, and `{lora.modules_to_save[0]}` is half of it"
-        )
+        what = f"embedding and output layer of {spec.name} are one weight: `{lora.modules_to_save[0]}` is half of it"
         yield Problem("PLAN018", what, key, "[embed_tokens, lm_head]")
 
 

@@ -74,8 +74,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     copied = plan.layout.pp > 1 and spec.tie_word_embeddings and not frozen("embed.weight", plan)
     if plan.optim.spec.factored and plan.sharded and copied:
         # Each stage joins them to sums of other weights, and where a sum lies decides in which order it is added up.
-        what = f"the first and the last stage each have the embedding of {spec.name}, and {plan.optim.spec.title}'s sums "
-        what += "over sharded weights round differently in each: the copies would come apart"
+        what = f"two stages have the embedding, and {plan.optim.spec.title}'s sums over sharded weights round apart"
         return [Problem("PLAN012", what, "optim.name", "optim.name=adamw, parallel.pp=1, or parallel.strategy=ddp")]
     if (packed or plan.optim.moments is not None) and plan.precision.weights not in ("fp32", "bf16"):
         kept, key = ("8 bits", "optim.name") if packed else (plan.optim.moments, "optim.moments")
@@ -100,9 +99,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 def _sums(sheet: Sheet, plan: Plan) -> Iterator[Collective]:
     """Yield the sums over ranks that hold other rows: of each trained weight a number a column and two, then one."""
     if plan.optim.spec.factored and plan.sharded:
-        trained = [
-            (weight.shape, times) for unit, times in sheet.repeated() for weight in unit.weights if weight.trained
-        ]
+        trained = [(each.shape, times) for unit, times in sheet.repeated() for each in unit.weights if each.trained]
         columns = sum(times * (2 + (int(shape[1]) if len(shape) > 1 else 1)) for shape, times in trained)
         for numbers in (columns, sum(times for _, times in trained)):
             if numbers:
