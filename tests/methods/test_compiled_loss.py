@@ -106,10 +106,10 @@ def test_large_logits_and_nothing_supervised(soft_cap: float | None) -> None:
 
 
 @pytest.mark.prove
-def test_a_chunk_makes_its_logits_their_gradient_and_no_wide_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+@inductor.patch({"cpp.threads": 1})
+def test_a_chunk_makes_its_logits_their_gradient_and_no_wide_tensor() -> None:
     """Products have buffers of their own, as large as a processor's kernels want them, and smaller than a wide tensor;
     of several threads each has some."""
-    monkeypatch.setattr(inductor.cpp, "threads", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     hidden, weight, labels, _ = inputs(torch.bfloat16, 1024, hidden_size=4)
