@@ -15,6 +15,7 @@ from random import Random
 import pytest
 
 from shardwise import techniques
+from shardwise.cli.app import main
 from shardwise.models.config import ModelSpec, from_hf, parameter_count
 from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.models.load import load_spec
@@ -90,7 +91,28 @@ def test_some_shipped_units_are_what_the_code_makes() -> None:
 
 
 def test_the_shipped_file_is_small() -> None:
-    assert len(files("shardwise.planner").joinpath(SHIPPED).read_bytes()) < 400_000
+    """Half of it are units of mixtures, of which a page asks for 26 to 75, a second each to trace."""
+    assert len(files("shardwise.planner").joinpath(SHIPPED).read_bytes()) < 800_000
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("model", "cluster"),
+    [
+        ("Mixtral-8x7B-v0.1", "8xH100"),
+        ("Qwen3-30B-A3B", "2x8xH100"),
+        ("gpt-oss-20b", "1xH100"),
+        ("gpt-oss-20b", "8xH100"),
+    ],
+)
+def test_the_page_of_a_mixture_traces_nothing(model: str, cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(variants: list[Variant], kept_in: Path) -> None:
+        raise AssertionError([sheets.name_of(variant) for variant in variants])
+
+    monkeypatch.setattr(sheets, "traced_anew", refused)
+    monkeypatch.setattr(sheets, "_kept", lambda path: None)
+    sheets._known.cache_clear()
+    assert main(["plan", "--cluster", cluster, f"model={model}"]) == 0
 
 
 def test_units_that_ship_are_read_one_by_one() -> None:

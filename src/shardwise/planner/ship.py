@@ -39,7 +39,7 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
     for name, (types, sharded), lora in product(configs(), TYPES, ADAPTERS):
         spec = load_spec(name)
         if spec.experts:
-            yield from _mixtures(spec, types) if sharded and lora is None else ()
+            yield from _mixtures(spec, types, sharded, lora)
             continue
         _, order = layer_kinds(spec)
         # Of each kind one that is not first.
@@ -62,15 +62,22 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
             yield replace(spec, tie_word_embeddings=False), plan, "tail"  # with stages each end has its own weight
 
 
-def _mixtures(spec: ModelSpec, types: Precision) -> Iterator[tuple[ModelSpec, Plan, int | str]]:
-    """Of mixtures of experts, whose units are large, only what is planned most: all weights trained and cut over ranks,
-    in bf16."""
+def _mixtures(
+    spec: ModelSpec, types: Precision, sharded: bool, lora: Lora | None
+) -> Iterator[tuple[ModelSpec, Plan, int | str]]:
+    """Of mixtures of experts: each rank with all of them, some, or one."""
     order = layer_kinds(spec)[1]
     kinds = {(order[n], spec.has_experts(n)): n for n in range(spec.num_hidden_layers - 1, 0, -1)}
     units: list[int | str] = ["stem", "tail", 0, *kinds.values()]
-    for ranks, spread in product((1, 2), (1, 2)):
-        layout = Layout(dp_shard=2 * spread, tp=ranks, ep=spread)
-        plan = Plan(layout, Batch(ranks, 1, 64), Shard("zero3"), types, sequence_parallel=ranks > 1)
+    heads = spec.num_key_value_heads
+    cuts = [(1, 1)] if types.compute == "fp32" else product(sorted({1, 2, heads, 2 * heads}), (1, 2, spec.experts))
+    for ranks, spread in cuts:
+        if spec.num_attention_heads % ranks:
+            continue
+        layout = Layout(dp_shard=(1 + sharded) * spread, tp=ranks, ep=spread)
+        adapted = lora and replace(lora, frozen=types.compute)
+        shard = Shard("zero3" if sharded else "ddp")
+        plan = Plan(layout, Batch(ranks, 1, 64), shard, types, lora=adapted, sequence_parallel=ranks > 1)
         yield from ((spec, plan, unit) for unit in units)
 
 
@@ -80,7 +87,7 @@ def make(variants: Iterable[Variant]) -> dict[str, list[Any]]:
 
 
 def main() -> None:
-    """Write the file that the package carries. On two cores it takes some three minutes."""
+    """Write the file that the package carries. On two cores it takes some six minutes."""
     wanted, processes = [*ordinary()], os.cpu_count() or 1
     with safe_path(), get_context("spawn").Pool(processes) as pool:
         made = pool.map(make, [wanted[first::processes] for first in range(processes)])
