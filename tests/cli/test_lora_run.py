@@ -8,15 +8,20 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli.app import main
+from shardwise.data.tokens import train_tokenizer
 from shardwise.models import hf, init
 from shardwise.models.config import from_hf, parameter_shapes
 from shardwise.models.tensorfile import entries
 from tests.runtime.small_run import MODEL, write_text
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
+
+
+def write_tokenizer(texts: list[Path], directory: Path) -> None:
+    train_tokenizer((text.read_text() for text in texts), 320, directory)
 
 
 @pytest.fixture
@@ -106,6 +111,40 @@ def test_ends_that_are_trained_whole(words: list[str], capfd: pytest.CaptureFixt
     assert before.keys() == after.keys()
     for name, entry in before.items():
         assert torch.allclose(entry.read(), after[name].read(), atol=1e-6), name
+    capfd.readouterr()
+
+
+@pytest.mark.prove
+def test_added_tokens(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """A model learns tokens that it did not have: under tp with adapters, and whole under zero3; transformers and PEFT
+    read both, and another run, generation and the export go on from an adapter without being told."""
+    write_tokenizer([*Path("text").glob("*.txt")], Path("model"))
+    own = [word for word in words if not word.startswith("data.tokenizer")]
+    asked = ["data.add_tokens=[<a>,<b>]", "--max-steps", "2", "train.num_epochs=null"]
+    ends = ["lora.modules_to_save=[embed_tokens,lm_head]", "parallel.tp=2"]
+    assert main([*own, *asked, *ends]) == 0
+    assert main(["export", "runs/a"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained("runs/a/adapter")
+    assert tokenizer.encode("<a><b>") == [320, 321]
+    ids = torch.arange(298, 322).view(2, 12)
+    base = AutoModelForCausalLM.from_pretrained("model")
+    before = base.get_input_embeddings().weight.detach().clone()
+    base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained("runs/a/hf")(ids).logits
+        theirs = peft.PeftModel.from_pretrained(base, "runs/a/adapter")(ids).logits
+    assert merged.shape[-1] == 322 and (merged - theirs).norm() < 1e-5 * theirs.norm()
+    assert main(["generate", "runs/a/adapter", "--prompt", "line 3", "--tokens", "2"]) == 0
+    begun = [word for word in own[:-1] if not word.startswith("lora.rank")]
+    again = [*begun, "b", "lora.path=runs/a/adapter", "--max-steps", "1", "train.num_epochs=null"]
+    assert main([*again, "optim.learning_rate=1e-9"]) == 0
+    first, second = (entries(Path(f"runs/{name}/adapter/adapter_model.safetensors")) for name in "ab")
+    assert all(torch.allclose(entry.read(), second[name].read(), atol=1e-6) for name, entry in first.items())
+    whole = [word for word in own[:-1] if not word.startswith("lora.")]
+    assert main([*whole, "c", *asked, "parallel.strategy=zero3", "optim.learning_rate=1e-9"]) == 0
+    embed = AutoModelForCausalLM.from_pretrained("runs/c/hf").get_input_embeddings().weight
+    assert torch.allclose(embed[:320], before, atol=1e-6)
+    assert torch.allclose(embed[320:], before.mean(0).expand(2, -1), atol=1e-6)
     capfd.readouterr()
 
 

@@ -232,6 +232,17 @@ def test_b52_a_bad_line_is_found_when_preparing(
         assert [path.suffix for path in (tmp_path / "cache" / directory).iterdir()] == [".lock"]
 
 
+def test_added_tokens_make_other_data(corpus: Path, settings: Make, tokenizer: tokens.Tokenizer) -> None:
+    """What was prepared without them is not taken; what was prepared with them is."""
+    named = TokenizerSection(path=str(tokenizer.directory))
+    plain = prepare(settings(corpus, tokenizer=named))
+    made = prepare(settings(corpus, tokenizer=named, add_tokens=["the quick"]))
+    assert (plain.manifest.vocab_size, made.manifest.vocab_size) == (300, 301)
+    assert made.directory != plain.directory
+    assert prepare(settings(corpus, tokenizer=named, add_tokens=["the quick"])).directory == made.directory
+    assert prepare(settings(corpus, tokenizer=named)).directory == plain.directory
+
+
 def test_b58_another_tokenizer(corpus: Path, tmp_path: Path, settings: Make, tokenizer: tokens.Tokenizer) -> None:
     (tmp_path / "other").mkdir()
     tokens.train_tokenizer([prose(500, 7)], 310, tmp_path / "other")

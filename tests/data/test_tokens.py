@@ -92,6 +92,26 @@ def test_other_forms_are_converted(tokenizer: Tokenizer, tmp_path: Path) -> None
     assert loaded.decode(loaded.encode(["alpha beta"])[0]) == "alpha beta"
 
 
+def test_added_tokens_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Ordinary ones stand for their texts wherever these are; special ones in data are plain text, as others are. One
+    that is there keeps its id, and the tokenizer that is made once is taken again."""
+    from transformers import AutoTokenizer
+
+    made = tokens.extended(tokenizer, ["<think>", EOT], ["<|im_end|>"], tmp_path)
+    assert (made.vocab_size, made.eot_id) == (302, tokenizer.eot_id) and made.hash != tokenizer.hash
+    theirs = AutoTokenizer.from_pretrained(tokenizer.directory)
+    assert theirs.add_tokens(["<think>"]) == theirs.add_special_tokens({"extra_special_tokens": ["<|im_end|>"]}) == 1
+    texts = ["so <think>it is", "a<think>", "plain"]
+    assert made.encode(texts) == [theirs(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert made.encode(["so <think>it is"])[0].count(300) == 1 and made.decode([300]) == "<think>"
+    assert 301 not in made.encode(["a <|im_end|> b"])[0] and "".join(map(made.decode, made.encode(["<|im_end|>"])))
+    read = AutoTokenizer.from_pretrained(made.directory)
+    assert read("<think><|im_end|>")["input_ids"] == [300, 301] and len(read) == 302
+    again = tokens.extended(tokenizer, ["<think>", EOT], ["<|im_end|>"], tmp_path)
+    assert (again.directory, again.hash) == (made.directory, made.hash)
+    assert tokens.extended(tokenizer, [], [], tmp_path) is tokenizer
+
+
 def test_b57_a_model_with_too_few_rows(tokenizer: Tokenizer) -> None:
     tokens.check_vocabulary(tokenizer.vocab_size, 300)
     with pytest.raises(DataError) as caught:

@@ -270,6 +270,12 @@ def test_adapters_have_each_systems_defaults(tmp_path: Path) -> None:
     ends = "lora_rank: 4\nadditional_target: embed_tokens,lm_head\n"
     for text in (LLAMAFACTORY + ends, TRL + "use_peft: true\nlora_modules_to_save: [embed_tokens, lm_head]\n"):
         assert values(imported(tmp_path, text))["lora.modules_to_save"] == ["embed_tokens", "lm_head"]
+    both = {"data.add_tokens": ["<a>", "<b>"], "data.add_special_tokens": ["<|c|>"]}
+    for text in (
+        LLAMAFACTORY + "add_tokens: <a>, <b>\nadd_special_tokens: <|c|>\n",
+        AXOLOTL + "tokens: [<a>, <b>]\nspecial_tokens: {additional_special_tokens: [<|c|>], eos_token: </s>}\n",
+    ):
+        assert both.items() <= values(imported(tmp_path, text)).items()
     found = values(imported(tmp_path, TORCHTUNE))
     assert found["lora.targets"] == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     found = values(imported(tmp_path, AXOLOTL))

@@ -96,6 +96,23 @@ def test_slices(tmp_path: Path) -> None:
         assert value.untyped_storage().nbytes() == value.numel() * 4
 
 
+@pytest.mark.parametrize("rows", [slice(0, 64), slice(50, 63), slice(61, 64), slice(3, 17)])
+def test_rows_of_new_tokens_begin_as_the_mean(tmp_path: Path, rows: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers' resize_token_embeddings begins them, but for its noise: whatever slice a rank reads."""
+    monkeypatch.setattr("shardwise.models.stored._ROWS", 7)
+    state, spec = export(tmp_path), replace(SPEC, vocab_size=SPEC.vocab_size + 3)
+    wanted = {"embed.weight": (rows, slice(4, 20))}
+    [(_, value)] = hf.read_weights(tmp_path, wanted, spec, grown=True)
+    mean = state["embed.weight"].double().mean(0, keepdim=True).float()
+    whole = torch.cat([state["embed.weight"], mean.expand(3, -1)])
+    assert torch.equal(value, whole[rows, 4:20])
+    with pytest.raises(DataError, match=r"tensors differ: `embed\.weight`"):
+        next(hf.read_weights(tmp_path, wanted, spec))
+    narrow = replace(spec, hidden_size=16, num_attention_heads=2)
+    with pytest.raises(DataError, match="tensors differ"):
+        next(hf.read_weights(tmp_path, wanted, narrow, grown=True))
+
+
 @pytest.mark.prove
 def test_reading_a_slice_allocates_the_slice_alone(tmp_path: Path) -> None:
     """Anonymous memory of a fresh process grows by less than 8 MiB when 1 MiB of a 256 MiB tensor is read."""

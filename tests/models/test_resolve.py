@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import ConfigError, MissingInputError
+from shardwise.errors import ConfigError, DataError, MissingInputError
 from shardwise.models import resolve as resolving
 from shardwise.models.config import to_hf
 from shardwise.models.families import FAMILIES
@@ -172,3 +172,40 @@ def test_a_run_as_a_model_is_told_what_to_write(tmp_path: Path, files: list[str]
         resolve(Recipe(model=Model(path=str(tmp_path / named))))
     assert raised.value.problems[0].code == "MOD002"
     assert raised.value.problems[0].fix == fix.format(run=tmp_path)
+
+
+def in_files(directory: Path, rows: int, ids: int, *, pairs: bool = False) -> Path:
+    """A model's config and the tokenizer beside it: of so many ids, the last an added token."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(to_hf(replace(load_spec("Llama-3.2-1B"), vocab_size=rows))))
+    texts = [f"t{i}" for i in range(ids - 1)]
+    vocabulary = [[text, -1.0] for text in texts] if pairs else {text: i for i, text in enumerate(texts)}
+    added = [{"id": ids - 1, "content": "<eot>", "special": True}]
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
+    return directory
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "added", "expected"),
+    [(9, ["<a>"], 10), (9, ["<a>", "<b>"], 11), (12, ["<a>"], 12), (9, ["<eot>", "t3"], 9)],
+)
+def test_a_model_has_a_row_for_each_new_token(
+    tmp_path: Path, rows: int, added: list[str], expected: int, pairs: bool
+) -> None:
+    """Rows that a model has to spare are used first, as of Qwen 2.5: an adapter then fits the model as it is."""
+    model = in_files(tmp_path / "model", rows, 9, pairs=pairs)
+    words = [f"model.path={model}", f"data.add_tokens=[{added[0]}]", f"data.add_special_tokens={json.dumps(added[1:])}"]
+    assert resolve(load_recipe(None, words)).vocab_size == expected
+    assert resolve(load_recipe(None, words[:1])).vocab_size == rows
+
+
+def test_adapters_alone_leave_a_new_token_untrained(tmp_path: Path) -> None:
+    words = [f"model.path={in_files(tmp_path / 'model', 12, 9)}", "lora.rank=2", "data.add_tokens=[<a>]"]
+    with pytest.raises(ConfigError, match=r"CFG008.*the new token `<a>` would never learn(.|\n)*modules_to_save"):
+        resolve(load_recipe(None, words))
+    assert resolve(load_recipe(None, [*words, "lora.modules_to_save=[embed_tokens,lm_head]"])).vocab_size == 12
+    assert resolve(load_recipe(None, [*words[:2], "data.add_tokens=[t3]"])).vocab_size == 12, "nothing is new"
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"TOK004.*tokens are added by the ids of"):
+        resolve(load_recipe(None, words))

@@ -190,6 +190,7 @@ def test_what_to_write_instead_can_be_written() -> None:
         "data.chat_template": ["method=sft"],
         "data.mixture_weights": ["data.path=[a,b]"],
         "data.streaming": ["train.max_steps=5"],
+        "data.add_special_tokens": ["data.tokenizer.path=t"],
         "checkpoint.keep_best": ["evaluate.eval_steps=5"],
     }
     for answer in elsewhere.answers():

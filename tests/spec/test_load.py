@@ -237,6 +237,22 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "`data.validation_share: 0.05`",
         ),
         (
+            "a token that is added twice",
+            "data: {tokenizer: {path: t}, add_tokens: [<a>, ''], add_special_tokens: [<a>]}",
+            "CFG005",
+            'each added token is a text of its own, got a list (text "<a>", text "", text "<a>")',
+            "run.yaml:1",
+            "`data.add_tokens: [<a>]`",
+        ),
+        (
+            "tokens for a tokenizer that is trained",
+            "model: {path: a/b}\ndata: {tokenizer: {vocab_size: 400}, add_special_tokens: [<a>]}",
+            "CFG008",
+            "`data.add_special_tokens` adds to a tokenizer that there is, and this one is trained on the data",
+            "run.yaml:2",
+            "`data.tokenizer.path`, or leave it out",
+        ),
+        (
             "entropy of pairs",
             "method: {name: dpo, entropy: true}",
             "CFG008",

@@ -32,6 +32,7 @@ from shardwise.launch.keys import check_wandb
 from shardwise.launch.worker import die_with_launcher, is_worker, set_up_torch
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve, with_adapter
+from shardwise.models.rows import adds_tokens
 from shardwise.runtime.metrics.trackers import check_installed
 from shardwise.runtime.owner import check_free
 from shardwise.spec import finetune
@@ -249,7 +250,7 @@ def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -
     if model.path is not None and model.init != "random" and (fetch or os.path.exists(model.path)):
         from shardwise.models.hf import check_weights  # with torch, which takes as long as all else here
 
-        check_weights(model.path, model.revision, spec)
+        check_weights(model.path, model.revision, spec, grown=adds_tokens(recipe.data))
     if recipe.lora.path is not None and plan.lora is not None:
         from shardwise.models.peft import find_adapter
 

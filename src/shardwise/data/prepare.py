@@ -123,13 +123,14 @@ def _cache(data: Data) -> Path:
 
 
 def open_tokenizer(data: Data) -> tokens.Tokenizer | None:
-    """The tokenizer that the settings name, or None if they name none."""
-    named = data.tokenizer
-    return None if named.path is None else tokens.load(named.path, _cache(data), named.revision)
+    """The tokenizer that the settings name, with the tokens that they add, or None if they name none."""
+    named, cache = data.tokenizer, _cache(data)
+    found = None if named.path is None else tokens.load(named.path, cache, named.revision)
+    return found and tokens.extended(found, data.add_tokens, data.add_special_tokens, cache)
 
 
 def check_sources(data: Data) -> None:
-    """Check that there is something to prepare, without reading or writing. Raises DATA001, DATA008 and DATA016."""
+    """Raises DATA001, DATA008 and DATA016 unless there is something to prepare. Reads and writes nothing."""
     if not (isinstance(data.path, str) and store.is_prepared(Path(data.path).expanduser())):
         for paths in (data.path, data.validation_path or data.path):
             here = remote.check(paths)
@@ -182,9 +183,8 @@ def _sources(data: Data, cache: Path, records: bool) -> Sources:
 
 def _settings(data: Data, sample_tokens: int | None) -> dict[str, Any]:
     """The settings that affect the tokens, in addition to the sources."""
-    keys = {"path", "validation_path", "validation_share", "validation_records"}
-    keys |= {"text_key", "tokenizer", "on_bad_sample"}
-    keys |= {"mixture_weights"} if data.mixture_weights is not None else set()
+    keys = {"path", "validation_path", "validation_share", "validation_records", "text_key", "tokenizer"}
+    keys |= {"on_bad_sample", "mixture_weights", "add_tokens", "add_special_tokens"}
     if sample_tokens is None:
         return data.model_dump(include=keys, mode="json")
     return {**data.model_dump(include=keys | SFT_ONLY, mode="json"), "sample_tokens": sample_tokens}

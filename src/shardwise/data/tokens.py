@@ -17,6 +17,7 @@ import xxhash
 
 from shardwise.data.bounds import check_growth
 from shardwise.data.source import digest
+from shardwise.data.whole import once
 from shardwise.errors import DataError, MissingInputError, Problem, first_line
 from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.hub import fetch
@@ -116,6 +117,25 @@ def open_directory(directory: Path) -> Tokenizer:
         raise _unusable(directory / FILES[0], f"it adds {at:,} tokens before a text, at most 64 are allowed")
     meaning = {key: value for key, value in content.items() if key not in _NO_MEANING}
     return Tokenizer(directory, digest([meaning, eot]), vocab_size, eot_id, tuple(full[:at]), backend)
+
+
+def extended(tokenizer: Tokenizer, ordinary: Sequence[str], special: Sequence[str], cache: Path) -> Tokenizer:
+    """The tokenizer with tokens added that it does not have yet, made once, in ``cache``: ``ordinary`` ones stand for
+    their texts wherever these are, ``special`` ones only where a template writes them."""
+    from tokenizers import AddedToken
+
+    def make(directory: Path) -> None:
+        tokenizer.copy_to(directory)
+        backend = type(tokenizer.backend).from_file(str(tokenizer.directory / FILES[0]))
+        for texts, marks in ((ordinary, False), (special, True)):
+            backend.add_tokens([AddedToken(text, normalized=False, special=marks) for text in texts])
+        backend.save(str(directory / FILES[0]))
+
+    if not (ordinary or special):
+        return tokenizer
+    files = [tokenizer.directory / name for name in KEPT]
+    own = [file.read_text("utf-8") for file in files if file.is_file()]
+    return open_directory(once(cache / "tokenizers" / digest([own, [*ordinary], [*special]]), make))
 
 
 def special_tokens(tokenizer: Path, name: str = FILES[1]) -> dict[str, str]:

@@ -146,6 +146,9 @@ def _data(found: Import) -> None:
         found.set("data.path", name if local else f"hf://datasets/{name}", entry.key)
     if isinstance(found.get("datasets.type"), dict) or any(key.startswith("datasets.type.") for key in found.entries):
         found.notes.append("`datasets.type` writes records by a format of its own; here a chat template writes them")
+    shared.added_tokens(found, ("tokens",), ("special_tokens.additional_special_tokens",))
+    if end := found.get("special_tokens.eos_token"):
+        found.notes.append(f"`special_tokens.eos_token: {end}`: here a text ends with the tokenizer's own `eos_token`")
     share = found.number("val_set_size", default=0.0) or 0.0
     if share >= 1:
         found.notes.append(f"`val_set_size: {share:g}` holds out so many records; here give `data.validation_share`")

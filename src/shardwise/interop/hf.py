@@ -170,6 +170,7 @@ def llamafactory(found: Import) -> None:
             found.refuse(found.entries["quantization_bit"], f"frozen weights in {bits} bits: `lora.frozen` has nf4")
     elif kind != "full":
         found.refuse(found.entries["finetuning_type"], f"{kind}: full and lora are there")
+    shared.added_tokens(found, ("add_tokens",), ("add_special_tokens", "new_special_tokens"))
     share = found.number("val_size")
     if share:
         found.set("data.validation_share", share, "val_size")

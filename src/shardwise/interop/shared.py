@@ -245,6 +245,15 @@ def adapter(found: Import, rank: int | None, alpha: float | None, names: dict[st
             found.set("lora.modules_to_save", whole, key)
 
 
+def added_tokens(found: Import, ordinary: tuple[str, ...], special: tuple[str, ...]) -> None:
+    """Tokens that the tokenizer is to have besides its own, as lists or as texts with commas."""
+    for setting, keys in (("data.add_tokens", ordinary), ("data.add_special_tokens", special)):
+        for key in keys:
+            if given := found.get(key):
+                texts = [text.strip() for text in given.split(",")] if isinstance(given, str) else given
+                found.set(setting, texts, key)
+
+
 def evaluation(found: Import) -> None:
     """Read when transformers evaluates and saves, as far as it is in steps or epochs."""
     strategy = word(found.get("eval_strategy", "evaluation_strategy", default="no"))

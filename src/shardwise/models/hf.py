@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from shardwise.spec.hub import fetch
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
+ENDS = {"embed.weight", "head.weight"}
+"""What has a row for each id."""
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 """Tables in old exports that are not needed: they follow from the config."""
 _OUTER = re.compile(r"^language_model\.|^(model\.)language_model\.")
@@ -118,11 +121,16 @@ def _some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(map(_shortened, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, StoredParameter]:
-    """Where every parameter of ``spec`` is, by its canonical name. Raises DataError listing all that differs: tensors
-    by the canonical name of the parameter if they are one, by their own if they are one of several, or hold several."""
+def match(
+    found: Mapping[str, Entry], spec: ModelSpec, where: str, *, grown: bool = False
+) -> dict[str, StoredParameter]:
+    """Where every parameter of ``spec`` is, by its canonical name; with ``grown`` embedding and output layer may have
+    fewer rows in the files. Raises DataError listing all that differs: tensors by the canonical name of the parameter
+    if they are one, by their own if they are one of several, or hold several."""
     found = _text_part(found, spec) if spec.hf_model is None else found
     located = locations(spec, found)
+    if grown:
+        located |= {name: _held(located[name], found) for name in ENDS & located.keys()}
     shapes = {name: shape for parts in located.values() for part in parts for name, shape in part.shapes()}
     packed = {name for parts in located.values() for part in parts if part.packed for name, _ in part.shapes()}
     found = found if spec.hf_model is None else _named_as_now(found, spec.hf_model, shapes)
@@ -157,6 +165,15 @@ def match(found: Mapping[str, Entry], spec: ModelSpec, where: str) -> dict[str, 
     }
 
 
+def _held(parts: tuple[Location, ...], found: Mapping[str, Entry]) -> tuple[Location, ...]:
+    """Where the rows are that the files have, of a parameter that may have more."""
+    [part] = parts
+    there = found[part.tensor].shape if part.tensor in found else part.shape
+    rows, width = there[0], part.shape[1:]
+    fewer = len(there) > 1 and there[1:] == width and rows < part.shape[0] and part.stop == part.shape[0]
+    return (replace(part, stop=rows, shape=there) if fewer else part,)
+
+
 def _readable(dtype: torch.dtype, packed: bool) -> bool:
     return dtype == torch.uint8 if packed else dtype.is_floating_point and dtype.itemsize > 1
 
@@ -179,15 +196,16 @@ def _named_as_now(found: Mapping[str, Entry], hf_model: HFModel, names: Iterable
     return {name: entry for name, entry in full.items() if name not in old}
 
 
-def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
+def check_weights(source: str, revision: str | None, spec: ModelSpec, *, grown: bool = False) -> None:
     """Download the weights of ``source`` if needed, and raise the errors of :func:`read_weights`. Reads headers only,
     and the output layer if the config says that it is tied to the embedding."""
     directory = weights_directory(source, revision)
     found = find_weights(directory)
-    embed, head = match(found, spec, str(directory))["embed.weight"], found.get(name_in_files("head.weight", spec))
+    embed = match(found, spec, str(directory), grown=grown)["embed.weight"]
+    head = found.get(name_in_files("head.weight", spec))
     if not spec.tie_word_embeddings or head is None:
         return
-    shape = parameter_shapes(spec)["embed.weight"]
+    shape = (embed.pieces[-1].location.stop, *parameter_shapes(spec)["embed.weight"][1:])
     whole = tuple(slice(0, size) for size in shape)
     name = name_in_files("head.weight", spec)
     if head.shape != shape or not torch.equal(head.read_finite(name, whole), embed.read_finite(whole)):
@@ -195,10 +213,13 @@ def check_weights(source: str, revision: str | None, spec: ModelSpec) -> None:
         raise DataError(Problem("CKPT002", what, str(directory), "tie_word_embeddings: false in its config.json"))
 
 
-def read_weights(source: Path, parts: Mapping[str, Sequence[slice]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """(canonical name, its slice in the stored type) for each of ``parts``, one at a time. All headers are checked
-    first, and each slice while it is read: raises DataError (MOD006) for NaN and infinity."""
-    stored = match(find_weights(source), spec, str(source))
+def read_weights(
+    source: Path, parts: Mapping[str, Sequence[slice]], spec: ModelSpec, *, grown: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """(canonical name, its slice in the stored type) for each of ``parts``, one at a time; with ``grown``, rows of new
+    tokens begin as the mean of the others. All headers are checked first, and each slice while it is read: raises
+    DataError (MOD006) for NaN and infinity."""
+    stored = match(find_weights(source), spec, str(source), grown=grown)
     for name, part in parts.items():
         yield name, stored[name].read_finite(part)
 

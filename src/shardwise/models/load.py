@@ -60,8 +60,12 @@ def load_spec(source: str, revision: str | None = None, changes: Mapping[str, An
 
 
 def _turned(config: dict[str, Any], changes: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A config with another theta or scaling of its rotations, in the one place where transformers 5 has both; of
-    layers that turn in several ways, those with full attention."""
+    """A config with another number of rows, or another theta or scaling of its rotations, in the one place where
+    transformers 5 has both; of layers that turn in several ways, those with full attention."""
+    changes = dict(changes or {})
+    if "vocab_size" in changes:
+        theirs, rows = config.get("text_config"), {"vocab_size": changes.pop("vocab_size")}
+        config = config | rows if theirs is None else config | {"text_config": theirs | rows}
     if not changes:
         return config
     held = config.get("rope_parameters") or {}

@@ -10,6 +10,7 @@ from typing import Any
 from shardwise.errors import ConfigError, DataError, Problem
 from shardwise.models.config import ModelSpec, parameter_count, to_hf
 from shardwise.models.load import load_spec, read_spec
+from shardwise.models.rows import rows_for, with_added
 from shardwise.spec.recipe import PREFERENCE, Data, Model, Recipe, TokenizerSection
 
 FEW_HELD_OUT = 8
@@ -57,6 +58,8 @@ def _described(recipe: Recipe) -> ModelSpec:
         fix = "`model.path: meta-llama/Llama-3.2-1B`, or dimensions in `model.config`"
         raise ConfigError(Problem("CFG004", "the recipe names no model", "model", fix))
     spec = load_spec(model.path, model.revision, rotation(model))
+    if (rows := rows_for(data_of(recipe), recipe.lora, spec.vocab_size)) > spec.vocab_size:
+        spec = load_spec(model.path, model.revision, {**rotation(model), "vocab_size": rows})
     return _drawn(spec) if model.init == "random" else spec
 
 
@@ -82,17 +85,20 @@ def _drawn(spec: ModelSpec) -> ModelSpec:
 
 
 def with_adapter(recipe: Recipe) -> Recipe:
-    """The recipe with the settings of the adapter in ``lora.path`` (rank, alpha, targets and so on) wherever it does
-    not set them itself. Raises as :func:`resolve` and :func:`shardwise.models.peft.adapter_settings`."""
+    """The recipe with the settings of the adapter in ``lora.path`` (rank, alpha, targets, added tokens and so on)
+    wherever it does not set them itself. Raises as :func:`resolve` and
+    :func:`shardwise.models.peft.adapter_settings`."""
     asked = recipe.lora
     left = {"rank", "alpha", "targets", "rslora", "dora", "dropout", "modules_to_save"} - asked.model_fields_set
     if asked.path is None or not left or (asked.rank is not None and not Path(asked.path).is_dir()):
         return recipe
     from shardwise.models.peft import adapter_settings
 
-    theirs = adapter_settings(Path(asked.path), resolve(recipe))
+    adapter, spec = Path(asked.path), resolve(recipe)
+    theirs = adapter_settings(adapter, spec)
     missing = {key: theirs[key] for key in left & theirs.keys()}
-    return recipe.model_copy(update={"lora": asked.model_copy(update=missing)})
+    data = with_added(recipe.data, adapter, spec.vocab_size) if theirs.get("modules_to_save") else recipe.data
+    return recipe.model_copy(update={"lora": asked.model_copy(update=missing), "data": data})
 
 
 def data_of(recipe: Recipe) -> Data:

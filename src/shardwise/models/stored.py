@@ -14,6 +14,7 @@ from shardwise.models.tensorfile import Entry, check_finite
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of 4 bits without the highest, which is the sign."""
+_ROWS = 4096
 SCALE_BIAS = 127
 """What is taken from a scale's byte to give the power of two that it stands for (E8M0)."""
 
@@ -51,7 +52,7 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter: its pieces in the order of their rows."""
+    """A parameter: its pieces in the order of their rows. What lies behind them is new: the mean of all rows."""
 
     pieces: tuple[StoredRows, ...]
 
@@ -67,7 +68,16 @@ class StoredParameter:
                 own = out[first - rows.start : last - rows.start]
                 piece.read_into(own, first, columns)
                 check_finite(own, piece.location.tensor, piece.entry.path)
+        held = self.pieces[-1].location.stop
+        if rows.stop > held:
+            out[max(0, held - rows.start) :] = self._mean(held, columns)
         return out
+
+    def _mean(self, held: int, columns: Sequence[slice]) -> Tensor:
+        """Of all rows, in fp64, some at a time: a new token begins as the average of what the model knows (Hewitt,
+        "Initializing New Word Embeddings for Pretrained Language Models", 2021)."""
+        parts = (slice(first, min(first + _ROWS, held)) for first in range(0, held, _ROWS))
+        return torch.stack([self.read_finite((part, *columns)).double().sum(0) for part in parts]).sum(0) / held
 
 
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, model_of
 from shardwise.models.init import Draw
 from shardwise.models.roles import is_adapter
+from shardwise.models.rows import adds_tokens
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, Recipe
@@ -108,7 +109,8 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
         drawn = (draw or init.fill)(name, shapes[name], wanted[name], recipe.run.seed, spec)
         _put(parameters, name, wanted[name], drawn, plan)
     if directory is not None:
-        for name, values in hf.read_weights(directory, {name: wanted[name] for name in wanted if name in stored}, spec):
+        theirs, grown = {name: wanted[name] for name in wanted if name in stored}, adds_tokens(recipe.data)
+        for name, values in hf.read_weights(directory, theirs, spec, grown=grown):
             _put(parameters, name, wanted[name], values, plan)
     if recipe.lora.path is not None and plan.lora is not None:
         own = {name: local_slice(one) for name, one in parameters.items() if is_adapter(name) or plan.lora.saves(name)}

@@ -182,10 +182,25 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     what = "`data.mask_documents: false` would let one conversation attend to another"
     refuse(recipe.sample_tokens is not None and not data.mask_documents, "data.mask_documents", what, "leave it out")
     problems += [*_check_intervals(recipe, place), *_check_method(recipe, place), *_check_streaming(recipe, place)]
+    problems += _check_added(recipe, place)
     run, key = recipe.run, "run.profile_steps"
     what = f"`{key}` must be FIRST:LAST, from 1, got {show_value(run.profile_steps)}"
     refuse(run.profile_steps is not None and not run.profiled, key, what, f"`{key}: 10:12`", "CFG005")
     return problems
+
+
+def _check_added(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Problem]:
+    """Tokens that are added to a tokenizer."""
+    data = recipe.data
+    both = [*data.add_tokens, *data.add_special_tokens]
+    where = "data.add_tokens" if data.add_tokens else "data.add_special_tokens"
+    if both and (not all(both) or len({*both}) < len(both)):
+        what = f"each added token is a text of its own, got {show_value(both)}"
+        yield Problem("CFG005", what, place(where), f"`{where}: [{', '.join(dict.fromkeys(filter(None, both)))}]`")
+    named, given = data.tokenizer, recipe.model.path is not None and recipe.model.init != "random"
+    if both and named.path is None and (named.vocab_size is not None or not given):
+        what = f"`{where}` adds to a tokenizer that there is, and this one is trained on the data"
+        yield Problem("CFG008", what, place(where), "`data.tokenizer.path`, or leave it out")
 
 
 def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Problem]:

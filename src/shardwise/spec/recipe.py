@@ -77,8 +77,9 @@ class Data(Section):
     """What it is trained on: files, directories or globs of text or records; ``stdlib`` is Python's own sources.
     ``validation_records``: of records and documents of jsonl at least so many are held out, of few no more than a
     quarter. ``mixture_weights``: how often each of several paths is read an epoch. ``streaming``: portions of
-    ``streaming_bytes`` of text are prepared while it trains, and deleted when they are used up. From ``format`` on, for
-    methods that read records."""
+    ``streaming_bytes`` of text are prepared while it trains, and deleted when they are used up. ``add_tokens``: texts
+    that are to be one token each wherever they stand, and ``add_special_tokens`` where a template writes them; the
+    model has a new row for each that its tokenizer does not have. From ``format`` on, for methods that read records."""
 
     path: str | list[str] = "stdlib"
     mixture_weights: list[float] | None = None
@@ -87,6 +88,8 @@ class Data(Section):
     validation_records: int = Field(default=1, ge=1)
     text_key: str = "text"
     tokenizer: TokenizerSection = TokenizerSection()
+    add_tokens: list[str] = []
+    add_special_tokens: list[str] = []
     mask_documents: bool = True
     cache: str | None = None
     num_proc: int | None = Field(default=None, ge=1, le=MOST_PROCESSES)
