@@ -84,6 +84,7 @@ def test_what_is_wrong_is_said_at_once(there: Path, capsys: pytest.CaptureFixtur
         (["train", "torchtitan.toml", "nproc=1"], ("IMP006",), 78),
         (["plan", "trl.yaml", "--from", "nobody"], ("IMP003",), 78),
         (["plan", "trl.yaml", "--set", "RATE"], ("CLI001",), 2),
+        (["plan", "trl.yaml", "--set", "nosuch=3"], ("CLI001",), 2),
         (["import"], ("CLI001",), 2),
         (["import", "axolotl.yaml", *MACHINES, "--strict"], ("IMP005",), 78),
         (["plan", "talks.jsonl", "trl.yaml"], ("CLI001",), 2),

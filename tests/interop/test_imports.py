@@ -43,6 +43,7 @@ lr_scheduler_type: cosine
 output_dir: out
 """
 TRL = ARGUMENTS + "torch_dtype: bfloat16\ndataset_name: org/pairs\n"
+SWIFT = "model: org/model\ntrain_type: lora\ndataset: a.jsonl\nlearning_rate: 1e-4\ndeepspeed: zero2\n"
 LLAMAFACTORY = ARGUMENTS + "stage: sft\nfinetuning_type: lora\ncutoff_len: 1024\ndataset: mine\ntemplate: llama3\n"
 TORCHTUNE = """
 output_dir: /tmp/out
@@ -257,6 +258,57 @@ def test_precision(tmp_path: Path) -> None:
     assert dtypes(TORCHTITAN.replace("steps = 1000", 'steps = 1000\ndtype = "bfloat16"')) == ("bf16", "bf16")
     assert dtypes({"train_batch_size": 8, "zero_optimization": {"stage": 1}}) == ("fp32", None)
     assert dtypes({"train_batch_size": 8, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}})[0] == "fp16"
+
+
+def test_axolotl_computes_in_bf16_unless_told_otherwise(tmp_path: Path) -> None:
+    """`bf16: auto` is the default of its schema; `fp16: true` turns that off."""
+    silent = AXOLOTL.replace("bf16: auto\n", "")
+    for more, dtype in (("", "bf16"), ("fp16: true\n", "fp16"), ("bf16: false\n", "fp32"), ("bf16: true\n", "bf16")):
+        assert values(imported(tmp_path, silent + more))["precision.compute"] == dtype, more
+    assert values(imported(tmp_path, AXOLOTL + "fp16: true\n"))["precision.compute"] == "fp16"
+
+
+def test_what_becomes_of_samples_that_are_too_long(tmp_path: Path) -> None:
+    """axolotl and ms-swift leave them out, TRL and LLaMA-Factory cut them."""
+    for text, way in (
+        (AXOLOTL, "drop"),
+        (AXOLOTL + "excess_length_strategy: raise\n", "error"),
+        (AXOLOTL + "excess_length_strategy: truncate\n", "truncate"),
+        (AXOLOTL + "rl: dpo\n", "drop"),
+        (SWIFT, "drop"),
+        (SWIFT + "truncation_strategy: right\n", "truncate"),
+        (TRL, "truncate"),
+        (LLAMAFACTORY, "truncate"),
+    ):
+        assert values(imported(tmp_path, text)).get("data.too_long", "truncate") == way, text
+    assert "IMP001" in (said := refusals(tmp_path, SWIFT + "truncation_strategy: left\n")) and "not left" in said
+
+
+def test_defaults_of_ms_swift(tmp_path: Path) -> None:
+    found = values(imported(tmp_path, SWIFT))
+    assert (found["lora.rank"], found["lora.alpha"], found["lora.dropout"]) == (8, 32.0, 0.05)
+    assert "data.train_on" not in found
+    assert values(imported(tmp_path, SWIFT + "loss_scale: last_round\n"))["data.train_on"] == "last"
+    assert "IMP001" in refusals(tmp_path, SWIFT + "loss_scale: ignore_empty_think\n")
+    assert "`model.frozen` says which" in refusals(tmp_path, SWIFT + "freeze_parameters_ratio: 0.5\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "right"),
+    [
+        (AXOLOTL + "datasets: [{pathh: a/b, type: chat_template}]\n", "datasets.pathh", "datasets.path"),
+        (ACCELERATE.replace("reshard_after_forward: t", "reshard_after_forwad: t"), "_forwad", "_forward"),
+        (AXOLOTL + "fsdp_config: {offload_parms: true}\n", "offload_parms", "offload_params"),
+    ],
+)
+def test_a_misspelt_key_of_a_section_is_named(tmp_path: Path, text: str, wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=rf"IMP002.*{wrong}.*not known(.|\n)*did you mean `[\w.]*{right}`"):
+        imported(tmp_path, text)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused(tmp_path: Path) -> None:
+    for text in (AXOLOTL, TRL, SWIFT):
+        assert "a share of the run" in refusals(tmp_path, text + "warmup_ratio: 1.5\n")
 
 
 def test_adapters_have_each_systems_defaults(tmp_path: Path) -> None:

@@ -248,3 +248,16 @@ def test_where_the_host_is_too_small_files_are_proposed(cluster: str, change: st
     found = (_replanned(each, asked, spec, 1.0, chosen) for each in tried)
     fitting = [remedy.change for remedy in found if remedy and remedy.plan.estimate.share <= 1]
     assert fitting[:1] == [change] * (change is not None)
+
+
+def test_a_run_in_fp32_is_told_what_bf16_would_bring() -> None:
+    """More than four times the tokens a second on a GPU with tensor cores; nothing on one that has no bf16."""
+    spec, words = load_spec("Qwen/Qwen3-0.6B"), ["seq_len=2048", "global_batch=8", "precision.compute=fp32"]
+    asked = load_recipe(None, ["model=Qwen/Qwen3-0.6B", *words])
+    for name, told in (("1xH100", True), ("1xV100", False)):
+        machines = parse_cluster(name)
+        chosen = choose(asked, spec, machines)
+        found = [
+            each for each in alternatives(asked, spec, machines, chosen, []) if each.change == "precision.compute=bf16"
+        ]
+        assert bool(found) is told and all(tokens_per_s(each.plan) > 4 * tokens_per_s(chosen) for each in found), name

@@ -15,6 +15,7 @@ from shardwise.cli.options import Words, misused, recipe_or_quickstart
 from shardwise.cli.planned import Planned, planned
 from shardwise.errors import ConfigError, Problem
 from shardwise.interop.imports import FATES, Imported, foreign, read_files
+from shardwise.interop.programs import CHOICE
 from shardwise.interop.record import Taken
 from shardwise.planner.compare import seconds, tokens_per_s
 from shardwise.spec.load import Loaded, load_recipe, read_recipe, read_settings
@@ -76,6 +77,9 @@ def given(words: Words, cluster: str | None, files: Foreign, *, data: bool = Tru
     if empty := [word for word in files.set if not word.partition("=")[2]]:
         raise misused(f"`--set {empty[0]}` gives no value", "`--set NAME=VALUE`")
     variables = dict(word.partition("=")[::2] for word in files.set)
+    texts = [Path(path).read_text("utf-8", errors="replace") for path in theirs]
+    if absent := [name for name in variables if name != CHOICE and not any(name in text for text in texts)]:
+        raise misused(f"`--set {absent[0]}`: no such word in {' or '.join(map(str, theirs))}", "a variable of the file")
     imported = read_files(theirs, world, files.system, strict=files.strict, variables=variables)
     learned = read_settings(as_given(imported.settings), words.overrides)
     ask(imported, learned, data=data)

@@ -8,6 +8,7 @@ from shardwise.interop.record import Import, System, show, word
 
 LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target_modules": "targets"}
 OF = "axolotl"
+TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 WARMUP, MOST_WARMUP = 0.03, 100
 """The share of the run that warms up where neither steps nor a share are given, and its most steps."""
 
@@ -23,7 +24,9 @@ def settle(found: Import) -> None:
     shared.schedule(found, "lr_scheduler", "cosine", OF)
     _schedule(found)
     shared.length_of_run(found, "num_epochs", 1.0, OF)
-    shared.compute(found, OF)
+    shared.compute(found, OF, "bf16")
+    if found.on("fp16"):  # which turns off what is else the default
+        found.set("precision.compute", "fp16", "fp16")
     for name, dtype in (("bfloat16", "bf16"), ("float16", "fp16")):
         if found.on(name):
             found.set("precision.compute", dtype, name)
@@ -72,7 +75,7 @@ def _schedule(found: Import) -> None:
     if share and rate and cosine:
         found.set("optim.min_learning_rate", share * rate, "cosine_min_lr_ratio")
     total = found.count("max_steps", default=-1) or -1
-    given = found.number("warmup_ratio", default=None if found.entry("warmup_steps") else WARMUP)
+    given = shared.warmup_share(found, None if found.entry("warmup_steps") else WARMUP)
     key = "warmup_ratio" if found.entry("warmup_ratio") else ""
     if given is not None and found.entry("warmup_steps") is None:
         steps: float = given
@@ -120,6 +123,7 @@ def _method(found: Import) -> None:
         found.set("method.name", kind, "rl")
         beta = found.number("rl_beta", "dpo_beta", "beta", default=0.1)
         found.set("method.beta", beta, "rl_beta", "dpo_beta", "beta", of=OF)
+        shared.too_long(found, "excess_length_strategy", TOO_LONG, OF)
         if kind == "dpo":
             found.set("method.label_smoothing", found.number("dpo_label_smoothing"), "dpo_label_smoothing")
         return None
@@ -130,6 +134,7 @@ def _method(found: Import) -> None:
     pretrain = found.entry(*plain) is not None or kinds in ("completion", "pretrain")
     found.set("method.name", "pretrain" if pretrain else "sft", *plain, "datasets.type", of=OF)
     if not pretrain:
+        shared.too_long(found, "excess_length_strategy", TOO_LONG, OF)
         found.set("data.packing", found.on("sample_packing"), "sample_packing", of=OF)
         if found.on("train_on_inputs"):
             found.set("data.train_on", "all", "train_on_inputs")

@@ -147,13 +147,15 @@ def _sort(found: Import, system: System) -> None:
             del found.entries[key]
             continue
         row = system.row(key)
-        if row is None:
-            asks = word(entry.value) not in OFF
+        asks = word(entry.value) not in OFF
+        guess = system.misspelt(key) if asks and (row is None or system.loosely(key)) else None
+        if guess is not None and guess not in found.entries:
             found.fates["unread"].append(key)
-            guess = system.misspelt(key) if asks else None
-            if guess is not None and guess not in found.entries:
-                found.misspelt.append((entry, guess))
-            elif asks and MATHEMATICAL.search(key):
+            found.misspelt.append((entry, guess))
+            continue
+        if row is None:
+            found.fates["unread"].append(key)
+            if asks and MATHEMATICAL.search(key):
                 found.refuse(entry, "")
             continue
         if row.fate == "refused":

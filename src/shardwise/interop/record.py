@@ -183,12 +183,21 @@ class System:
 
     def row(self, key: str) -> Meaning | None:
         """Return what the tables say of a key."""
-        names = [key, *(key.removeprefix(part) for part in self.sections if key.startswith(part))]
+        names = self._names(key)
         return next((row for of in self.tables for name in names if (row := _find(of, name)) is not None), None)
+
+    def _names(self, key: str) -> list[str]:
+        return [key, *(key.removeprefix(part) for part in self.sections if key.startswith(part))]
+
+    def loosely(self, key: str) -> bool:
+        """Return whether tables know a key by a glob alone, which knows what is misspelt too."""
+        return not any(name in table(of)[0] for of in self.tables for name in self._names(key))
 
     def misspelt(self, key: str) -> str | None:
         """Return the key that is read which an unknown one misspells."""
-        return near(key, [name for of in self.tables for name, row in table(of)[0].items() if row.fate in READ])
+        names = [name for of in self.tables for name, row in table(of)[0].items() if row.fate in READ]
+        names += [f"fsdp_config.{name}" for name, row in table("fsdp")[0].items() if row.fate in READ]
+        return None if key in names else near(key, names)
 
 
 @cache

@@ -126,9 +126,17 @@ def schedule(found: Import, key: str, default: str, of: str) -> None:
     return warmup(found, of, begins) if name != "constant" else found.set("optim.warmup_steps", 0, key, of=of)
 
 
+def warmup_share(found: Import, default: float | None = 0.0) -> float | None:
+    """The share of the run that warms up."""
+    share = found.number("warmup_ratio", default=default)
+    if share and share > 1:
+        found.refuse(found.entries["warmup_ratio"], f"is a share of the run, at most 1, not {share:g}")
+    return share
+
+
 def warmup(found: Import, of: str, begins: float | None = 0.0) -> None:
     """transformers' warm-up: steps or a share of the run, rising from the rate at which it ``begins``."""
-    steps, share = found.number("warmup_steps", default=0.0) or 0.0, found.number("warmup_ratio", default=0.0)
+    steps, share = found.number("warmup_steps", default=0.0) or 0.0, warmup_share(found)
     if steps:
         found.set("optim.warmup_steps", steps if steps < 1 else int(steps), "warmup_steps")
     elif share:
@@ -222,13 +230,24 @@ def compute(found: Import, of: str, default: str = "fp32") -> None:
     found.set("precision.compute", given or (default if not said else "fp32"), *said, of=of)
 
 
-def adapter(found: Import, rank: int | None, alpha: float | None, names: dict[str, str], of: str) -> None:
+def too_long(found: Import, key: str, ways: dict[str, str], of: str) -> None:
+    """What becomes of samples that are longer than rows: ``ways`` of ours by theirs, the first their default."""
+    asked = word(found.get(key, default=next(iter(ways))))
+    if asked not in ways:
+        what = f"what becomes of samples that are too long: {', '.join(ways)} are there, not {show(asked)}"
+        return found.refuse(found.entries[key], what)
+    return found.set("data.too_long", ways[asked], key, of=of)
+
+
+def adapter(
+    found: Import, rank: int | None, alpha: float | None, names: dict[str, str], of: str, dropout: float = 0.0
+) -> None:
     """LoRA under a system's names: ``names`` of ours by theirs."""
     keys = {ours: theirs for theirs, ours in names.items()}
     given = found.count(keys["rank"], default=rank)
     found.set("lora.rank", given, keys["rank"], of=of)
     found.set("lora.alpha", found.number(keys["alpha"], default=alpha), keys["alpha"], of=of)
-    found.set("lora.dropout", found.number(keys["dropout"], default=0.0), keys["dropout"], of=of)
+    found.set("lora.dropout", found.number(keys["dropout"], default=dropout), keys["dropout"], of=of)
     targets = found.get(keys["targets"])
     if isinstance(targets, str):
         targets = "all-linear" if word(targets) in ("all", "all-linear") else [t.strip() for t in targets.split(",")]

@@ -37,10 +37,11 @@ def settle(found: Import) -> None:
     recompute(found, default=True)
     if method in ("sft", "dpo"):
         found.set("method.name", method, "rlhf_type", of=OF)
+        shared.too_long(found, "truncation_strategy", {"delete": "drop", "right": "truncate"}, OF)
     else:
         found.refuse(found.entries["rlhf_type"], f"{method} is not read from such files yet: dpo is")
     if kind == "lora":
-        shared.adapter(found, 8, 32.0, LORA, OF)
+        shared.adapter(found, 8, 32.0, LORA, OF, dropout=0.05)
         if (bits := found.count("quant_bits")) == 4:
             found.set("lora.frozen", "nf4", "quant_bits")
         elif bits:

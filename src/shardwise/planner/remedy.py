@@ -217,6 +217,8 @@ def _other_recipes(recipe: Recipe, cluster: Cluster) -> Iterator[Change]:
     optim = recipe.optim.spec
     if optim.smaller is not None and recipe.lora.rank is None and not recipe.optim.moments:
         yield {"optim.name": optim.smaller}, cluster, f"{optim.title}'s moments in 8 bits: nearly the same updates"
+    if recipe.precision.compute == "fp32" and cluster.kind == "cuda" and cluster.device.computes_bf16:
+        yield {"precision.compute": "bf16"}, cluster, "products in bf16, weights and their updates in fp32"
     if recipe.precision.weights == "fp32" and recipe.lora.rank is None and cluster.device.computes_bf16:
         yield {"precision.weights": "bf16"}, cluster, "weights in bf16: small updates are lost"
 
