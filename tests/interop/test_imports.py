@@ -306,6 +306,24 @@ def test_a_misspelt_key_of_a_section_is_named(tmp_path: Path, text: str, wrong: 
         imported(tmp_path, text)
 
 
+def test_simpo_has_a_margin_of_each_systems_own(tmp_path: Path) -> None:
+    """Its authors' in units of beta; of TRL's trainer for CPO only without the loss over tokens beside it."""
+    for text, beta, gamma in (
+        (TRL + "beta: 10\ngamma_beta_ratio: 0.5\n", 10.0, 5.0),
+        (TRL + "gamma_beta_ratio: 0.25\n", 2.0, 0.5),
+        (TRL + "loss_type: simpo\nsimpo_gamma: 0.7\ncpo_alpha: 0\n", 0.1, 0.7),
+        (AXOLOTL + "rl: simpo\nrl_beta: 2.0\nsimpo_gamma: 1.2\ncpo_alpha: 0.0\n", 2.0, 1.2),
+        (LLAMAFACTORY.replace("stage: sft", "stage: dpo") + "pref_loss: simpo\npref_beta: 2.5\n", 2.5, 0.5),
+    ):
+        found = values(imported(tmp_path, text))
+        assert (found["method.name"], found["method.beta"], found["method.gamma"]) == ("simpo", beta, gamma), text
+    assert "a loss over tokens" in refusals(tmp_path, AXOLOTL + "rl: simpo\nsimpo_gamma: 1.2\n")
+    assert "a loss over tokens" in refusals(tmp_path, TRL + "simpo_gamma: 1.2\ncpo_alpha: 0.5\n")
+    found = values(imported(tmp_path, LLAMAFACTORY.replace("stage: sft", "stage: dpo") + "pref_loss: orpo\n"))
+    assert (found["method.name"], found["method.beta"]) == ("orpo", 0.1)
+    assert "over prompts and answers" in refusals(tmp_path, AXOLOTL + "rl: orpo\n")
+
+
 def test_a_warm_up_longer_than_the_run_is_refused(tmp_path: Path) -> None:
     for text in (AXOLOTL, TRL, SWIFT):
         assert "a share of the run" in refusals(tmp_path, text + "warmup_ratio: 1.5\n")

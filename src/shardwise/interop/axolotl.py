@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.interop import shared
-from shardwise.interop.hf import four_bits, recompute
+from shardwise.interop.hf import four_bits, recompute, simpo
 from shardwise.interop.record import Import, System, show, word
 
 LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target_modules": "targets"}
@@ -127,8 +127,16 @@ def _method(found: Import) -> None:
         if kind == "dpo":
             found.set("method.label_smoothing", found.number("dpo_label_smoothing"), "dpo_label_smoothing")
         return None
+    if kind == "orpo":
+        said = "TRL's ORPO, whose first term is over prompts and answers; `method: orpo` has it over answers alone"
+        return found.refuse(found.entries["rl"], said)
+    if kind == "simpo":
+        shared.too_long(found, "excess_length_strategy", TOO_LONG, OF)
+        found.set("method.name", kind, "rl")
+        return simpo(found, 0.1, "trl.beta" if "trl.beta" in found.entries else "rl_beta", OF)
     if kind not in ("no", "none", "null", "false"):
-        return found.refuse(found.entries["rl"], f"{kind} is not read from such files yet: dpo and ipo are")
+        said = f"{kind} is not read from such files yet: dpo, ipo and simpo are"
+        return found.refuse(found.entries["rl"], said)
     plain = ("pretraining_dataset", "pretraining_dataset.path")
     kinds = word(found.get("datasets.type", default="")).split(".")[0]
     pretrain = found.entry(*plain) is not None or kinds in ("completion", "pretrain")

@@ -13,6 +13,8 @@ LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lor
 PAIRS = ("beta", "loss_type")
 PAIR_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo"}
 """TRL's losses of pairs by name, as its DPOTrainer has them: ours."""
+OF_LLAMAFACTORY = {**PAIR_LOSSES, "orpo": "orpo", "simpo": "simpo"}
+"""LLaMA-Factory's own ORPO has the mean of an answer's tokens in its first term, as here; TRL's that of all tokens."""
 NOT_YET = ("orpo", "kto", "simpo", "reward", "cpo", "grpo", "prm")
 
 
@@ -82,11 +84,13 @@ def dataset(found: Import) -> None:
 def trl(found: Import) -> None:
     """TRL's SFT or DPO: which, the script says, and here the keys that only one has."""
     method = _method(found)
-    pairs = method in PAIR_LOSSES.values()
+    pairs = method in (*PAIR_LOSSES.values(), "simpo")
     arguments(found, "TRL", Defaults(1e-6 if pairs else 2e-5, 1024, "bf16"))
     recompute(found, default=True)
     found.set("method.name", method, *(key for key in PAIRS if key in found.entries), of="TRL: SFT")
-    if pairs:
+    if method == "simpo":
+        simpo(found, 0.1 if "simpo_gamma" in found.entries else 2.0, "beta", "TRL")
+    elif pairs:
         found.set("method.beta", found.number("beta", default=0.1), "beta", of="TRL")
     if method == "dpo":
         found.set("method.label_smoothing", found.number("label_smoothing", default=0.0), "label_smoothing", of="TRL")
@@ -98,6 +102,20 @@ def trl(found: Import) -> None:
     if found.on("use_peft") or found.entry("lora_r"):
         shared.adapter(found, 16, 32.0, LORA, "TRL")
         four_bits(found)
+
+
+def simpo(found: Import, beta: float, key: str, of: str) -> None:
+    """SimPO's margin: as such, or in units of ``beta`` in its authors' own trainer. TRL's CPOTrainer has a loss over
+    tokens beside it unless ``cpo_alpha`` is 0."""
+    beta = found.number(key, default=beta) or beta
+    found.set("method.beta", beta, key, of=of)
+    if ratio := found.entry("gamma_beta_ratio"):
+        found.set("method.gamma", beta * (found.number("gamma_beta_ratio") or 0.0), ratio.key)
+        return
+    found.set("method.gamma", found.number("simpo_gamma", default=0.5), "simpo_gamma", of=of)
+    if of != "LLaMA-Factory" and found.number("cpo_alpha", default=1.0) != 0:
+        what = "a loss over tokens beside SimPO's, which is there by default: `cpo_alpha: 0` is SimPO"
+        found.refuse(found.entries.get("cpo_alpha") or found.entries["simpo_gamma"], what)
 
 
 def four_bits(found: Import) -> None:
@@ -119,7 +137,7 @@ def _method(found: Import) -> str:
 
     if about("num_generations", "reward_funcs", what="training on answers that the model writes itself (GRPO)"):
         return "grpo"
-    if about("gamma_beta_ratio", "simpo_gamma", what="SimPO is not read from such files yet: DPO is"):
+    if found.entry("gamma_beta_ratio", "simpo_gamma"):
         return "simpo"
     if (kind := found.entry("loss_type")) is not None:
         loss = word(kind.value).strip("[]'\"")
@@ -138,10 +156,10 @@ def llamafactory(found: Import) -> None:
     loss = word(found.get("pref_loss", default="sigmoid"))
     if stage not in stages:
         found.refuse(found.entries["stage"], f"the stage {stage} is not read yet: sft, dpo and pt are")
-    elif stage == "dpo" and loss not in PAIR_LOSSES:
-        what = f"the loss {loss} is not read from such files yet: {', '.join(PAIR_LOSSES)} are"
+    elif stage == "dpo" and loss not in OF_LLAMAFACTORY:
+        what = f"the loss {loss} is not read from such files yet: {', '.join(OF_LLAMAFACTORY)} are"
         found.refuse(found.entries["pref_loss"], what)
-    method = PAIR_LOSSES.get(loss, "dpo") if stage == "dpo" else stages.get(stage, "sft")
+    method = OF_LLAMAFACTORY.get(loss, "dpo") if stage == "dpo" else stages.get(stage, "sft")
     found.set("method.name", method, "stage", "pref_loss", of="LLaMA-Factory")
     arguments(found, "LLaMA-Factory", Defaults(length=2048))
     found.set("train.seq_len", found.count("cutoff_len", default=2048), "cutoff_len", of="LLaMA-Factory")
@@ -151,7 +169,9 @@ def llamafactory(found: Import) -> None:
         "disable_gradient_checkpointing",
         of="LLaMA-Factory",
     )
-    if stage == "dpo":
+    if method == "simpo":
+        simpo(found, 0.1, "pref_beta", "LLaMA-Factory")
+    elif stage == "dpo":
         found.set("method.beta", found.number("pref_beta", default=0.1), "pref_beta", of="LLaMA-Factory")
     if method != "pretrain":
         packing = found.on("packing") or found.on("neat_packing")
