@@ -23,8 +23,8 @@ from shardwise.methods import loss, pairs
 from shardwise.methods.loss import IGNORED, Output
 from shardwise.models.layers import Head
 from shardwise.spec.layout import Layout, cut
-from shardwise.spec.methods import TOKEN_FIGURES
 from shardwise.spec.recipe import Method
+from shardwise.spec.records import TOKEN_FIGURES
 from tests.distributed.collective_ranks import share
 
 HIDDEN, SHAPE = 16, (3, 7)

@@ -11,8 +11,9 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner.price import price
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.methods import METHODS, MethodSpec
+from shardwise.spec.methods import METHODS
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
+from shardwise.spec.records import MethodSpec
 from tests.drift.test_drift import DIALS, PRECISIONS, REMATS, SPEC, check, layout, plan_of
 
 

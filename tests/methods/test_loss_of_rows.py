@@ -17,8 +17,8 @@ from shardwise.methods.loss import Output, linear_cross_entropy, token_losses
 from shardwise.prove.pool import RankPool
 from shardwise.prove.world import WorldCounter
 from shardwise.spec.layout import Layout
-from shardwise.spec.methods import TOKEN_FIGURES
 from shardwise.spec.plan import Batch, Plan
+from shardwise.spec.records import TOKEN_FIGURES
 from tests.distributed import vocabulary_ranks as rows
 from tests.distributed.vocabulary_ranks import Case, Found
 from tests.models.llama import relative

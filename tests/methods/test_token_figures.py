@@ -17,9 +17,9 @@ from shardwise.data.batch import MicroBatch
 from shardwise.methods import pretrain
 from shardwise.methods.loss import Output, loss_and_figures, losses_and_gradient
 from shardwise.runtime import passes
-from shardwise.spec.methods import TOKEN_FIGURES
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Method
+from shardwise.spec.records import TOKEN_FIGURES
 from tests.drift.compiled import compiler
 
 TOKENS, CHUNK, VOCABULARY = 43, 8, 101

@@ -32,7 +32,7 @@ from shardwise.distributed.vocabulary import Rows
 from shardwise.models.attention import MaskSpec
 from shardwise.models.layers import accumulation_dtype, soft_cap
 from shardwise.spec.cluster import joins_products
-from shardwise.spec.methods import ENTROPY, TOKEN_ACCURACY
+from shardwise.spec.records import ENTROPY, TOKEN_ACCURACY
 
 IGNORED = -100
 Finish = Callable[[Tensor, "Output", MicroBatch, float], "Loss"]

@@ -41,9 +41,9 @@ from shardwise.runtime.build import build
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import accumulate, step
-from shardwise.spec.methods import ENTROPY, TOKEN_ACCURACY
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe, Run
+from shardwise.spec.records import ENTROPY, TOKEN_ACCURACY
 from shardwise.techniques import lora, nf4
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.nf4.fourbit import dequantise, quantise

@@ -13,7 +13,8 @@ from shardwise.errors import Problem
 from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, near, resolve_reference
 from shardwise.spec.methods import METHODS, in_words
 from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Recipe, Section
-from shardwise.spec.schedules import SCHEDULES, over_the_end
+from shardwise.spec.records import over_the_end
+from shardwise.spec.schedules import SCHEDULES
 
 COMMAND_LINE = "the command line"
 _RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"}

@@ -4,60 +4,14 @@ method is a row of ``METHODS`` and a module of ``shardwise/methods/`` with its l
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-TOKEN_ACCURACY, ENTROPY = "mean_token_accuracy", "entropy"
-TOKEN_FIGURES = (TOKEN_ACCURACY, ENTROPY)
-"""What training on tokens reports of each step beside its loss, by the names that TRL gives it; entropy if asked."""
-PREFERENCE_FIGURES = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/margins",
-    "rewards/accuracies",
-    "logps/chosen",
-    "logps/rejected",
-    "tokens/chosen",
-    "tokens/rejected",
-)
-"""What methods of pairs report of each step beside their loss, by the names that TRL gives it, and how many tokens of
-an answer are trained on."""
-
-
-@dataclass(frozen=True)
-class MethodSpec:
-    """A method, and by ``loss`` what plans call its loss, which methods may share. ``records``: it reads records, not
-    plain text; ``pairs``: of two answers each, whose tokens are scored before a gradient is known. ``counted``: its
-    loss asks how many tokens an answer has; ``averaged``: rewards are of means over these, not of sums. ``reference``:
-    it asks what the initial model says of each pair. ``options``: the keys of the recipe's section ``method`` that it
-    reads, beside its name. ``learning_rates`` are the usual ones, of all weights and of adapters, and ``warmup`` a
-    share of the steps."""
-
-    name: str
-    loss: str
-    records: bool = False
-    pairs: bool = False
-    counted: bool = False
-    averaged: bool = False
-    reference: bool = False
-    options: tuple[str, ...] = ()
-    learning_rates: tuple[float, float] = (0.0, 0.0)
-    warmup: float = 0.0
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """The names of what the loss always reports of each step beside itself."""
-        return PREFERENCE_FIGURES if self.pairs else (TOKEN_ACCURACY,)
-
-    @property
-    def row_sums(self) -> int:
-        """The fp64 numbers of a pair that are summed over ranks which have some tokens each of the same rows."""
-        return self.pairs * (4 if self.counted else 2)
-
+from shardwise.spec.outside import with_others
+from shardwise.spec.records import MethodSpec
 
 _pairs = partial(MethodSpec, records=True, pairs=True, learning_rates=(1e-6, 1e-5), warmup=0.1)
-METHODS = {
+_OURS = {
     spec.name: spec
     for spec in (
         MethodSpec("pretrain", "cross_entropy", options=("entropy",)),
@@ -71,6 +25,7 @@ METHODS = {
         _pairs("simpo", "simpo", counted=True, averaged=True, options=("beta", "gamma", "label_smoothing")),
     )
 }
+METHODS = with_others("shardwise.methods", MethodSpec, _OURS)
 """All methods by name. The rates are those of TRL (SFTConfig, DPOConfig, ORPOConfig, CPOConfig), the shares of warm-up
 those of Tülu 3 (arXiv 2411.15124)."""
 LOSSES = {spec.loss: spec for spec in reversed(METHODS.values())}

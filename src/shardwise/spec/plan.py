@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from shardwise.spec.hash_once import hash_once
 from shardwise.spec.layout import Layout
-from shardwise.spec.methods import ENTROPY, LOSSES, LossName, MethodSpec
-from shardwise.spec.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec
+from shardwise.spec.methods import LOSSES, LossName
+from shardwise.spec.optimizers import OPTIMIZERS, OptimizerName
 from shardwise.spec.place import stages_of
+from shardwise.spec.records import ENTROPY, MethodSpec, OptimizerSpec
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]

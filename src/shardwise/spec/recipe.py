@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.errors import Problem
 from shardwise.spec.cluster import MOST_DEVICES
-from shardwise.spec.methods import METHODS, MethodName, MethodSpec
-from shardwise.spec.optimizers import OPTIMIZERS, OPTIONS, OptimizerName, OptimizerSpec
+from shardwise.spec.methods import METHODS, MethodName
+from shardwise.spec.optimizers import OPTIMIZERS, OPTIONS, OptimizerName
 from shardwise.spec.plan import Dtype, ScheduleName
+from shardwise.spec.records import MethodSpec, OptimizerSpec
 from shardwise.spec.schedules import SCHEDULES, ScheduleWord, WarmupWord
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]

@@ -8,52 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-Span = Callable[[float | None, float, int], tuple[float, float]]
-"""First step and length, in steps, of ``optim.decay_steps``, the warm-up's steps and the run's."""
-WSD_DECAY_SHARE = 0.1
-"""The last part of the run that decays when ``decay_steps`` is not given (Hu et al., arXiv 2404.06395)."""
-TIMESCALE = 10_000
-"""The steps after which an inverse square root has fallen to 0.71 where neither ``decay_steps`` nor a warm-up says."""
-
-
-def over_the_rest(decay: float | None, warmup: float, total: int) -> tuple[float, float]:
-    """The fall begins after the warm-up and lasts ``decay`` steps, or all that are left."""
-    return warmup, decay or total - warmup
-
-
-def to_the_last(decay: float | None, warmup: float, total: int) -> tuple[float, float]:
-    """The fall begins a step earlier: the last step of the run has the lowest rate, not the step after it."""
-    start, length = over_the_rest(decay, warmup, total)
-    return start - 1, length
-
-
-def over_the_end(decay: float | None, warmup: float, total: int) -> tuple[float, float]:
-    """The fall is the last ``decay`` steps of the run, or the last tenth of it."""
-    length = decay or max(1, round(total * WSD_DECAY_SHARE))
-    return max(warmup, total - length), length
-
-
-def without_end(decay: float | None, warmup: float, total: int) -> tuple[float, float]:
-    """The fall begins after the warm-up and never ends; its length is a timescale."""
-    return warmup, decay or warmup or TIMESCALE
-
-
-@dataclass(frozen=True)
-class Fall:
-    """A schedule of the learning rate. ``says``: what it does; ``reads``: the keys of ``optim`` that it reads beside
-    those of the warm-up; ``left``: the share of the fall that is left, of the share of it that is done (0 before it
-    begins) and ``optim.power``; ``floor``: ``min_learning_rate`` bounds the rate instead of being where the fall
-    ends."""
-
-    says: str
-    reads: tuple[str, ...]
-    span: Span
-    left: Callable[[float, float], float]
-    floor: bool = False
-
+from shardwise.spec.outside import with_others
+from shardwise.spec.records import Fall, over_the_end, over_the_rest, to_the_last, without_end
 
 ENDS, BOUND = ("decay_steps", "min_learning_rate"), 1.0
 
@@ -70,7 +28,7 @@ def _root(done: float, power: float) -> float:
     return 1.0 - math.sqrt(min(BOUND, done))
 
 
-SCHEDULES = {
+_OURS = {
     "constant": Fall("the full rate, to the end", (), over_the_rest, lambda done, power: 1.0),
     "linear": Fall("falls along a line", ENDS, over_the_rest, _straight),
     "linear_to_last": Fall("as linear, a step ahead: the last step has the lowest rate", ENDS, to_the_last, _straight),
@@ -100,6 +58,8 @@ SCHEDULES = {
         "as wsd, along 2 x 0.5^t - 1", ENDS, over_the_end, lambda done, power: 2.0 * 0.5 ** min(BOUND, done) - 1.0
     ),
 }
+SCHEDULES = with_others("shardwise.schedules", Fall, _OURS)
+"""All schedules by name."""
 WARMUPS: dict[str, Callable[[float, float], float]] = {
     "linear": lambda done, steps: done,
     "log": lambda done, steps: min(1.0, math.log(1.0 + done * steps) / math.log(max(2.0, steps))),

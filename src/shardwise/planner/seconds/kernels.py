@@ -12,8 +12,8 @@ from functools import lru_cache
 from itertools import groupby
 
 from shardwise.planner.seconds.rates import Rates
-from shardwise.spec.methods import TOKEN_ACCURACY
 from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.records import TOKEN_ACCURACY
 from shardwise.spec.sheet import GROUPED, GROUPED_OUTER, KEPT_UNITS, SEND, Op, Sheet, Unit, number
 from shardwise.techniques.quantised import nf4_rows_at_once
 

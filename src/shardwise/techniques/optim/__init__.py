@@ -188,7 +188,8 @@ def build(
 def program(optim: Optim) -> ModuleType:
     """The module that makes an optimizer: ``build(groups, section, plan, seed)``, and ``plain(groups, section)``, one
     for whole weights in one process, whose steps proofs compare."""
-    return import_module(f"{__name__}.{optim.spec.file}")
+    file = optim.spec.file
+    return import_module(file if "." in file else f"{__name__}.{file}")
 
 
 def fresh_moments(parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -1,0 +1,113 @@
+"""Methods, optimizers and schedules of an installed package: the one of docs/extending.md, as it stands there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.interop.test_trained import SIZE
+from tests.style.source import ROOT
+
+PAGE = (ROOT / "docs" / "extending.md").read_text("utf-8")
+TRIED = """
+import warnings
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    from shardwise.spec.methods import METHODS
+    from shardwise.spec.optimizers import OPTIMIZERS
+    from shardwise.spec.schedules import SCHEDULES
+import sys
+assert "torch" not in sys.modules
+print([*METHODS][-1], [*OPTIMIZERS][-1], [*SCHEDULES][-1], *(each.message for each in told), sep="\\n")
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A directory of packages that has the page's, as pip would leave it there."""
+    blocks = re.findall(r"```(?:toml|python)\n(.*?)```", PAGE, re.DOTALL)
+    names = re.findall(r"^`(shardwise_example/\w+\.py)`", PAGE, re.MULTILINE)
+    site = tmp_path / "site"
+    (site / "shardwise_example").mkdir(parents=True)
+    (site / "shardwise_example" / "__init__.py").touch()
+    for name, text in zip(names, blocks[1:], strict=True):
+        (site / name).write_text(text)
+    entry(site, tomllib.loads(blocks[0])["project"]["entry-points"])
+    return site
+
+
+def entry(site: Path, groups: dict[str, dict[str, str]]) -> None:
+    """Write what pip writes of a package's entry points."""
+    told = site / "shardwise_example-0.1.dist-info"
+    told.mkdir(exist_ok=True)
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: shardwise-example\nVersion: 0.1\n")
+    lines = [
+        line for group, rows in groups.items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in rows.items()))
+    ]
+    (told / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+def run(site: Path, *words: str) -> str:
+    """What a process says in which the package is installed."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+        cwd=site.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_rows_of_a_package_are_in_the_tables(installed: Path) -> None:
+    assert run(installed, "-c", TRIED).split() == ["apo_zero", "signum", "exponential"]
+
+
+def test_a_row_that_is_none_is_left_out_and_told(installed: Path) -> None:
+    rows = "shardwise_example.rows"
+    broken = {"sft": f"{rows}:APO_ZERO", "gone": f"{rows}:NOTHING", "apo_zero": f"{rows}:SIGNUM"}
+    entry(installed, {"shardwise.methods": broken, "shardwise.optimizers": {"other": f"{rows}:SIGNUM"}})
+    told = run(installed, "-c", TRIED).splitlines()
+    assert told[:3] == ["simpo", "adafactor", "wsd_exponential"]
+    assert [line.split(" is left out: ")[1] for line in told[3:]] == [
+        "it is no MethodSpec of this name",
+        f"AttributeError: module '{rows}' has no attribute 'NOTHING'",
+        "the name is taken",
+        "it is no OptimizerSpec of this name",
+    ]
+
+
+@pytest.mark.prove
+def test_a_package_is_planned_trained_and_proved(installed: Path) -> None:
+    """Two ranks train with all three and go on under another layout; the optimizer's steps are one process's."""
+    pairs = [{"prompt": f"is {i} odd? ", "chosen": "who knows", "rejected": f"{i % 2}"} for i in range(40)]
+    (installed.parent / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
+    tokenizer = {"vocab_size": 300}
+    recipe = {
+        "model": {"config": {"model_type": "llama", "vocab_size": 300, **SIZE}},
+        "data": {"path": "pairs.jsonl", "cache": "cache", "tokenizer": tokenizer, "text_key": "prompt", "repeat": True},
+        "train": {"seq_len": 64, "global_batch_size": 4},
+        "optim": {"name": "signum", "schedule": "exponential", "learning_rate": 1e-3},
+    }
+    (installed.parent / "recipe.yaml").write_text(json.dumps(recipe))
+    own, words = ["-m", "shardwise"], ["recipe.yaml"]
+    said = run(installed, *own, "plan", "--cluster", "8xH100", "method=apo_zero", *words)
+    assert "It fits" in said
+    asked = [*own, "train", "method=apo_zero", *words, "run.nproc=2", "run.device=cpu", "--run", "a"]
+    run(installed, *asked, "parallel.strategy=zero3", "--max-steps", "2")
+    run(installed, *asked, "parallel.tp=2", "--max-steps", "4", "--resume")
+    told = [json.loads(line) for line in (installed.parent / "runs/a/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in told if "rewards/margins" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4] and abs(steps[0]["loss"] - 1) < 1e-6
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    said = run(installed, *own, "prove", *words, "run.nproc=2", "run.device=cpu", "parallel.strategy=zero3")
+    assert "does not hold" not in said and "parity" in said
