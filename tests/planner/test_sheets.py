@@ -91,7 +91,7 @@ def test_some_shipped_units_are_what_the_code_makes() -> None:
 
 
 def test_the_shipped_file_is_small() -> None:
-    """Half of it are units of mixtures, of which a page asks for 26 to 75, a second each to trace."""
+    """Half of it are units of mixtures, of which a page asks for 32 to 74, a second each to trace."""
     assert len(files("shardwise.planner").joinpath(SHIPPED).read_bytes()) < 800_000
 
 
