@@ -139,3 +139,15 @@ def test_rows_may_be_cut_over_ranks(ranks: RankPool, method: Method) -> None:
     torch.testing.assert_close(sum(each[0] for each in found), loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(torch.cat([each[1] for each in found], 1), hidden, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(sum(each[2] for each in found), weight, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("method", [Method(name="dpo"), *CASES[:4]], ids=lambda method: method.name)
+def test_a_rank_may_have_nothing_but_padding(packs: Packs, method: Method) -> None:  # noqa: F811
+    """In the last step, where fewer windows are left than there are ranks: a loss, figures and gradients of 0."""
+    ours, _, _ = models(1)
+    finish = partial(pairs.finish, denominator=float(PAIRS), chunk_tokens=17, method=method)
+    loss = passes.forward([ours], collate([packs.padding(), packs.padding()]), finish)
+    loss.value.backward()
+    assert loss.value.item() == 0 and {float(value) for value in loss.figures.values()} == {0.0}
+    assert list(loss.figures) == list(method.spec.figures)
+    assert all(each.grad is not None and not each.grad.any() for each in ours.parameters())

@@ -7,6 +7,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,11 +32,14 @@ from tests.runtime.own_ranks import Model
     ],
 )
 def test_transformers_reads_what_was_written_and_what_is_exported(
-    ranks: RankPool, kind: str, strategy: str, tp: int, tmp_path: Path
+    ranks: RankPool, kind: str, strategy: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four ranks under tp, of two else. A tied output layer is in the files once."""
+    """Of four ranks under tp, of two else. A tied output layer is in the files once. The export has, as in a process
+    of its own, not imported the model's class yet."""
     world = 2 * tp
     right = ranks.run(own_model_ranks.saved, kind, strategy, str(tmp_path), tp, world=world, timeout_s=120)
+    for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"):
+        monkeypatch.delitem(vars(transformers), name, raising=False)
     assert main(["export", str(tmp_path), "--step", "1"]) == 0
     assert main(["export", str(tmp_path), "--best", "-o", str(tmp_path / "best")]) == 0
     for directory in ("saved", "hf", "best"):

@@ -56,14 +56,15 @@ def finish(
     hidden: Tensor, head: Output, batch: MicroBatch, denominator: float, *, chunk_tokens: int, method: Method
 ) -> Loss:
     """The sum of the pairs' losses over ``denominator``, which is the number of pairs of the whole optimizer step."""
-    assert batch.answers is not None
+    assert batch.answers is not None and batch.references is not None
     scored = token_losses(hidden, head, batch.labels, chunk_tokens)
     answers = answers_of(scored, batch, method, head.group)
     answers.logps.requires_grad_()
     with torch.enable_grad():
         losses = losses_of(answers, method)
         (derivatives,) = torch.autograd.grad(losses.sum(), answers.logps)
-    factors = -derivatives.flatten()[batch.answers].to(scored.dtype)
+    none = not len(batch.references)  # all is padding
+    factors = torch.zeros_like(scored) if none else -derivatives.flatten()[batch.answers].to(scored.dtype)
     ranks = 1 if head.group is None else dist.get_world_size(head.group)
     value = losses.detach().sum().to(scored.dtype) / ranks
     weighed = linear_cross_entropy(hidden, head, batch.labels, chunk_tokens, factors)

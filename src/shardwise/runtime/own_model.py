@@ -129,7 +129,8 @@ def _built(run: Path, *, decoder: bool) -> nn.Module:
     described = (run / "config.json").is_file()
     [name] = read_json(run / "config.json", NOTE_BYTES)["architectures"] if described else [""]
     if name in dir(transformers):
-        made: nn.Module = vars(transformers)[name](transformers.AutoConfig.from_pretrained(run))
+        kind = getattr(transformers, name)  # not in its vars until it is asked for
+        made: nn.Module = kind(transformers.AutoConfig.from_pretrained(run))
         return made
     what = f"these checkpoints are of a {name or 'module'} that transformers does not have, as adapters of peft are"
     fix = "call `shardwise.save_pretrained(model, directory)` at the end of the loop, which writes any module"
