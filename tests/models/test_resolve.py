@@ -15,8 +15,9 @@ from shardwise.models.families import FAMILIES
 from shardwise.models.known import configs
 from shardwise.models.load import load_spec, read_spec
 from shardwise.models.resolve import data_of, resolve
+from shardwise.models.rows import with_added
 from shardwise.spec.load import load_recipe
-from shardwise.spec.recipe import Model, Recipe, TokenizerSection
+from shardwise.spec.recipe import Data, Model, Recipe, TokenizerSection
 from tests.runtime.small_run import MODEL
 
 YARN = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
@@ -206,6 +207,13 @@ def test_adapters_alone_leave_a_new_token_untrained(tmp_path: Path) -> None:
         resolve(load_recipe(None, words))
     assert resolve(load_recipe(None, [*words, "lora.modules_to_save=[embed_tokens,lm_head]"])).vocab_size == 12
     assert resolve(load_recipe(None, [*words[:2], "data.add_tokens=[t3]"])).vocab_size == 12, "nothing is new"
+    adapter = in_files(tmp_path / "adapter", 12, 9)
+    content = json.loads((adapter / "tokenizer.json").read_text())
+    content["added_tokens"].append({"id": 9, "content": "<a>", "special": False})
+    (adapter / "tokenizer.json").write_text(json.dumps(content))
+    found = with_added(Data(), TokenizerSection(path=str(tmp_path / "model")), adapter)
+    assert (found.tokenizer.path, found.add_tokens, found.add_special_tokens) == (str(adapter), ["<a>"], [])
+    assert with_added(Data(), TokenizerSection(path=str(adapter)), adapter) == Data(), "nothing is new"
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"TOK004.*tokens are added by the ids of"):
         resolve(load_recipe(None, words))

@@ -207,6 +207,7 @@ def whole_weights(rank: int, ranks: int, plan: Plan) -> dict[str, Tensor]:
 class NoTokenizer:
     """Stands for a tokenizer that has no files."""
 
+    directory = Path("nowhere")
     eot_id = 0
 
     def copy_to(self, directory: Path) -> None:

@@ -237,12 +237,20 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "`data.validation_share: 0.05`",
         ),
         (
-            "a token that is added twice",
-            "data: {tokenizer: {path: t}, add_tokens: [<a>, ''], add_special_tokens: [<a>]}",
+            "a token of no text",
+            "data: {tokenizer: {path: t}, add_tokens: [<a>, ''], add_special_tokens: [<b>]}",
             "CFG005",
-            'each added token is a text of its own, got a list (text "<a>", text "", text "<a>")',
+            'each added token is a text of its own, got a list (text "<a>", text "", text "<b>")',
             "run.yaml:1",
             "`data.add_tokens: [<a>]`",
+        ),
+        (
+            "a token that is added twice",
+            "data: {tokenizer: {path: t}, add_tokens: [<a>], add_special_tokens: [<b>, <a>]}",
+            "CFG005",
+            'each added token is a text of its own, got a list (text "<a>", text "<b>", text "<a>")',
+            "run.yaml:1",
+            "`data.add_special_tokens: [<b>]`",
         ),
         (
             "tokens for a tokenizer that is trained",

@@ -97,7 +97,7 @@ def with_adapter(recipe: Recipe) -> Recipe:
     adapter, spec = Path(asked.path), resolve(recipe)
     theirs = adapter_settings(adapter, spec)
     missing = {key: theirs[key] for key in left & theirs.keys()}
-    data = with_added(recipe.data, adapter, spec.vocab_size) if theirs.get("modules_to_save") else recipe.data
+    data = with_added(recipe.data, data_of(recipe).tokenizer, adapter) if theirs.get("modules_to_save") else recipe.data
     return recipe.model_copy(update={"lora": asked.model_copy(update=missing), "data": data})
 
 

@@ -59,14 +59,15 @@ def _ids_of(named: TokenizerSection) -> dict[str, int]:
         raise DataError(Problem("TOK004", what, "data.tokenizer.path", fix)) from error
 
 
-def with_added(data: Data, adapter: Path, rows: int) -> Data:
-    """The data with the tokens that were added where an adapter was trained, which the model of ``rows`` does not have:
-    they are in the tokenizer beside it, where the recipe names no other."""
-    if adds_tokens(data) or data.tokenizer != TokenizerSection() or not (adapter / FILE).is_file():
+def with_added(data: Data, own: TokenizerSection, adapter: Path) -> Data:
+    """The data with the tokens that were added where an adapter was trained, which the model's own tokenizer does
+    not have: they are in the tokenizer beside it, where the recipe names no other."""
+    named = data.tokenizer != TokenizerSection() or own.path is None
+    if adds_tokens(data) or named or not (adapter / FILE).is_file():
         return data
-    with suppress(*_DAMAGED):
-        listed = json.loads(read_regular(adapter / FILE))["added_tokens"]
-        new = [(token["content"], token["special"]) for token in listed if token["id"] >= rows]
+    with suppress(*_DAMAGED, DataError):
+        listed, ids = json.loads(read_regular(adapter / FILE))["added_tokens"], _ids_of(own)
+        new = [(token["content"], token["special"]) for token in listed if token["content"] not in ids]
         kinds = {name: [text for text, marks in new if marks is special] for name, special in _KINDS.items()}
         if new:
             return data.model_copy(update={"tokenizer": TokenizerSection(path=str(adapter)), **kinds})

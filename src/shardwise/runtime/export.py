@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.data import tokens
 from shardwise.data.batch import MicroBatch
+from shardwise.data.formats import Conversation
 from shardwise.data.whole import becoming
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.torch_private import placed_as
-from shardwise.errors import Problem, TrainingError
+from shardwise.errors import DataError, Problem, TrainingError
 from shardwise.methods.loss import logits
 from shardwise.models import hf, peft
 from shardwise.models.blocks import named, spec_of
@@ -29,6 +31,7 @@ from shardwise.models.tensorfile import DTYPES, NAMES
 from shardwise.runtime import exchange, passes
 from shardwise.runtime.build import build_parts, fill
 from shardwise.runtime.checkpoint.save import read
+from shardwise.runtime.generate import ask_turns, chat_of
 from shardwise.spec.plan import Dtype, Lora, Plan, Precision
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import lora
@@ -45,11 +48,22 @@ def export(
         for name in hf.order_of_writing(spec):
             fetched(name, parameters, holders)
         return
-    if spec.eos_token_id is None:
-        spec = replace(spec, eos_token_id=tokenizer.eot_id)
+    spec = replace(spec, eos_token_id=ends_of(spec, tokenizer))
     with becoming(target, synced=False) as draft:
         hf.write_weights(draft, spec, lambda name: fetched(name, parameters, holders), dtype)
         tokenizer.copy_to(draft)
+
+
+def ends_of(spec: ModelSpec, tokenizer: tokens.Tokenizer) -> int | tuple[int, ...]:
+    """The ids at which whoever generates is to stop: the model's, or else the end-of-text token, and the one with which
+    the chat template ends an answer. A base model that has learnt a template would not stop there otherwise."""
+    own = tokenizer.eot_id if spec.eos_token_id is None else spec.eos_token_id
+    ends = own if isinstance(own, tuple) else (own,)
+    with suppress(DataError):  # there is no template, or it takes no question alone
+        asked = Conversation([{"role": "user", "content": "?"}], None)
+        end = ask_turns(chat_of(tokenizer.directory), asked, str(tokenizer.directory)).end
+        return own if end is None or end in ends else (*ends, end)
+    return own
 
 
 def export_adapter(

@@ -194,10 +194,15 @@ def _check_added(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Proble
     """Tokens that are added to a tokenizer."""
     data = recipe.data
     both = [*data.add_tokens, *data.add_special_tokens]
+    for where, texts, others in (
+        ("data.add_tokens", data.add_tokens, []),
+        ("data.add_special_tokens", data.add_special_tokens, data.add_tokens),
+    ):
+        own = [text for text in dict.fromkeys(texts) if text and text not in others]
+        if own != texts:
+            what = f"each added token is a text of its own, got {show_value(both)}"
+            yield Problem("CFG005", what, place(where), f"`{where}: [{', '.join(own)}]`" if own else "leave it out")
     where = "data.add_tokens" if data.add_tokens else "data.add_special_tokens"
-    if both and (not all(both) or len({*both}) < len(both)):
-        what = f"each added token is a text of its own, got {show_value(both)}"
-        yield Problem("CFG005", what, place(where), f"`{where}: [{', '.join(dict.fromkeys(filter(None, both)))}]`")
     named, given = data.tokenizer, recipe.model.path is not None and recipe.model.init != "random"
     if both and named.path is None and (named.vocab_size is not None or not given):
         what = f"`{where}` adds to a tokenizer that there is, and this one is trained on the data"
