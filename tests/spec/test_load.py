@@ -431,6 +431,13 @@ def test_another_value_is_no_misspelling(complain: Complain, text: str) -> None:
     assert problem.fix.startswith("give one of")
 
 
+def test_a_key_that_is_like_none_is_told_those_of_its_section() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(None, ["evaluate.every_steps=5"])
+    fix = caught.value.problems[0].fix
+    assert "`evaluate.eval_steps`" in fix and "`evaluate.max_batches`" in fix and "train." not in fix
+
+
 def test_a_section_on_the_command_line_may_be_a_mapping() -> None:
     lora = load_recipe(None, ["lora={rank: 8, frozen: nf4}", "data={tokenizer: {path: x/y}}"])
     assert (lora.lora.rank, lora.lora.frozen, lora.data.tokenizer.path) == (8, "nf4", "x/y")

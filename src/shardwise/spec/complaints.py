@@ -54,7 +54,10 @@ def unknown_key(dotted: str, where: str, keys: Keys, fix: str | None = None) -> 
         what = f"`{dotted}` is a section, not a key"
         return Problem("CFG001", what, where, f"name one of its keys: {', '.join(there)}")
     guess, homes = keys.nearest(dotted), keys.homes(dotted)
-    told = f"did you mean `{guess}`?" if guess else "remove it; `shardwise schema` lists every key"
+    section = dotted.rpartition(".")[0]
+    there = [key for key in keys.leaves if section and key.rpartition(".")[0] == section]
+    known = f"there are {', '.join(f'`{key}`' for key in there)}" if there else "`shardwise schema` lists every key"
+    told = f"did you mean `{guess}`?" if guess else f"remove it; {known}"
     if len(homes) > 1:
         told = f"in full: {' or '.join(f'`{key}`' for key in homes)}"
     return Problem("CFG001", f"unknown key `{dotted}`", where, fix or told)

@@ -433,7 +433,10 @@ def test_what_is_not_shown_to_be_good_is_not_saved(tmp_path: Path, by: str) -> N
     elif by == "save":
         checkpoints.save(values(2), {"step": 2}, 2)
     expected = [("skipped", 1)] + [("committed", 2)] * (by == "save")
-    assert kinds(checkpoints.wait()) == expected
+    results = checkpoints.wait()
+    assert kinds(results) == expected
+    assert ("not finite" in results[0].what) is (by == "confirm"), "else nothing is known of its weights"
+    assert ("before the next step" in results[0].what) is (by != "confirm")
     assert [verdict.step for verdict in verify(tmp_path)] == [2] * (by == "save")
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 Kind = Literal["committed", "maybe committed", "failed", "skipped", "removed", "unverified", "undeleted"]
 NOT_FINITE = "the loss, the gradient norm or a weight was not finite on some rank"
+UNCONFIRMED = "the run ended before the next step had shown its weights to be good"
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,13 @@ class InFlight:
         self._decided = threading.Event()
         self._decided.set()
         self._good = True
+        self.why_not = NOT_FINITE
+        """Of a save that is not wanted."""
 
     def begin(self, work: Callable[[], None], known: bool) -> None:
         """Begin a save, which ``work`` does, of weights that are ``known`` to be good or not known yet. The one before
         must have ended."""
-        self._good = known
+        self._good, self.why_not = known, NOT_FINITE
         if known and not self.asynchronous:
             work()
             return
@@ -74,7 +77,9 @@ class InFlight:
 
     def end(self, at_most_s: float | None = None) -> None:
         """Wait for the save, and keep its outcome for ``take``."""
-        self.confirm(good=False)
+        if self.undecided:
+            self.why_not = UNCONFIRMED
+            self.confirm(good=False)
         if self.thread is not None:
             self.thread.join(at_most_s)
         self._collect()

@@ -240,7 +240,7 @@ class RunCheckpoints:
         try:
             crew.each(copy)
             if not self.flight.wanted():
-                self.flight.results.append(SaveResult("skipped", step, NOT_FINITE))
+                self.flight.results.append(SaveResult("skipped", step, self.flight.why_not))
                 writer.abandon()
                 return
             target = _retried(commit_once, writer.begin_again)
