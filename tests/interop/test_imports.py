@@ -276,6 +276,8 @@ def test_adapters_have_each_systems_defaults(tmp_path: Path) -> None:
         AXOLOTL + "tokens: [<a>, <b>]\nspecial_tokens: {additional_special_tokens: [<|c|>], eos_token: </s>}\n",
     ):
         assert both.items() <= values(imported(tmp_path, text)).items()
+    found = imported(tmp_path, LLAMAFACTORY.replace("template: llama3", "") + "template: llama3\n")
+    assert any("`template: llama3`: here the tokenizer's own" in note for note in found.notes)
     for named, theirs in (("zephyr", "zephyr"), ("jinja\nchat_template_jinja: mine.jinja", "mine.jinja")):
         found = values(imported(tmp_path, AXOLOTL + f"chat_template: {named}\n"))
         assert found["data.chat_template"] == theirs

@@ -171,6 +171,10 @@ def llamafactory(found: Import) -> None:
     elif kind != "full":
         found.refuse(found.entries["finetuning_type"], f"{kind}: full and lora are there")
     shared.added_tokens(found, ("add_tokens",), ("add_special_tokens", "new_special_tokens"))
+    if (name := found.get("template")) and stage != "pt":
+        found.notes.append(
+            f"`template: {name}`: here the tokenizer's own chat template writes; `data.chat_template` sets another"
+        )
     share = found.number("val_size")
     if share:
         found.set("data.validation_share", share, "val_size")
