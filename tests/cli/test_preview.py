@@ -10,6 +10,11 @@ import pytest
 from shardwise.cli.app import main
 from shardwise.cli.preview import mark
 from shardwise.data import tokens
+from shardwise.data.batch import collate
+from shardwise.data.pack import open_windows
+from shardwise.data.prepare import prepare
+from shardwise.models.resolve import data_of
+from shardwise.spec.load import load_recipe
 
 
 @pytest.fixture
@@ -52,6 +57,25 @@ def test_it_shows_what_is_learnt_and_how_much(recipe: Path, capsys: pytest.Captu
         "disarmed    1 strings of special tokens in the data, encoded as plain text",
     ):
         assert line in out
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_of_plain_text_all_is_learnt_that_is_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], masked: bool
+) -> None:
+    """As many labels as the windows of a run have, which leave out what follows nothing that is seen."""
+    (tmp_path / "tokenizer").mkdir()
+    tokens.train_tokenizer(["say yes no " * 50], 300, tmp_path / "tokenizer")
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"say {k} yes"}) + "\n" for k in range(9)))
+    words = [f"data.path={tmp_path}/texts.jsonl", f"data.cache={tmp_path}/cache", "data.validation_share=0"]
+    words += [f"data.tokenizer.path={tmp_path}/tokenizer", "train.seq_len=16", f"data.mask_documents={masked}"]
+    assert main(["data", "preview", *words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    prepared = prepare(data_of(load_recipe(None, words)), sample_tokens=None)
+    windows = open_windows(prepared.train, 16, masked)
+    labels = collate([windows[k] for k in range(len(windows))]).supervised_tokens()
+    assert told["supervised_tokens"] == labels < told["tokens"]
+    assert [sample[0]["supervised"] for sample in told["samples"]] == [False, not masked, not masked]
 
 
 def test_it_tells_which_files_of_a_directory_are_read(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

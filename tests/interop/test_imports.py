@@ -346,6 +346,15 @@ def test_adapters_have_each_systems_defaults(tmp_path: Path) -> None:
         AXOLOTL + "tokens: [<a>, <b>]\nspecial_tokens: {additional_special_tokens: [<|c|>], eos_token: </s>}\n",
     ):
         assert both.items() <= values(imported(tmp_path, text)).items()
+    found = imported(tmp_path, LLAMAFACTORY.replace("template: llama3", "") + "template: llama3\n")
+    assert any("`template: llama3`: here the tokenizer's own" in note for note in found.notes)
+    for named, theirs in (("zephyr", "zephyr"), ("jinja\nchat_template_jinja: mine.jinja", "mine.jinja")):
+        found = values(imported(tmp_path, AXOLOTL + f"chat_template: {named}\n"))
+        assert found["data.chat_template"] == theirs
+    assert "data.chat_template" not in values(imported(tmp_path, AXOLOTL + "chat_template: tokenizer_default\n"))
+    fields = "    field_messages: turns\n    message_property_mappings: {role: speaker, content: value}\n"
+    found = values(imported(tmp_path, AXOLOTL.replace("sequence_len", fields + "sequence_len", 1)))
+    assert [found[f"data.{key}_key"] for key in ("messages", "role", "content")] == ["turns", "speaker", "value"]
     found = values(imported(tmp_path, TORCHTUNE))
     assert found["lora.targets"] == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     found = values(imported(tmp_path, AXOLOTL))

@@ -71,7 +71,8 @@ def run(options: Options) -> None:
     facts = measure(prepared, store, recipe)
     tokenizer = tokens.open_directory(prepared.tokenizer_directory)
     wanted = options.samples * (2 if store.split.pairs else 1)
-    shown = [runs(store, tokenizer, index) for index in range(min(wanted, store.split.documents))]
+    masked = recipe.data.mask_documents
+    shown = [runs(store, tokenizer, index, masked) for index in range(min(wanted, store.split.documents))]
     if options.json:
         named = [[{"text": text, "supervised": learnt} for text, learnt in sample] for sample in shown]
         print_json({**facts, "samples": named})
@@ -89,12 +90,13 @@ def mark(text: str) -> str:
     return coloured(text, "green") if sys.stdout.isatty() else f"«{text}»"
 
 
-def runs(store: TokenStore, tokenizer: tokens.Tokenizer, index: int) -> list[tuple[str, bool]]:
-    """The text of one sample (of a long document its first 400 tokens), cut where supervised text begins and ends."""
+def runs(store: TokenStore, tokenizer: tokens.Tokenizer, index: int, masked: bool) -> list[tuple[str, bool]]:
+    """The text of one sample (of a long document its first 400 tokens), cut where supervised text begins and ends.
+    ``masked``: it does not see the document before it, from which its first token would be predicted."""
     begin, end, _ = store.sample(index)
     packed = store.split.packs is not None
     ids = store.read(begin, end if packed else min(end, begin + 400))
-    learnt = store.read_mask(begin, end).tolist() if packed else [1] * len(ids)
+    learnt = store.read_mask(begin, end).tolist() if packed else [int(begin > 0 and not masked)] + [1] * (len(ids) - 1)
     found = []
     for supervised, group in groupby(zip(ids.tolist(), learnt, strict=True), key=lambda pair: pair[1]):
         text = tokenizer.backend.decode([id_ for id_, _ in group], skip_special_tokens=False)
@@ -111,7 +113,8 @@ def measure(prepared: Prepared, store: TokenStore, recipe: Recipe) -> dict[str, 
     lengths = store.lengths()
     windows = len(open_windows(store, recipe.train.seq_len, recipe.data.mask_documents))
     packed = store.split.packs is not None
-    supervised = store.split.supervised_tokens if packed else store.split.tokens
+    first = len(lengths) if recipe.data.mask_documents else 1  # what stands there is never predicted
+    supervised = store.split.supervised_tokens if packed else max(store.split.tokens - first, 0)
     counts, edges = np.histogram(lengths, bins=_BARS, range=(0, int(lengths.max(initial=1))))
     return {
         "samples_in_all": len(lengths),

@@ -120,6 +120,7 @@ def _method(found: Import) -> None:
         key = "reward_model" if found.on("reward_model") else "process_reward_model"
         return found.refuse(found.entries[key], "reward models are not there")
     if kind in ("dpo", "ipo"):
+        _template(found)
         found.set("method.name", kind, "rl")
         beta = found.number("rl_beta", "dpo_beta", "beta", default=0.1)
         found.set("method.beta", beta, "rl_beta", "dpo_beta", "beta", of=OF)
@@ -143,10 +144,39 @@ def _method(found: Import) -> None:
     found.set("method.name", "pretrain" if pretrain else "sft", *plain, "datasets.type", of=OF)
     if not pretrain:
         shared.too_long(found, "excess_length_strategy", TOO_LONG, OF)
+        _template(found)
         found.set("data.packing", found.on("sample_packing"), "sample_packing", of=OF)
         if found.on("train_on_inputs"):
             found.set("data.train_on", "all", "train_on_inputs")
     return None
+
+
+def _template(found: Import) -> None:
+    """What writes a record, and which of its turns are trained on. A data set's own keys go before the file's."""
+    key, name = "datasets.chat_template", found.get("datasets.chat_template")
+    if name is None:
+        key, name = "chat_template", found.get("chat_template")
+    if word(name or "tokenizer_default") == "jinja":
+        key = "datasets.chat_template_jinja" if found.get("datasets.chat_template_jinja") else "chat_template_jinja"
+        name = found.get(key)
+    own, _, other = str(name or "tokenizer_default").partition("_fallback_")
+    if own != "tokenizer_default":
+        found.set("data.chat_template", name, key)
+    elif other:
+        found.notes.append(f"`{key}: {name}`: give `data.chat_template: {other}` if the tokenizer has no template")
+    fields = {
+        "data.messages_key": ("datasets.field_messages",),
+        "data.role_key": ("datasets.message_property_mappings.role", "datasets.message_field_role"),
+        "data.content_key": ("datasets.message_property_mappings.content", "datasets.message_field_content"),
+    }
+    named = {ours: found.get(*theirs, default=ours[5:-4]) for ours, theirs in fields.items()}
+    if [*named.values()] != ["conversations", "from", "value"]:  # which is known without being told
+        for ours, field in named.items():
+            if field not in ("messages", "role", "content"):
+                found.set(ours, field, *fields[ours])
+    for theirs in ("datasets.roles_to_train", "roles_to_train"):
+        if found.get(theirs, default=["assistant"]) not in (["assistant"], ["gpt"], ["assistant", "gpt"]):
+            found.notes.append(f"`{theirs}`: what the assistant says is trained on here")
 
 
 def _data(found: Import) -> None:

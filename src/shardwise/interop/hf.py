@@ -191,6 +191,8 @@ def llamafactory(found: Import) -> None:
     elif kind != "full":
         found.refuse(found.entries["finetuning_type"], f"{kind}: full and lora are there")
     shared.added_tokens(found, ("add_tokens",), ("add_special_tokens", "new_special_tokens"))
+    if stage != "pt":
+        shared.template(found)
     share = found.number("val_size")
     if share:
         found.set("data.validation_share", share, "val_size")

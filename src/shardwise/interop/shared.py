@@ -273,6 +273,13 @@ def added_tokens(found: Import, ordinary: tuple[str, ...], special: tuple[str, .
                 found.set(setting, texts, key)
 
 
+def template(found: Import) -> None:
+    """Tell of a template of the system's own, whose name says how records are written."""
+    if name := found.get("template"):
+        said = "here the tokenizer's own chat template writes; `data.chat_template` sets another"
+        found.notes.append(f"`template: {name}`: {said}")
+
+
 def evaluation(found: Import) -> None:
     """Read when transformers evaluates and saves, as far as it is in steps or epochs."""
     strategy = word(found.get("eval_strategy", "evaluation_strategy", default="no"))

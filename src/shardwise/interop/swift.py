@@ -50,6 +50,7 @@ def settle(found: Import) -> None:
         said = "tuner_type" if "tuner_type" in found.entries else "train_type"
         found.refuse(found.entries[said], f"{show(kind)}: full and lora are there")
     shared.added_tokens(found, (), ("new_special_tokens",))
+    shared.template(found)
     share = found.number("split_dataset_ratio", default=0.0) or 0.0
     found.set("data.validation_share", share, "split_dataset_ratio", of=OF)
 
