@@ -252,7 +252,7 @@ def test_b58_another_tokenizer(corpus: Path, tmp_path: Path, settings: Make, tok
     expected = (
         f"error[TOK002]: data prepared with tokenizer {tokenizer.hash[:8]}, the recipe uses {other.hash[:8]}\n"
         f"where: {out}\n"
-        f"fix:   data.tokenizer.path={out}/tokenizer, or prepare it again with --force"
+        f"fix:   shardwise data prepare RECIPE.yaml --force --out {out}, or the tokenizer that made it"
     )
     for attempt in (
         lambda: prepare(settings(corpus, tokenizer=TokenizerSection(path=str(other.directory))), out),

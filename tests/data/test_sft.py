@@ -139,6 +139,7 @@ def test_ids_and_labels_made_elsewhere(sft: Callable[..., Prepared], tokenizer: 
 
 BAD = [
     ([{"txt": "a"}], {}, r"DATA005.*given.jsonl:2 is in no known format; its keys are txt"),
+    ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, r"DATA005.*:2 is a pair of answers(.|\n)*`method: dpo`"),
     ([{"messages": []}], {}, r"DATA005.*given.jsonl:2 `messages` is not a list, or is empty"),
     ([{"messages": [{"content": "a"}]}], {}, r"DATA005.*:2 `messages\[0\]` has no `role`"),
     ([{"messages": [{"role": "user", "content": 3}]}], {}, r"DATA005.*:2 `messages\[0\].content` is not a string"),

@@ -439,6 +439,8 @@ def test_a_key_that_is_like_none_is_told_those_of_its_section() -> None:
 
 
 def test_a_section_on_the_command_line_may_be_a_mapping() -> None:
+    off = load_recipe(None, ["lora={rank: 8, frozen: nf4, modules_to_save: [lm_head]}", "lora.rank=null"])
+    assert off.lora.rank is None, "adapters are off, whatever else is said of them"
     lora = load_recipe(None, ["lora={rank: 8, frozen: nf4}", "data={tokenizer: {path: x/y}}"])
     assert (lora.lora.rank, lora.lora.frozen, lora.data.tokenizer.path) == (8, "nf4", "x/y")
     with pytest.raises(ConfigError, match=r"unknown key `lora\.rang`"):

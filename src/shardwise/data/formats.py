@@ -74,6 +74,8 @@ def detect(record: Record) -> str:
             return name
     known = "; ".join(f"{name} ({', '.join(fields)})" for name, (fields, _) in _FORMATS.items())
     what = f"is in no known format; its keys are {_keys(record)}"
+    if {"chosen", "rejected"} <= record.keys():
+        raise Fault("DATA005", "is a pair of answers, chosen and rejected", "`method: dpo`, or another of pairs")
     raise Fault("DATA005", what, f"rename them to those of one: {known}")
 
 

@@ -355,7 +355,7 @@ def _fits(target: Path, fingerprint: str, tokenizer: tokens.Tokenizer) -> bool:
 def _check_tokenizer(target: Path, manifest: store.DataManifest, tokenizer: tokens.Tokenizer) -> None:
     if manifest.tokenizer_hash != tokenizer.hash:
         what = f"data prepared with tokenizer {manifest.tokenizer_hash[:8]}, the recipe uses {tokenizer.hash[:8]}"
-        fix = f"data.tokenizer.path={target / 'tokenizer'}, or prepare it again with --force"
+        fix = f"shardwise data prepare RECIPE.yaml --force --out {typed(target)}, or the tokenizer that made it"
         raise DataError(Problem("TOK002", what, str(target), fix))
 
 

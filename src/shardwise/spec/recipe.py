@@ -244,7 +244,8 @@ class LoraSection(Section):
     path: str | None = None
 
     def contradictions(self) -> Iterator[Problem]:
-        if self.rank is None and self.path is None and self != LoraSection():
+        off = self.rank is None and "rank" in self.model_fields_set  # whatever else the section says
+        if self.rank is None and self.path is None and self != LoraSection() and not off:
             said = ", ".join(f"`lora.{key}`" for key in sorted(self.model_fields_set))
             what = f"{said} has no effect without `lora.rank`, which turns adapters on"
             yield Problem("CFG008", what, "lora", "`lora.rank: 16`")
