@@ -12,6 +12,8 @@ from shardwise.data import tokens
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Parallel
 from tests.interop.test_imports import ACCELERATE, AXOLOTL, SAMPLES, TRL
+from tests.interop.test_nemo import HYDRA
+from tests.interop.test_programs import PROGRAM
 
 MACHINES = ("--cluster", "8xH100")
 
@@ -92,6 +94,22 @@ def test_what_is_wrong_is_said_at_once(there: Path, capsys: pytest.CaptureFixtur
         assert main([*words, "--json"]) == code, words
         told = json.loads(capsys.readouterr().out)
         assert {problem["code"] for problem in told.get("error", {}).get("problems", [])} == set(codes), words
+
+
+def test_what_a_message_asks_for_can_be_set(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the file spells it in another way: a keyword of a program, a reference relative to its place."""
+    Path("own.py").write_text(PROGRAM.replace("steps=10 * 20", "steps=int(sys.argv[1])"))
+    Path("hydra.yaml").write_text(HYDRA.replace("${.hidden_size}", "${.width}"))
+    for file, name, told in (
+        ("own.py", "training.steps", "max_steps: 64"),
+        ("hydra.yaml", "model.width", "Imported from hydra.yaml"),
+    ):
+        assert main(["import", file, *MACHINES]) == 78
+        assert f"--set {name}=VALUE" in capsys.readouterr().err
+        assert main(["import", file, *MACHINES, "--set", f"{name}=64"]) == 0
+        assert told in capsys.readouterr().out
+        assert main(["import", file, *MACHINES, "--set", f"{name}s=64"]) == 2
+        assert f"`--set {name}s`: no such word in {file}" in capsys.readouterr().err
 
 
 @pytest.mark.prove

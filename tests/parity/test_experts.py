@@ -20,6 +20,7 @@ from shardwise.runtime import balance as steps
 from shardwise.runtime.step import StepStats
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision
+from shardwise.spec.records import TOKEN_ACCURACY
 from shardwise.techniques import cp
 from shardwise.techniques.tp import rows
 from tests.parity import drawn, experts, planted
@@ -97,7 +98,9 @@ def told(pool: RankPool, names: Any) -> None:
 
 def agrees(first: StepStats, of: Plan) -> None:
     figures, loads = experts.expected(of)
-    assert {name: first.figures[name] for name in figures} == pytest.approx(figures, rel=1e-9), of
+    told = dict(first.figures)
+    assert 0 <= told.pop(TOKEN_ACCURACY) <= 1
+    assert told == pytest.approx(figures, rel=1e-9), of
     assert {layer: [*counts] for layer, counts in first.loads.items()} == loads, of
     tokens = of.batch.global_batch_size(of.layout.dp) * of.batch.seq_len
     assert {sum(counts) for counts in loads.values()} == {MOE.experts_per_token * tokens}

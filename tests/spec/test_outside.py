@@ -86,6 +86,14 @@ def test_a_row_that_is_none_is_left_out_and_told(installed: Path) -> None:
     ]
 
 
+def test_what_lies_beside_a_recipe_is_no_package(installed: Path) -> None:
+    """The working directory is looked into by no command."""
+    (installed / "shardwise_example" / "rows.py").write_text("raise SystemExit('run')")
+    for words in (("-m", "shardwise", "--version"), ("-m", "shardwise", "schema")):
+        done = subprocess.run([sys.executable, *words], cwd=installed, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "left out" not in done.stderr, done.stderr
+
+
 @pytest.mark.prove
 def test_a_package_is_planned_trained_and_proved(installed: Path) -> None:
     """Two ranks train with all three and go on under another layout; the optimizer's steps are one process's."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +20,7 @@ from shardwise.interop.imports import FATES, Imported, foreign, read_files
 from shardwise.interop.programs import CHOICE
 from shardwise.interop.record import Taken
 from shardwise.planner.compare import seconds, tokens_per_s
+from shardwise.spec.document import read_text
 from shardwise.spec.load import Loaded, load_recipe, read_recipe, read_settings
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import columns, show_seconds
@@ -77,14 +80,20 @@ def given(words: Words, cluster: str | None, files: Foreign, *, data: bool = Tru
     if empty := [word for word in files.set if not word.partition("=")[2]]:
         raise misused(f"`--set {empty[0]}` gives no value", "`--set NAME=VALUE`")
     variables = dict(word.partition("=")[::2] for word in files.set)
-    texts = [Path(path).read_text("utf-8", errors="replace") for path in theirs]
-    if absent := [name for name in variables if name != CHOICE and not any(name in text for text in texts)]:
-        raise misused(f"`--set {absent[0]}`: no such word in {' or '.join(map(str, theirs))}", "a variable of the file")
+    check_variables(theirs, variables)
     imported = read_files(theirs, world, files.system, strict=files.strict, variables=variables)
     learned = read_settings(as_given(imported.settings), words.overrides)
     ask(imported, learned, data=data)
     pinned = read_settings(as_given(imported.settings | imported.pins), words.overrides)
     return GivenRecipe(learned, theirs[0], imported, pinned)
+
+
+def check_variables(files: list[Path], variables: Mapping[str, str]) -> None:
+    """Raise UsageError (CLI001) for a variable that is no word of any of the files; of a dotted one, which a program or
+    a relative reference spells otherwise, for its last part."""
+    words = {word for path in files for word in re.findall(r"\w+", read_text(path))} if variables else set()
+    if absent := [name for name in variables if name != CHOICE and name.rpartition(".")[2] not in words]:
+        raise misused(f"`--set {absent[0]}`: no such word in {' or '.join(map(str, files))}", "a variable of the file")
 
 
 def ask(imported: Imported, found: Loaded, *, data: bool) -> None:

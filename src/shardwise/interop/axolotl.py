@@ -132,6 +132,7 @@ def _method(found: Import) -> None:
         said = "TRL's ORPO, whose first term is over prompts and answers; `method: orpo` has it over answers alone"
         return found.refuse(found.entries["rl"], said)
     if kind == "simpo":
+        _template(found)
         shared.too_long(found, "excess_length_strategy", TOO_LONG, OF)
         found.set("method.name", kind, "rl")
         return simpo(found, 0.1, "trl.beta" if "trl.beta" in found.entries else "rl_beta", OF)
