@@ -348,6 +348,13 @@ def test_adapters_have_each_systems_defaults(tmp_path: Path) -> None:
         assert both.items() <= values(imported(tmp_path, text)).items()
     found = imported(tmp_path, LLAMAFACTORY.replace("template: llama3", "") + "template: llama3\n")
     assert any("`template: llama3`: here the tokenizer's own" in note for note in found.notes)
+    found = values(imported(tmp_path, TORCHTUNE))
+    assert found["lora.targets"] == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    found = values(imported(tmp_path, AXOLOTL))
+    assert (found["lora.frozen"], found["lora.targets"]) == ("nf4", "all-linear")
+
+
+def test_what_axolotl_says_of_records_is_read(tmp_path: Path) -> None:
     for named, theirs in (("zephyr", "zephyr"), ("jinja\nchat_template_jinja: mine.jinja", "mine.jinja")):
         found = values(imported(tmp_path, AXOLOTL + f"chat_template: {named}\n"))
         assert found["data.chat_template"] == theirs
@@ -355,10 +362,9 @@ def test_adapters_have_each_systems_defaults(tmp_path: Path) -> None:
     fields = "    field_messages: turns\n    message_property_mappings: {role: speaker, content: value}\n"
     found = values(imported(tmp_path, AXOLOTL.replace("sequence_len", fields + "sequence_len", 1)))
     assert [found[f"data.{key}_key"] for key in ("messages", "role", "content")] == ["turns", "speaker", "value"]
-    found = values(imported(tmp_path, TORCHTUNE))
-    assert found["lora.targets"] == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    found = values(imported(tmp_path, AXOLOTL))
-    assert (found["lora.frozen"], found["lora.targets"]) == ("nf4", "all-linear")
+    for method in ("dpo", "ipo", "simpo\nsimpo_gamma: 1.2\ncpo_alpha: 0"):
+        found = values(imported(tmp_path, AXOLOTL + f"rl: {method}\nchat_template: zephyr\n"))
+        assert (found["data.chat_template"], found["data.too_long"]) == ("zephyr", "drop"), method
 
 
 def test_length_packing_and_clipping_have_each_systems_defaults(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_slices(tmp_path: Path) -> None:
         assert value.untyped_storage().nbytes() == value.numel() * 4
 
 
-@pytest.mark.parametrize("rows", [slice(0, 64), slice(50, 63), slice(61, 64), slice(3, 17)])
+@pytest.mark.parametrize("rows", [slice(0, 64), slice(50, 63), slice(61, 64), slice(62, 64), slice(3, 17)])
 def test_rows_of_new_tokens_begin_as_the_mean(tmp_path: Path, rows: slice, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers' resize_token_embeddings begins them, but for its noise: whatever slice a rank reads."""
     monkeypatch.setattr("shardwise.models.stored._ROWS", 7)
