@@ -348,6 +348,11 @@ def test_adapters_have_each_systems_defaults(tmp_path: Path) -> None:
         assert both.items() <= values(imported(tmp_path, text)).items()
     found = imported(tmp_path, LLAMAFACTORY.replace("template: llama3", "") + "template: llama3\n")
     assert any("`template: llama3`: here the tokenizer's own" in note for note in found.notes)
+    apart = (
+        "new_special_tokens_config: tokens.yaml\ninit_special_tokens: description\nfreeze_original_embeddings: false\n"
+    )
+    said = refusals(tmp_path, LLAMAFACTORY + apart)
+    assert "in another file" in said and "begin otherwise" in said and "freeze" not in said
     found = values(imported(tmp_path, TORCHTUNE))
     assert found["lora.targets"] == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     found = values(imported(tmp_path, AXOLOTL))
