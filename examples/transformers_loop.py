@@ -30,7 +30,7 @@ def rows_of_step(step: int) -> torch.Tensor:
 def main(strategy: str, directory: str = "runs/transformers-loop", steps: int = 6) -> list[float]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    plan = shardwise.plan(strategy)
+    plan = shardwise.make_plan(strategy)
     with shardwise.world(plan) as mesh:
         shardwise.parallelize(model, plan, mesh)
         optimizer = shardwise.optimizer(model, learning_rate=1e-2)

@@ -68,7 +68,7 @@ class Sampler:
 def main(strategy: str, directory: str = "runs/vision-loop", steps: int = 6) -> list[float]:
     torch.manual_seed(0)
     model = Classifier()
-    plan = shardwise.plan(strategy)
+    plan = shardwise.make_plan(strategy)
     with shardwise.world(plan) as mesh:
         shardwise.parallelize(model, plan, mesh)
         optimizer = shardwise.optimizer(model, learning_rate=3e-3)

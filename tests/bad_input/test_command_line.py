@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import train
+from shardwise.cli import start
 from shardwise.cli.app import main
 from shardwise.launch.local import Ended
 
@@ -34,7 +34,7 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     def launch(*_: object) -> Ended:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(train.local, "run_ranks", launch)
+    monkeypatch.setattr(start.local, "run_ranks", launch)
 
     def run(*words: str) -> tuple[int, str]:
         code = main(list(words))

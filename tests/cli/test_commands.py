@@ -15,10 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.cli import train
+from shardwise.cli import start
 from shardwise.cli.app import main
 from shardwise.cli.decide import plan_of
-from shardwise.cli.render import label
 from shardwise.errors import ConfigError, OutputError, Problem
 from shardwise.launch import keys, rundir
 from shardwise.launch.local import Ended
@@ -27,6 +26,7 @@ from shardwise.runtime import owner
 from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
 from shardwise.runtime.report.report import Report
 from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.explain import label
 from shardwise.spec.keys import keys_of
 from shardwise.spec.load import load_plan, load_recipe, recipe_schema
 from shardwise.spec.plan import Plan
@@ -285,7 +285,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         assert isinstance(result, Ended)
         return result
 
-    monkeypatch.setattr(train.local, "run_ranks", launch)
+    monkeypatch.setattr(start.local, "run_ranks", launch)
     return calls
 
 
@@ -365,7 +365,7 @@ def test_a_group_of_commands_alone_prints_its_help(shardwise: Run, words: tuple[
 def test_a_run_that_wandb_cannot_follow_is_refused_before_it_starts(
     shardwise: Run, ended: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "check_installed", lambda recipe: None)
+    monkeypatch.setattr(start, "check_installed", lambda recipe: None)
     monkeypatch.setenv("HOME", str(Path().resolve()))
     for name in (*keys.GIVEN, "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
@@ -431,7 +431,7 @@ def test_a_finished_run_is_resumed_within_a_second(shardwise: Run, ended: list[t
         "import sys; from shardwise.cli.app import main; main(['train', '--resume', 'runs/a']); "
         "print('torch' in sys.modules)"
     )
-    environment = {"PYTHONPATH": str(Path(train.__file__).parents[2])}
+    environment = {"PYTHONPATH": str(Path(start.__file__).parents[2])}
     for more in ({}, {"RANK": "0", "WORLD_SIZE": "2"}):  # from our launcher, and from torchrun
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, env=environment | more, check=True
@@ -481,7 +481,7 @@ def test_a_launcher_that_lost_its_directory_says_so(
         Path("runs/a/.owner-9").touch()
         return Ended(0)
 
-    monkeypatch.setattr(train.local, "run_ranks", launch)
+    monkeypatch.setattr(start.local, "run_ranks", launch)
     code, _, err = shardwise("train", texts(), *SMALL, "--run", "a")
     assert code == 73 and err.startswith("error[OUT005]: runs/a is no longer")
 

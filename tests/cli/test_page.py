@@ -10,12 +10,12 @@ import pytest
 
 from shardwise.cli.length import Asked
 from shardwise.cli.planned import Planned, change_parts, page_parts, planned
-from shardwise.cli.render import label
 from shardwise.models.load import load_spec
 from shardwise.planner import compare
 from shardwise.planner.compare import fits, seconds
 from shardwise.planner.search import Search
 from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.explain import label
 from shardwise.spec.load import load_recipe
 from shardwise.spec.units import show_bytes, show_seconds
 

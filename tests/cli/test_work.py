@@ -11,9 +11,10 @@ import pytest
 
 from shardwise.cli import work as module
 from shardwise.cli.app import main
+from shardwise.cli.start import How
 from shardwise.cli.work import work
 from shardwise.data.whole import becoming
-from shardwise.errors import DataError, OutputError, PreemptedError, Problem
+from shardwise.errors import DataError, OutputError, PreemptedError, Problem, ShardwiseError
 from shardwise.launch.worker import LAUNCHER, STORE, TURN_S, start_name
 from shardwise.runtime import owner
 from shardwise.runtime.faults import guard
@@ -35,13 +36,18 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     return load_recipe(None, ["run.name=a"])
 
 
+def code(recipe: Recipe) -> int:
+    done = work(recipe, How())
+    return done.exit_code if isinstance(done, ShardwiseError) else 0
+
+
 def run(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> int:
     def train(*_: object) -> None:
         if error is not None:
             raise error
 
     monkeypatch.setattr(module, "_train", train)
-    return work(recipe, None, resume=False, fresh=False, debug=False)
+    return code(recipe)
 
 
 PROBLEM = Problem("DATA004", "bad line", "x.jsonl:3", "repair it")
@@ -147,7 +153,7 @@ def test_a_disk_that_fills_up_within_the_watch_is_the_cause(
 
     monkeypatch.setattr(module, "_train", train)
     monkeypatch.setattr(module, "write_exit", write)
-    assert work(recipe, None, resume=False, fresh=False, debug=False) == 73
+    assert code(recipe) == 73
     told = read_exit(run_directory if kept else tmp_path)
     assert told is not None and (told.kind, told.exit_code, told.step) == ("error", 73, 7 if kept else 0)
     assert [(each["code"], each["where"]) for each in told.problems] == [("OUT002", "runs/a/hf")]
@@ -219,12 +225,12 @@ def test_a_rank_that_lost_its_directory_leaves_no_cause_there(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
 
-    def train(recipe: Recipe, plan: object, fresh: bool, claimed: Claim) -> None:
+    def train(recipe: Recipe, how: How, claimed: Claim) -> None:
         Path("runs/a/.owner-9").touch()
         claimed.check()
 
     monkeypatch.setattr(module, "_train", train)
-    assert work(recipe, None, resume=False, fresh=False, debug=False) == 73
+    assert code(recipe) == 73
     assert capsys.readouterr().err.startswith("error[OUT005]: runs/a is no longer")
     assert read_exit(Path("runs/a")) is None
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from shardwise import techniques
-from shardwise.cli.render import memory_lines
 from shardwise.distributed.fake_world import fake_world
 from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
@@ -20,6 +19,7 @@ from shardwise.planner.price import price
 from shardwise.planner.schedule import schedule
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.explain import memory_lines
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard, Strategy
 from shardwise.spec.sheet import Sheet, Unit

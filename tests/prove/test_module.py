@@ -69,7 +69,7 @@ def next_token(logits: Tensor, given: tuple[Tensor, ...]) -> Tensor:
 
 
 def proof(ranks: RankPool, strategy: Any, model_fn: Callable[[], nn.Module], batch_fn: Any) -> ModuleProof:
-    plan = shardwise.plan(strategy, processes=2, recompute="full")
+    plan = shardwise.make_plan(strategy, processes=2, recompute="full")
     return certify_on(ranks, plan, OwnLoop(model_fn, batch_fn, None, 2, {}))
 
 
@@ -79,14 +79,14 @@ def proof(ranks: RankPool, strategy: Any, model_fn: Callable[[], nn.Module], bat
     [("zero3", {"processes": 2}), ("ddp", {"processes": 2}), ("zero1", {"processes": 2}), ("hsdp", {"processes": 4})],
 )
 def test_a_module_that_can_be_sharded(strategy: Any, degrees: dict[str, int]) -> None:
-    found = shardwise.certify(Stack, shardwise.plan(strategy, recompute="full", **degrees), rows)  # type: ignore[arg-type]
+    found = shardwise.certify(Stack, shardwise.make_plan(strategy, recompute="full", **degrees), rows)  # type: ignore[arg-type]
     assert found, found
     assert f"over {degrees['processes']} ranks: holds" in str(found)
 
 
 @pytest.mark.prove
 def test_the_decoder_over_tensor_parallel_ranks() -> None:
-    found = shardwise.certify(decoder, shardwise.plan("zero3", tp=2, processes=4), tokens, next_token)
+    found = shardwise.certify(decoder, shardwise.make_plan("zero3", tp=2, processes=4), tokens, next_token)
     assert found, found
 
 
@@ -99,13 +99,13 @@ def test_statistics_of_a_rank_are_found(ranks: RankPool) -> None:
 
 def test_functions_that_ranks_cannot_import() -> None:
     with pytest.raises(UsageError, match="top of a file"):
-        shardwise.certify(lambda: Stack(), shardwise.plan("ddp", processes=2), rows)
+        shardwise.certify(lambda: Stack(), shardwise.make_plan("ddp", processes=2), rows)
 
 
 @pytest.mark.prove
 def test_a_rank_that_raises() -> None:
     with pytest.raises(RankFailure, match="narrow"):
-        shardwise.certify(Narrow, shardwise.plan("ddp", processes=2), rows)
+        shardwise.certify(Narrow, shardwise.make_plan("ddp", processes=2), rows)
 
 
 class Narrow(Stack):
@@ -114,9 +114,9 @@ class Narrow(Stack):
 
 
 def test_a_plan_for_other_processes() -> None:
-    assert shardwise.plan("zero3", processes=8, tp=2).layout.world == 8
+    assert shardwise.make_plan("zero3", processes=8, tp=2).layout.world == 8
     with pytest.raises(ConfigError, match="tp 3 does not divide 8 processes"):
-        shardwise.plan("zero3", processes=8, tp=3)
+        shardwise.make_plan("zero3", processes=8, tp=3)
 
 
 class Off(Stack):

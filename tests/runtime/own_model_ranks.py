@@ -77,7 +77,7 @@ def saved(rank: int, world: int, kind: str, strategy: str, directory: str, tp: i
     """A step of training, a checkpoint in ``directory`` and the model in ``directory/saved``; its output."""
     torch.manual_seed(0)
     with started(world):
-        plan = own.plan(strategy, tp=tp)  # type: ignore[arg-type]
+        plan = own.make_plan(strategy, tp=tp)  # type: ignore[arg-type]
         model = own.parallelize(MODELS[kind](), plan, meshes(plan.layout, "cpu"))
         optimizer = own.optimizer(model, learning_rate=1e-2)
         checkpoints = own.Checkpoints(directory, model, optimizer, tokenizer=tokenizer())
@@ -99,7 +99,7 @@ def saved(rank: int, world: int, kind: str, strategy: str, directory: str, tp: i
 def full_disk(rank: int, world: int, directory: str) -> str:
     """What each rank is told where a file is in the directory's place."""
     with started(world):
-        plan = own.plan("zero3")
+        plan = own.make_plan("zero3")
         model = own.parallelize(Model(), plan, meshes(plan.layout, "cpu"))
         try:
             own.save_pretrained(model, directory)

@@ -73,7 +73,7 @@ def train(rank: int, world: int, strategy: str, tp: int, cases: Sequence[Case]) 
     found = []
     with started(world):
         for case in cases:
-            plan = own.plan(strategy, compute="fp64", tp=tp)  # type: ignore[arg-type]
+            plan = own.make_plan(strategy, compute="fp64", tp=tp)  # type: ignore[arg-type]
             mesh = meshes(plan.layout, "cpu")
             model = own.parallelize(model_of(tp), plan, mesh)
             loop(model, make(case, model), mesh, range(STEPS))
@@ -84,7 +84,7 @@ def train(rank: int, world: int, strategy: str, tp: int, cases: Sequence[Case]) 
 def refused(rank: int, world: int, strategy: str, name: str) -> tuple[str, bool]:
     """What is said of an optimizer at its first step, and whether that changed a weight."""
     with started(world):
-        plan = own.plan(strategy)  # type: ignore[arg-type]
+        plan = own.make_plan(strategy)  # type: ignore[arg-type]
         model = own.parallelize(Model(), plan, meshes(plan.layout, "cpu"))
         optimizer = make((name, {}), model)
         before = [p.detach().clone() for p in model.parameters()]
@@ -104,7 +104,7 @@ class Foreign(torch.optim.SGD):
 def foreign(rank: int, world: int) -> list[str]:
     """The warnings of two steps of an optimizer that nobody knows."""
     with started(world), warnings.catch_warnings(record=True) as told:
-        plan = own.plan("zero3")
+        plan = own.make_plan("zero3")
         mesh = meshes(plan.layout, "cpu")
         model = own.parallelize(Model(), plan, mesh)
         optimizer = Foreign(model.parameters(), lr=1e-2)

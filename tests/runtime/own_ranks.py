@@ -78,7 +78,7 @@ class Model(nn.Module):
 def left(rank: int, world: int, strategy: str) -> int:
     """Parameters that are there after a model was trained for a step and let go of."""
     with started(world):
-        plan = own.plan(strategy)  # type: ignore[arg-type]
+        plan = own.make_plan(strategy)  # type: ignore[arg-type]
         model = own.parallelize(Model(), plan, meshes(plan.layout, "cpu"))
         kept = [ref(parameter) for parameter in model.parameters()]
         own.backward(model, model(torch.ones(2, 6)).sum())
@@ -103,7 +103,7 @@ def mixed(rank: int, world: int) -> dict[str, Tensor]:
     """The gradients of one step under ddp, the same rows on every rank."""
     torch.manual_seed(0)
     with started(world):
-        plan = own.plan("ddp")
+        plan = own.make_plan("ddp")
         model = own.parallelize(Mixed(), plan, meshes(plan.layout, "cpu"))
         own.backward(model, model(rows(0)[0].float()).square().mean())
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -162,7 +162,7 @@ def routed(rank: int, world: int, strategy: str, compute: str = "fp64", nodes: i
     """Which gradients there are in each step, and full weights after them, with decay of everything."""
     torch.manual_seed(rank)
     with started(world, nodes):
-        plan = own.plan(strategy, compute=compute)  # type: ignore[arg-type]
+        plan = own.make_plan(strategy, compute=compute)  # type: ignore[arg-type]
         model = Routed()
         own.parallelize(model, plan, meshes(plan.layout, "cpu"), whole=["experts"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -186,7 +186,7 @@ def apart(rank: int, world: int, strategy: str, whole: Sequence[str] = (), able:
     with started(world), changed() as patch:
         if not able:
             patch(shard, "reduce_unused", lambda part: False)
-        plan = own.plan(strategy)  # type: ignore[arg-type]
+        plan = own.make_plan(strategy)  # type: ignore[arg-type]
         model = own.parallelize(Forked(), plan, meshes(plan.layout, "cpu"), whole)
         try:
             own.backward(model, model(rows(0)[0].float(), rank).square().mean())
@@ -198,7 +198,7 @@ def apart(rank: int, world: int, strategy: str, whole: Sequence[str] = (), able:
 def averaged(rank: int, world: int, directory: str) -> dict[str, Tensor]:
     """The buffers of this rank, after a forward of its own or after a resume."""
     with started(world):
-        plan = own.plan("ddp")
+        plan = own.make_plan("ddp")
         model = nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(6), nn.Identity()) for _ in range(3)))
         own.parallelize(model, plan, meshes(plan.layout, "cpu"))
         checkpoints = own.Checkpoints(directory, model, own.optimizer(model))
@@ -232,7 +232,7 @@ def stopped(rank: int, world: int, strategy: str, directory: str, asked_at: int)
     this rank left, what it drew, the rate that was left, and whether signals are as they were."""
     before = signal.getsignal(signal.SIGTERM)
     with started(world):
-        plan = own.plan(strategy)  # type: ignore[arg-type]
+        plan = own.make_plan(strategy)  # type: ignore[arg-type]
         model = own.parallelize(Mixed().float(), plan, meshes(plan.layout, "cpu"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=10)
@@ -265,7 +265,7 @@ def resumed_at_once(rank: int, world: int, directory: str) -> int:
     write = ShardWriter.write_data
     with started(world), changed() as patch:
         patch(ShardWriter, "write_data", slowly)
-        model = own.parallelize(Mixed().float(), own.plan(), meshes(own.plan().layout, "cpu"))
+        model = own.parallelize(Mixed().float(), own.make_plan(), meshes(own.make_plan().layout, "cpu"))
         checkpoints = own.Checkpoints(directory, model, own.optimizer(model))
         checkpoints.save(1)
         step: int = (checkpoints.resume() or {"step": 0})["step"]
@@ -288,7 +288,7 @@ def train(rank: int, world: int, strategy: str, settings: dict[str, Any], steps:
     torch.manual_seed(rank)  # every rank begins with rank 0's weights all the same
     units = settings.pop("units", ())
     with started(world, settings.pop("nodes", 1)):
-        plan = own.plan(strategy, compute="fp64", **settings)  # type: ignore[arg-type]
+        plan = own.make_plan(strategy, compute="fp64", **settings)  # type: ignore[arg-type]
         model = Model().double()
         own.parallelize(model, plan, meshes(plan.layout, "cpu"), units=units)
         assert {name for name in units if isinstance(model.get_submodule(name), FSDPModule)} == set(units)
@@ -333,7 +333,7 @@ def decoder(
     processes have some tokens each of a row, in documents that end at ``bounds``."""
     torch.manual_seed(rank)  # all begin with the first one's weights
     with started(world):
-        plan = own.plan(strategy, compute="fp64", **settings)  # type: ignore[arg-type]
+        plan = own.make_plan(strategy, compute="fp64", **settings)  # type: ignore[arg-type]
         with own.world(plan) as mesh:
             model = own.parallelize(Decoder(UNTIED), plan, mesh)
             optimizer = own.optimizer(model, learning_rate=1e-2)
@@ -358,7 +358,7 @@ def decoder(
 def loaded(rank: int, world: int, strategy: str, settings: dict[str, Any], directory: str) -> dict[str, Tensor]:
     """The whole weights of a decoder that was filled from ``directory`` once it was cut."""
     with started(world):
-        plan = own.plan(strategy, **settings)  # type: ignore[arg-type]
+        plan = own.make_plan(strategy, **settings)  # type: ignore[arg-type]
         model = own.parallelize(Decoder(UNTIED), plan, meshes(plan.layout, "cpu"))
         shardwise.load_weights(model, directory)
         return {name: whole(p.detach()) for name, p in model.named_parameters()}

@@ -178,7 +178,7 @@ def test_units_that_cannot_be(name: str, said: str) -> None:
     model = Model()
     model.out.bias = model.into.bias
     with pytest.raises(ConfigError, match=f"CFG005.*{said}"):
-        shardwise.parallelize(model, shardwise.plan(), None, units=[name])
+        shardwise.parallelize(model, shardwise.make_plan(), None, units=[name])
 
 
 def plain_routed() -> tuple[list[set[str]], dict[str, torch.Tensor]]:
@@ -254,10 +254,10 @@ def test_weights_of_several_types(ranks: RankPool) -> None:
 
 
 def test_float64_is_float64_everywhere() -> None:
-    model = shardwise.parallelize(Model(), shardwise.plan(compute="fp64"), None)
+    model = shardwise.parallelize(Model(), shardwise.make_plan(compute="fp64"), None)
     assert model(rows(0)[0]).dtype == torch.float64
-    assert shardwise.plan(compute="fp64").precision.reduce == "fp64"
-    assert shardwise.plan(compute="bf16").precision.reduce == shardwise.plan().precision.reduce == "fp32"
+    assert shardwise.make_plan(compute="fp64").precision.reduce == "fp64"
+    assert shardwise.make_plan(compute="bf16").precision.reduce == shardwise.make_plan().precision.reduce == "fp32"
 
 
 @pytest.mark.parametrize("settings", [{}, {"recompute": "full"}], ids=str)
@@ -270,7 +270,7 @@ def test_every_family_of_the_decoder_computes_in_bf16_under_ddp(settings: dict[s
         ids = torch.randint(spec.vocab_size, (4, 9), generator=torch.Generator().manual_seed(0))
         gradients = []
         for compute in ("fp32", "bf16"):
-            plan = shardwise.plan("ddp", compute=compute, **settings)  # type: ignore[arg-type]
+            plan = shardwise.make_plan("ddp", compute=compute, **settings)  # type: ignore[arg-type]
             model = shardwise.parallelize(families.random_model(spec), plan, None)
             if compute == "fp32":
                 chosen = families.routed(model)
@@ -284,7 +284,7 @@ def test_every_family_of_the_decoder_computes_in_bf16_under_ddp(settings: dict[s
 
 
 def small(directory: Path) -> tuple[nn.Module, own.Checkpoints]:
-    model = shardwise.parallelize(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), shardwise.plan(), None)
+    model = shardwise.parallelize(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), shardwise.make_plan(), None)
     return model, shardwise.Checkpoints(directory, model, shardwise.optimizer(model))
 
 
@@ -370,7 +370,7 @@ def test_a_schedule_goes_on_where_it_was(tmp_path: Path, schedule: str) -> None:
 
     def train(directory: Path, steps: int) -> tuple[list[Any], nn.Module]:
         torch.manual_seed(0)
-        model = shardwise.parallelize(Model().double(), shardwise.plan(compute="fp64"), None)
+        model = shardwise.parallelize(Model().double(), shardwise.make_plan(compute="fp64"), None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = SCHEDULES[schedule](optimizer)
         checkpoints = shardwise.Checkpoints(directory, model, optimizer, scheduler=scheduler)
@@ -410,7 +410,7 @@ def test_a_checkpoint_with_other_objects_is_refused(tmp_path: Path) -> None:
 
 def test_the_optimizer_is_fused_and_vectors_are_not_decayed() -> None:
     """Every other AdamW of torch asks each parameter's step count of the device."""
-    model = shardwise.parallelize(nn.Linear(2, 2), shardwise.plan(), None)
+    model = shardwise.parallelize(nn.Linear(2, 2), shardwise.make_plan(), None)
     matrices, vectors = shardwise.optimizer(model).param_groups
     assert matrices["fused"] and vectors["fused"]
     assert (matrices["params"], vectors["params"]) == ([model.weight], [model.bias])
@@ -418,7 +418,7 @@ def test_the_optimizer_is_fused_and_vectors_are_not_decayed() -> None:
 
 
 def test_objects_without_a_state_that_can_be_kept_are_refused_by_name(tmp_path: Path) -> None:
-    model = shardwise.parallelize(nn.Linear(2, 2), shardwise.plan(), None)
+    model = shardwise.parallelize(nn.Linear(2, 2), shardwise.make_plan(), None)
     optimizer = shardwise.optimizer(model)
     odd = own_ranks.Drawn(0)
     odd.last = (object(), 0.0)  # type: ignore[assignment]
@@ -451,7 +451,7 @@ def test_an_optimizer_that_makes_its_state_late(tmp_path: Path) -> None:
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer, own.Checkpoints]:
         torch.manual_seed(0)
-        model = shardwise.parallelize(Model().double(), shardwise.plan(compute="fp64"), None)
+        model = shardwise.parallelize(Model().double(), shardwise.make_plan(compute="fp64"), None)
         optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2, momentum=0.9)
         return model, optimizer, shardwise.Checkpoints(tmp_path, model, optimizer)
 
@@ -489,7 +489,7 @@ def test_a_parameter_that_never_had_a_gradient(tmp_path: Path) -> None:
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer, own.Checkpoints]:
         torch.manual_seed(0)
-        model = shardwise.parallelize(Idle(), shardwise.plan(), None)
+        model = shardwise.parallelize(Idle(), shardwise.make_plan(), None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return model, optimizer, shardwise.Checkpoints(tmp_path, model, optimizer)
 
@@ -512,7 +512,7 @@ def test_a_parameter_that_never_had_a_gradient(tmp_path: Path) -> None:
 
 def test_a_module_that_is_none_is_named_with_the_nearest() -> None:
     with pytest.raises(ConfigError) as raised:
-        shardwise.parallelize(Model(), shardwise.plan(), None, whole=["block"])
+        shardwise.parallelize(Model(), shardwise.make_plan(), None, whole=["block"])
     assert "`block`" in raised.value.problems[0].what
     assert "`blocks`" in raised.value.problems[0].fix
 
@@ -520,17 +520,17 @@ def test_a_module_that_is_none_is_named_with_the_nearest() -> None:
 def test_replicas_must_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(ConfigError, match=r"4 replicas .*6 processes"):
-        shardwise.plan("hsdp", replicas=4)
-    assert shardwise.plan("hsdp", replicas=2).layout.dp_shard == 3
+        shardwise.make_plan("hsdp", replicas=4)
+    assert shardwise.make_plan("hsdp", replicas=2).layout.dp_shard == 3
 
 
 def test_a_pipeline_is_refused_by_name_and_so_is_a_degree_that_nobody_knows() -> None:
     """It would be left out in silence."""
-    for asked in (lambda: shardwise.plan("zero3", pp=2), lambda: shardwise.parallelize(Model(), staged(), None)):  # type: ignore[call-arg]
+    for asked in (lambda: shardwise.make_plan("zero3", pp=2), lambda: shardwise.parallelize(Model(), staged(), None)):  # type: ignore[call-arg]
         with pytest.raises(ConfigError, match=r"PLAN023.*calls it as a whole"):
             asked()
     with pytest.raises(ConfigError, match=r"unknown degree `replica`(.|\n)*`replicas`"):
-        shardwise.plan("hsdp", replica=2)  # type: ignore[call-arg]
+        shardwise.make_plan("hsdp", replica=2)  # type: ignore[call-arg]
 
 
 def staged() -> Plan:
@@ -540,7 +540,7 @@ def staged() -> Plan:
 def test_a_word_that_is_none_is_named_with_the_nearest() -> None:
     """A strategy that nobody knows would train, as something else."""
     with pytest.raises(ConfigError) as raised:
-        shardwise.plan("zero4", compute="fp16", recompute="ful")  # type: ignore[arg-type]
+        shardwise.make_plan("zero4", compute="fp16", recompute="ful")  # type: ignore[arg-type]
     assert [(problem.where, problem.code) for problem in raised.value.problems] == [
         ("strategy", "CFG005"),
         ("compute", "CFG005"),

@@ -75,11 +75,11 @@ def test_rows_of_one_process_are_whole() -> None:
 def test_degrees_that_do_not_divide_the_processes() -> None:
     asked: dict[str, Any] = {"cp": 2, "tp": 3}
     with own_ranks.started(4), pytest.raises(ConfigError, match="cp 2 x tp 3 does not divide 4 processes"):
-        own.plan("zero3", **asked)
+        own.make_plan("zero3", **asked)
 
 
 @pytest.mark.parametrize("kind", ["rings", "nested"])
 def test_kinds_that_a_loop_of_ones_own_does_not_know(kind: Any) -> None:
     """Of nested it cannot say over how many neighbours."""
     with own_ranks.started(4), pytest.raises(ConfigError, match=f"`cp_kind` must be one of .*, got '{kind}'"):
-        own.plan("zero3", cp=4, cp_kind=kind)
+        own.make_plan("zero3", cp=4, cp_kind=kind)

@@ -56,7 +56,7 @@ def test_of_an_optimizer_that_is_not_torchs_the_user_is_warned(ranks: RankPool) 
 
 
 def test_in_one_process_any_optimizer_steps() -> None:
-    model = shardwise.parallelize(nn.Linear(6, 3), shardwise.plan(), None)
+    model = shardwise.parallelize(nn.Linear(6, 3), shardwise.make_plan(), None)
     before = model.weight.detach().clone()
     optimizer = torch.optim.LBFGS(model.parameters())
     loss = model(rows(0)[0].float()).square().mean()
@@ -68,7 +68,9 @@ def test_in_one_process_any_optimizer_steps() -> None:
 @pytest.mark.parametrize("case", [*SETTINGS, *own_optim_ranks.WHOLE], ids=str)
 def test_a_resumed_loop_steps_on_as_if_it_had_not_stopped(tmp_path: Path, case: own_optim_ranks.Case) -> None:
     """To the bit: all that an optimizer keeps is in the checkpoint."""
-    right, model = (shardwise.parallelize(Model().double(), shardwise.plan(compute="fp64"), None) for _ in range(2))
+    right, model = (
+        shardwise.parallelize(Model().double(), shardwise.make_plan(compute="fp64"), None) for _ in range(2)
+    )
     model.load_state_dict(right.state_dict())
     loop(right, make(case, right), None, range(4))
     optimizer = make(case, model)
@@ -76,7 +78,7 @@ def test_a_resumed_loop_steps_on_as_if_it_had_not_stopped(tmp_path: Path, case: 
     kept = shardwise.Checkpoints(tmp_path, model, optimizer)
     kept.save(2)
     kept.close()
-    again = shardwise.parallelize(Model().double(), shardwise.plan(compute="fp64"), None)
+    again = shardwise.parallelize(Model().double(), shardwise.make_plan(compute="fp64"), None)
     optimizer = make(case, again)
     assert shardwise.Checkpoints(tmp_path, again, optimizer).resume() == {"step": 2}
     loop(again, optimizer, None, range(2, 4))

@@ -53,7 +53,7 @@ def test_what_cannot_be_cut_is_refused_by_name(module: nn.Module, tp: int, said:
 def test_a_degree_that_does_not_divide_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {"tp": 3}
     with own_ranks.started(4), pytest.raises(ConfigError, match="tp 3 does not divide 4 processes"):
-        own.plan("zero3", **asked)
+        own.make_plan("zero3", **asked)
 
 
 @pytest.mark.parametrize(("strategy", "settings"), [("zero3", {}), ("ddp", {"tp": 2})], ids=str)

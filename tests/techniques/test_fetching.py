@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import techniques
-from shardwise.cli import render
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import kept, put
 from shardwise.models.load import load_spec
@@ -30,6 +29,7 @@ from shardwise.runtime.loop import train
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.explain import execution
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Precision, Remat, Shard
@@ -239,7 +239,7 @@ def test_a_70b_in_4_bits_on_two_gpus_of_24_gb() -> None:
     assert fits(there) and not fits(here)
     assert there.offload == Offload(weights="host") and there.why["offload.weights"] == "pinned"
     assert techniques.pins(load_recipe(None, ASKED), there)["offload.weights"] == ("host", "none")
-    assert "weights of blocks on the host" in render.execution(there)
+    assert "weights of blocks on the host" in execution(there)
     found = {each.change: each for each in remedies(load_recipe(None, ASKED), SEVENTY_B, TWO_4090, here)}
     assert fits(found["offload.weights=host"].plan)
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from shardwise import techniques
 from shardwise.cli import decide
-from shardwise.cli.render import memory_lines, verdict
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes
 from shardwise.models.load import load_spec
@@ -30,6 +29,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.prove.shrink import shrink
 from shardwise.prove.world import SMALL
 from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.explain import memory_lines, verdict
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Precision, Remat, Shard

@@ -21,6 +21,7 @@ from shardwise.planner.seconds.step import timed
 from shardwise.planner.sheets import sheet_of
 from shardwise.runtime.report import header
 from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.explain import execution, memory_lines
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.measured import Measured
@@ -75,7 +76,7 @@ def test_what_waits_in_a_file_by_hand() -> None:
         assert found.host == {"buffers": 3 * (INPUT + 4096)} and found.host_bytes == 8 * 3 * (INPUT + 4096)
         assert found.disk_bytes == 8 * 31 * INPUT and found.written_bytes == m * found.disk_bytes
         assert found.memory == price(EIGHT_B, replace(plan, offload=ONE.offload), H100).estimate.memory
-    [line] = [line for line in render.memory_lines(found) if "TB" in line]
+    [line] = [line for line in memory_lines(found) if "TB" in line]
     assert line.startswith("  a step writes 62.0 GiB to the disks of a node: 9,012 steps are 600 TB")
     assert render.verdict(found).endswith(" on the host (0%), 15.5 GiB on its disks")
     on_cpu = price(EIGHT_B, FILED, parse_cluster("1xCPU")).estimate
@@ -192,7 +193,7 @@ def test_it_is_told() -> None:
     both = replace(ONE, offload=Offload("nvme", "host"))
     assert FILED.offload.words == ["inputs of blocks on NVMe"] and both.offload.filed == ["optimizer"]
     assert both.offload.words == ["the optimizer on NVMe", "inputs of blocks on the host"] and not Offload().words
-    assert render.execution(both).endswith(" · recompute full · the optimizer on NVMe · inputs of blocks on the host")
+    assert execution(both).endswith(" · recompute full · the optimizer on NVMe · inputs of blocks on the host")
     assert header.execution(ONE).endswith(", recompute full, inputs of blocks on the host")
 
 

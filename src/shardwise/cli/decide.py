@@ -70,13 +70,17 @@ def cluster_of_ranks(recipe: Recipe) -> Cluster:
     return found if found.kind == "cuda" else replace(found, assumptions=())
 
 
-def plan_of(recipe: Recipe, spec: ModelSpec, cluster: Cluster, file: Path | None, resumed: Path | None = None) -> Plan:
-    """The plan of ``file`` as it stands (RUN001 if it is for other machines, PLAN019 if for another recipe), else the
-    planner's choice, with the compute dtype of the run that is ``resumed``. PLAN010 if it cannot fit."""
+def plan_of(
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, given: Path | Plan | None, resumed: Path | None = None
+) -> Plan:
+    """The plan that is ``given``, or its file, as it stands (RUN001 if it is for other machines, PLAN019 if for another
+    recipe), else the planner's choice, with the compute dtype of the run that is ``resumed``. PLAN010 if it cannot
+    fit."""
     kept = _kept(recipe, resumed) if resumed else {}
     asked = recipe.model_copy(update={"precision": recipe.precision.model_copy(update=kept)})
-    plan = load_plan(file) if file else choose(asked, spec, cluster)
-    if not file:
+    file = None if given is None else given if isinstance(given, Path) else Path("the plan")
+    plan = given if isinstance(given, Plan) else load_plan(given) if given else choose(asked, spec, cluster)
+    if given is None:
         reasons = dict.fromkeys((f"precision.{key}" for key in kept), "as when the run was started")
         plan = replace(plan, why={**plan.why, **reasons})
     plan = plan if by_our_launcher() else told(plan, recipe)  # which has written all that it assumed into the recipe

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from typer import Option
 
-from shardwise.cli import interrupt, render, step_time
+from shardwise.cli import interrupt, step_time
 from shardwise.cli.decide import this_machine
 from shardwise.cli.kept_rates import keep
 from shardwise.cli.options import Common, RecipeWords, recipe_file, sort_words
@@ -35,6 +35,7 @@ from shardwise.planner.search import choose
 from shardwise.runtime.faults.outcome import Kind, failed, write_exit
 from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.cluster_file import dump_cluster
+from shardwise.spec.explain import label
 from shardwise.spec.load import read_recipe
 from shardwise.spec.recipe import Recipe
 
@@ -176,6 +177,6 @@ def _step(recipe: Recipe, measured: Cluster) -> list[str]:
     asked = with_adapter(recipe)
     spec = resolve(asked)
     plan = choose(asked, spec, measured)
-    lines = [f"the recipe here: {render.label(plan)}", *step_time.step_lines(spec, plan, measured)]
+    lines = [f"the recipe here: {label(plan)}", *step_time.step_lines(spec, plan, measured)]
     waits = step_time.bottleneck(plan, measured)
     return [*lines, waits] if waits else lines

@@ -21,6 +21,7 @@ from shardwise.interop.programs import CHOICE
 from shardwise.interop.record import Taken
 from shardwise.planner.compare import seconds, tokens_per_s
 from shardwise.spec.document import read_text
+from shardwise.spec.explain import label
 from shardwise.spec.load import Loaded, load_recipe, read_recipe, read_settings
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import columns, show_seconds
@@ -127,5 +128,5 @@ def beside_theirs(answer: Planned, imported: Imported, pinned: Recipe, *, keys: 
         return [*lines, ""]
     for title, plan in ((f"split by {titles}", theirs), ("best, and learns the same", answer.best)):
         figures = f"{show_seconds(seconds(plan).step_s)} a step", f"{tokens_per_s(plan):,.0f} tokens/s"
-        rows.append((title, render.label(plan), *figures, render.verdict(plan.estimate)))
+        rows.append((title, label(plan), *figures, render.verdict(plan.estimate)))
     return [*lines, *columns(rows, "<<>><"), ""]

@@ -23,6 +23,7 @@ from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.spec import finetune
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.explain import execution, label, memory_lines, traffic_lines, why_lines
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe
 from shardwise.spec.units import show_seconds
@@ -217,7 +218,7 @@ def plan_parts(
     """A plan beside the best of the other kinds, where its memory goes, what it sends, and why; what ``others`` and
     ``explained`` find, when it is told."""
     yield [
-        f"chosen: {render.label(chosen)} · {render.execution(chosen)}",
+        f"chosen: {label(chosen)} · {execution(chosen)}",
         f"        {render.verdict(chosen.estimate)}",
         named_elsewhere(chosen),
         "",
@@ -226,17 +227,17 @@ def plan_parts(
     head = f"the best plan of each kind, by the time of a step; of those within {TIE:.0%} the simplest"
     yield [head, *render.family_lines(plans, chosen), ""]
     for plan in plans if explain == "memory" else [chosen]:
-        head = f"memory of the fullest rank at its peak, {render.label(plan)}"
-        lines += [head, *render.memory_lines(plan.estimate), ""]
+        head = f"memory of the fullest rank at its peak, {label(plan)}"
+        lines += [head, *memory_lines(plan.estimate), ""]
     for plan in plans if explain == "network" else [chosen]:
-        sent = render.traffic_lines(plan.estimate)
-        lines += [f"sent by each rank in a step, {render.label(plan)}" + ("" if sent else ": nothing"), *sent, ""]
+        sent = traffic_lines(plan.estimate)
+        lines += [f"sent by each rank in a step, {label(plan)}" + ("" if sent else ": nothing"), *sent, ""]
     for plan in plans if explain == "time" else []:
-        lines += [f"a step of the slowest rank, {render.label(plan)}", *step_time.time_lines(plan), ""]
+        lines += [f"a step of the slowest rank, {label(plan)}", *step_time.time_lines(plan), ""]
     yield lines
     plan = explained()
     decided = {key: reason for key, reason in plan.why.items() if reason != "pinned"}
-    if reasons := render.why_lines(plan if explain == "why" else replace(plan, why=decided)):
+    if reasons := why_lines(plan if explain == "why" else replace(plan, why=decided)):
         yield ["why", *reasons, ""]
 
 

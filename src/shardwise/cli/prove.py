@@ -18,11 +18,12 @@ from shardwise.cli.decide import cluster_of, plan_of, suited
 from shardwise.cli.imported import Foreign, given
 from shardwise.cli.length import known_count
 from shardwise.cli.options import Common, RecipeWords, misused, sort_words
-from shardwise.cli.render import label, title
+from shardwise.cli.render import title
 from shardwise.cli.show import coloured, note, print_json, say, write_out
 from shardwise.launch.rundir import check_writable
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.prove.pool import RankPool
+from shardwise.spec.explain import label
 from shardwise.spec.host import available_memory_bytes
 from shardwise.spec.load import load_plan
 from shardwise.spec.recipe import Run
@@ -69,7 +70,7 @@ def run(options: Options) -> int:
     path, recipe = of.path, with_adapter(of.loaded.recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster or planned_for)
     plan = plan_of(recipe, spec, cluster, options.plan)
-    planned = None if options.plan else partial(plan_of, spec=spec, cluster=cluster, file=None)
+    planned = None if options.plan else partial(plan_of, spec=spec, cluster=cluster, given=None)
     recipe, plan = suited(recipe, plan, known_count(recipe), planned)
 
     from shardwise.prove import certificate, certify

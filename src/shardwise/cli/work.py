@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of, suited
 from shardwise.cli.show import defect, note, out_of_memory, print_error, say
+from shardwise.cli.start import How
 from shardwise.data.tasks import check_tasks
 from shardwise.errors import UNWRITABLE, PreemptedError, ShardwiseError
 from shardwise.launch import nodes, rundir
@@ -32,24 +34,27 @@ from shardwise.runtime.metrics.trackers import check_installed
 from shardwise.runtime.owner import Claim
 from shardwise.runtime.report.warn import only_reports
 from shardwise.spec import finetune
-from shardwise.spec.cluster import crowding
+from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.recipe import Recipe
 
+if TYPE_CHECKING:
+    from shardwise.runtime.report.report import Report
 
-def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, debug: bool) -> int:
-    """Train as this rank of the run; the exit code. A failure is written to ``exit.json``, where the first cause stays,
-    and printed once: by our launcher, or without it by the rank that wrote the cause."""
+
+def work(recipe: Recipe, how: How) -> Report | ShardwiseError | None:
+    """Train as this rank of the run; its report, none where nothing was left to do, or why it failed: that is written
+    to ``exit.json``, where the first cause stays, and printed once, by our launcher, or without it by the rank that
+    wrote the cause."""
     directory = Path(recipe.run.out) / recipe.run.name
     recipe = recipe if by_our_launcher() else rundir.as_begun(directory, recipe)
-    if resume and not by_our_launcher() and (done := rundir.nothing_to_do(directory, recipe)):
+    if how.resume and not by_our_launcher() and (done := rundir.nothing_to_do(directory, recipe)):
         say(done) if rank() == 0 else None
-        return 0
-    with _claimed(directory, recipe, resume) as claim:  # raises before anything is written into another's directory
+        return None
+    with _claimed(directory, recipe, how.resume) as claim:  # raises before anything is written into another's directory
         try:
-            _train(recipe, plan_file, fresh, claim)
-            return 0
+            return _train(recipe, how, claim)
         except ShardwiseError as error:
-            if debug:
+            if how.debug:
                 traceback.print_exc()
             return _leave(directory, error, "preempted" if isinstance(error, PreemptedError) else "error", claim)
         except Exception as error:
@@ -57,7 +62,7 @@ def work(recipe: Recipe, plan_file: Path | None, *, resume: bool, fresh: bool, d
                 return _leave(directory, rundir.filled(directory, error), "error", claim)
             if lacking := out_of_memory(error):
                 return _leave(directory, lacking, "memory", claim)
-            return _leave(directory, _defect(directory, error, debug), "crash", claim)
+            return _leave(directory, _defect(directory, error, how.debug), "crash", claim)
 
 
 @contextmanager
@@ -83,36 +88,43 @@ def _claimed(directory: Path, recipe: Recipe, resume: bool) -> Iterator[Claim | 
         yield claim
 
 
-def _train(recipe: Recipe, plan_file: Path | None, fresh: bool, claim: Claim | None) -> None:
-    from shardwise.runtime.begin import Start
-    from shardwise.runtime.job import count_windows
-    from shardwise.runtime.loop import train
-
+def on_started(recipe: Recipe, *, planned: bool = False) -> tuple[Recipe, Cluster]:
+    """The recipe on the processes that were started, and their machines as all of them see them, who make the same plan
+    of them, unless it is ``planned``."""
     world, local_world = started()
     run = recipe.run.model_copy(update={"nproc": local_world, "nodes": world // local_world})
     recipe = recipe.model_copy(update={"run": run})
     cluster = cluster_of_ranks(recipe)
+    return recipe, cluster if planned or world == 1 else as_first(cluster)
+
+
+def _train(recipe: Recipe, how: How, claim: Claim | None) -> Report:
+    from shardwise.runtime.begin import Start
+    from shardwise.runtime.job import count_windows
+    from shardwise.runtime.loop import train
+
+    recipe, cluster = on_started(recipe, planned=how.plan is not None)
+    run = recipe.run
     if not by_our_launcher() and rank() == 0 and (warning := crowding(cluster)):
         note(warning)
     directory = Path(run.out) / run.name
-    if plan_file is None and world > 1:
-        cluster = as_first(cluster)
     resumed = directory if rundir.newest_step(directory) else None
     spec = resolve(recipe)
-    plan = plan_of(recipe, spec, cluster, plan_file, resumed)
+    plan = plan_of(recipe, spec, cluster, how.plan, resumed)
     if resumed is None and not by_our_launcher() and finetune.batch_is_open(recipe):
-        if plan_file is None:
-            again = partial(plan_of, spec=spec, cluster=cluster, file=None)
+        if how.plan is None:
+            again = partial(plan_of, spec=spec, cluster=cluster, given=None)
             recipe, plan = suited(recipe, plan, count_windows(recipe), again)
         else:
             recipe, plan = suited(recipe, plan, None, None)
     recipe = recipe.model_copy(update={"run": run.model_copy(update={"device": cluster.kind})})
-    report = train(recipe, plan, start=Start(allow_fresh_start=fresh, claim=claim, spec=spec))
+    report = train(recipe, plan, start=Start(allow_fresh_start=how.fresh, claim=claim, spec=spec))
     if rank() == 0 and (seconds := plan.estimate.seconds) is not None:
         with only_reports("keeping the step's time for later plans"):
             predicted_s = seconds.step_s / seconds.scale
             about = About(spec.family, parameter_count(spec), report.expert_imbalance)
             remember(plan, cluster, predicted_s, report.step_s, state_directory(), about)
+    return report
 
 
 def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
@@ -125,7 +137,7 @@ def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
     return defect(error, kept, "report it with that file")
 
 
-def _leave(directory: Path, error: ShardwiseError, kind: Kind, claim: Claim | None) -> int:
+def _leave(directory: Path, error: ShardwiseError, kind: Kind, claim: Claim | None) -> ShardwiseError:
     """Write the cause, unless one is there already (the guard writes failures while it watches, but cannot explain
     each) or the directory now belongs to another start; and print it if nobody else will. In case the run's disk is
     full, it is written to the launcher's directory."""
@@ -145,4 +157,4 @@ def _leave(directory: Path, error: ShardwiseError, kind: Kind, claim: Claim | No
         speak_in_turn()  # torchrun would end the rank that is about to tell the cause
     if mine and (unwritten or not by_our_launcher()):
         print_error(error, as_json=False, prefix=f"[rank {rank()}] " if rank() else "")
-    return error.exit_code
+    return error

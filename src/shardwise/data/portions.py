@@ -33,7 +33,7 @@ from shardwise.errors import DataError, PolicyError, Problem, ShardwiseError, fi
 from shardwise.spec.files import MANIFEST_BYTES, read_regular
 from shardwise.spec.recipe import Data, Recipe, TokenizerSection
 from shardwise.spec.record import Count, from_json
-from shardwise.spec.safe_path import safe_path
+from shardwise.spec.safe_path import safe_path, without_main
 
 
 def lay(data: Data, seed: int, records: bool) -> list[list[str]]:
@@ -191,7 +191,7 @@ class Portions:
         if not self._path(visit + 1).is_dir() and not (asked and (asked.is_alive() or asked.name == name)):
             work = self._path(visit + 1), self._maker(visit + 1)
             self._ahead = get_context("spawn").Process(None, _make_ahead, name, work, daemon=True)
-            with safe_path():
+            with safe_path(), without_main():
                 self._ahead.start()
 
 

@@ -27,7 +27,7 @@ from shardwise.data.samples import SampleRules, encode, tokenizer_of
 from shardwise.data.source import reading
 from shardwise.data.store import FileSum, Split
 from shardwise.errors import DataError, Problem
-from shardwise.spec.safe_path import safe_path
+from shardwise.spec.safe_path import safe_path, without_main
 
 SHARD_TOKENS = 2**27
 _FURTHER_UNITS = 64
@@ -171,7 +171,7 @@ def _results(
     ahead: deque[Future[dict[str, SplitPart]]] = deque()
     try:
         for unit, job in units:
-            with safe_path():  # this may start one that works
+            with safe_path(), without_main():  # this may start one that works
                 ahead.append(pool.submit(tokenise, unit, job))
             if len(ahead) > 2 * num_proc:
                 yield ahead.popleft().result

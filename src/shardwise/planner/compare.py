@@ -15,6 +15,7 @@ from shardwise.planner.candidates import LARGER_CHUNKS, chunk_of
 from shardwise.planner.price import price
 from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.explain import MARGIN as MARGIN
 from shardwise.spec.plan import Plan, Seconds
 from shardwise.techniques.cp import KINDS as CP_KINDS
 from shardwise.techniques.offload.legal import leave_early
@@ -22,8 +23,6 @@ from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.remat import MODES
 from shardwise.techniques.shard.degrees import STRATEGIES
 
-MARGIN = 0.8
-"""An estimate below this share of the memory did not run out in 454 published runs (Fujii et al., arXiv 2411.06465)."""
 TIGHT = 0.95
 """What may be taken where nothing stays below the margin: more is left to chance."""
 TIE = 0.02

@@ -4,7 +4,7 @@
         return {"input_ids": ids[step].chunk(count)[index], "labels": ids[step].chunk(count)[index]}
 
     if __name__ == "__main__":                        # the ranks import this file
-        print(shardwise.certify(make_model, shardwise.plan("zero3", processes=4), rows))
+        print(shardwise.certify(make_model, shardwise.make_plan("zero3", processes=4), rows))
 
 Nothing of it is about Shardwise's own models: what runs is :func:`parallelize`, ``backward`` and torch's optimizers.
 What a module casts to fp32 itself (transformers' models their logits, norms and softmax) is computed in float64 too, in

@@ -28,6 +28,7 @@ from shardwise.runtime.report.sample import earlier_sample, sample, shown
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.tasks import answer_tasks, side_by_side
+from shardwise.spec.plan import Traffic
 from shardwise.spec.units import counted, show_count, typed
 from shardwise.techniques.dtypes import torch_dtype
 
@@ -127,7 +128,7 @@ def report_run(
         estimate=job.plan.estimate,
         validation=validation,
         memory=meter.memory,
-        traffic=meter.traffic,
+        traffic=tuple(Traffic(axis, kind, "", *sent) for (axis, kind), sent in meter.traffic.items()),
         before=earlier_sample(job),
         after=after,
         skipped=log.skipped,
@@ -145,6 +146,7 @@ def report_run(
             if trained or not kept.exists():  # a run that was finished before keeps what was measured then
                 text = "\n".join([report.markdown(), *side_by_side(job.directory)])
                 kept.write_text(text, encoding="utf-8")
+                report.keep()
         with only_reports("the summary", log.say):
             log.say("\n".join(closing_lines(report, f"{model_directory(job).name}/")))
             if job.recipe.checkpoint.keep_best and (found := best(checkpoints.directory)):

@@ -1,6 +1,6 @@
 """For a user's own training loop: any ``nn.Module``, one plan, and these functions around a plain loop.
 
-    plan = shardwise.plan("zero3", compute="bf16")           # the strategy is one word
+    plan = shardwise.make_plan("zero3", compute="bf16")           # the strategy is one word
     with shardwise.world(plan) as mesh:
         shardwise.parallelize(model, plan, mesh)              # in place
         optimizer = shardwise.optimizer(model, learning_rate=3e-4)
@@ -61,7 +61,7 @@ from shardwise.runtime.own_model import save_pretrained as save_pretrained
 from shardwise.runtime.own_optim import optimizer as optimizer
 from shardwise.runtime.own_optim import watch
 from shardwise.runtime.own_plan import NO_STAGES
-from shardwise.runtime.own_plan import plan as plan
+from shardwise.runtime.own_plan import make_plan as make_plan
 from shardwise.runtime.usage import Usage
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Checkpoint

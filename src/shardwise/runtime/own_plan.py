@@ -18,7 +18,7 @@ CpKind = Literal["ring", "gather", "ulysses"]
 
 
 class Degrees(TypedDict, total=False):
-    """Arguments of :func:`plan` besides those with a list of words; any may be left out."""
+    """Arguments of :func:`make_plan` besides those with a list of words; any may be left out."""
 
     replicas: int | None
     tp: int
@@ -30,7 +30,7 @@ class Degrees(TypedDict, total=False):
 _WORDS = {"strategy": Word, "compute": Compute, "reduce": Compute, "recompute": Recompute, "cp_kind": CpKind}
 
 
-def plan(
+def make_plan(
     strategy: Word = "ddp",
     *,
     compute: Compute = "fp32",

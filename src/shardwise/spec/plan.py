@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from shardwise.spec import explain
 from shardwise.spec.hash_once import hash_once
 from shardwise.spec.layout import Layout
 from shardwise.spec.methods import LOSSES, LossName
@@ -298,6 +299,12 @@ class Plan:
     model: str = ""
     cluster: str = ""
     format: int = 1
+
+    def explain(self) -> str:
+        """Return the plan in words, of several lines: whether it fits in the memory, in bytes and as a share, the batch
+        in sequences and tokens, seconds of a step, what memory is taken by, what is sent, and why each setting is as it
+        is. Of a plan that no search has made nothing is estimated."""
+        return explain.text(self)
 
     @property
     def row_tokens(self) -> int:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """In the environment of such a process, and so of those that it starts itself, as torch's compiler does."""
@@ -26,3 +27,14 @@ def safe_path() -> Iterator[None]:
     finally:
         for name in SAFE_PATH:
             os.unsetenv(name)
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Around the start of processes that run our code alone: each would first run the user's script once more, and with
+    it what the script does where nothing of it stands below ``if __name__ == "__main__"``."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

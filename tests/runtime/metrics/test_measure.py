@@ -84,7 +84,7 @@ def report(**changes: object) -> Report:
         "step_s": 0.5,
         "estimate": estimate,
         "memory": Memory({"weights": 100, "moments": 200}, 390, 10**6),
-        "traffic": {("dp_shard", "all_gather"): (400, 3), ("dp_shard", "reduce_scatter"): (7, 1)},
+        "traffic": (Traffic("dp_shard", "all_gather", "", 400, 3), Traffic("dp_shard", "reduce_scatter", "", 7, 1)),
         "validation": Validation(100.0, 50, 40.0),
     }
     return Report(**(facts | changes))  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
 
 
 def test_what_was_not_measured_is_not_shown() -> None:
-    short = report(memory=None, traffic={}, step_s=0.0)
+    short = report(memory=None, traffic=(), step_s=0.0)
     assert short.rows() == []
     assert short.text() == "(memory is measured in the third step after a start; there were fewer)"
     bare = report(estimate=Estimate())

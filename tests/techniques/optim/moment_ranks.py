@@ -56,7 +56,7 @@ def train(rank: int, world: int, strategy: str, steps: int, directory: str, kind
     """Updates of two matrices (rows that the ranks do not divide) by gradients that are the same everywhere."""
     torch.manual_seed(0)
     with started(world):
-        plan = own.plan(strategy)  # type: ignore[arg-type]
+        plan = own.make_plan(strategy)  # type: ignore[arg-type]
         model = nn.Sequential(nn.Linear(300, 37), nn.Linear(37, 150))
         model.to(torch.bfloat16 if kind == "bf16 all" else None)
         own.parallelize(model, plan, meshes(plan.layout, "cpu"))

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from shardwise.errors import DataError, Problem
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.metrics.log import clock
 from shardwise.runtime.metrics.measure import Memory
-from shardwise.spec.plan import Estimate
+from shardwise.spec.files import NOTE_BYTES, read_regular, regular_lines
+from shardwise.spec.plan import Estimate, Traffic
+from shardwise.spec.record import Numbered, from_json
 from shardwise.spec.units import columns, counted, show_bytes, show_payload, typed
 
 STATE = ("weights", "moments")
 """Memory categories that can be measured from the tensors of the state."""
 
 
+KEPT = "report.json"
+
+
+@dataclass(frozen=True)
+class _Loss(Numbered):
+    """What is read of a line of metrics.jsonl."""
+
+    loss: float | None = None
+
+
 @dataclass(frozen=True)
 class Report:
-    """What a run did, in ``seconds`` since step ``since``. ``traffic`` is (axis, kind) -> (bytes, count) of one
-    step on rank 0; parts that were not measured, because the run was too short, are None or empty. ``unsaved``: why the
+    """What a run did, in ``seconds`` since step ``since``, beside the plan's ``estimate``. ``step_s``: the seconds of a
+    typical step; ``traffic``: what rank 0 sent in one, by axis and kind; ``memory``: its bytes. Parts that were not
+    measured, because the run was too short, are 0, None or empty. ``unsaved``: why the
     last step has no checkpoint; None if it has one. ``expert_imbalance``: how many times its share of rows the fullest
     of ranks with different experts got at most; 0 where there are none. Of ``tokens`` so many are ``supervised``, and
     ``padding`` are not among them. ``pairs``: what training on pairs of answers has come to over the last steps."""
@@ -33,7 +48,7 @@ class Report:
     estimate: Estimate
     validation: Validation | Preference | None = None
     memory: Memory | None = None
-    traffic: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    traffic: tuple[Traffic, ...] = ()
     before: str = ""
     after: str = ""
     skipped: int = 0
@@ -45,6 +60,18 @@ class Report:
     supervised: int = 0
     padding: int = 0
     pairs: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Return the loss of each step, in nats, by the step's number from 1, as metrics.jsonl has them; of steps whose
+        loss was not finite there is none. Raises OSError where that file is gone."""
+        lines = (from_json(_Loss, line) for line in regular_lines(self.directory / "metrics.jsonl"))
+        return {line.step: line.loss for line in lines if line.loss is not None}
+
+    def keep(self) -> None:
+        """Write report.json, which :func:`read_report` reads."""
+        facts = {**asdict(self), "directory": str(self.directory)}
+        (self.directory / KEPT).write_text(json.dumps(facts), encoding="utf-8")
 
     @property
     def took(self) -> str:
@@ -106,6 +133,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def next_steps(self) -> list[str]:
+        """Return what to type next."""
         merge = [f"shardwise export {typed(self.directory)}"]  # the adapter and what it was trained on, as one model
         return [
             *merge * self.adapter,
@@ -113,6 +141,17 @@ class Report:
             f"shardwise train {typed(self.directory / 'recipe.yaml')} --run NEW_NAME data.path=YOUR_DATA",
             f"shardwise plan --plan {typed(self.directory / 'plan.yaml')}",
         ]
+
+
+def read_report(directory: Path) -> Report:
+    """The report of the run in ``directory``. Raises OSError where there is none, DataError (REP002) for a damaged
+    one."""
+    path = directory / KEPT
+    try:
+        return from_json(Report, read_regular(path, NOTE_BYTES))
+    except ValueError as error:
+        fix = "report.md has the same in words"
+        raise DataError(Problem("REP002", f"the report cannot be read: {error}", str(path), fix)) from None
 
 
 def _memory_rows(estimate: Estimate, memory: Memory) -> list[tuple[str, str, str, str]]:
@@ -126,9 +165,8 @@ def _memory_rows(estimate: Estimate, memory: Memory) -> list[tuple[str, str, str
     return rows
 
 
-def _traffic_rows(
-    estimate: Estimate, measured: dict[tuple[str, str], tuple[int, int]]
-) -> list[tuple[str, str, str, str]]:
+def _traffic_rows(estimate: Estimate, traffic: tuple[Traffic, ...]) -> list[tuple[str, str, str, str]]:
+    measured = {(item.axis, item.kind): item.bytes for item in traffic}
     if not measured:
         return []
     predicted: Counter[tuple[str, str]] = Counter()
@@ -136,7 +174,7 @@ def _traffic_rows(
         predicted["control" if item.category == "control" else item.axis, item.kind] += item.bytes
     rows = []
     for axis, kind in sorted({*predicted, *measured}):
-        sent = measured.get((axis, kind), (0, 0))[0]
+        sent = measured.get((axis, kind), 0)
         expected = predicted[axis, kind] if estimate.traffic else None
         what = f"{kind.replace('_', '-')} " + ("of control messages" if axis == "control" else f"over {axis}")
         rows.append(_row(what, expected, sent, show_payload))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.cli.render import memory_lines, why_lines
+from shardwise.spec.explain import memory_lines, why_lines
 from shardwise.spec.plan import Estimate, Pipeline, Plan
 
 
