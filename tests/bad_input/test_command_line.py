@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import start
 from shardwise.cli.app import main
+from shardwise.launch import local
 from shardwise.launch.local import Ended
 
 Run = Callable[..., tuple[int, str]]
@@ -31,10 +31,10 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
-    def launch(*_: object) -> Ended:
+    def launch(*_: object, **__: object) -> Ended:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(start.local, "run_ranks", launch)
+    monkeypatch.setattr(local, "run_ranks", launch)
 
     def run(*words: str) -> tuple[int, str]:
         code = main(list(words))

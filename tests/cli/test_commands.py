@@ -19,7 +19,7 @@ from shardwise.cli import start
 from shardwise.cli.app import main
 from shardwise.cli.decide import plan_of
 from shardwise.errors import ConfigError, OutputError, Problem
-from shardwise.launch import keys, rundir
+from shardwise.launch import keys, local, rundir
 from shardwise.launch.local import Ended
 from shardwise.models.resolve import resolve
 from shardwise.runtime import owner
@@ -279,13 +279,13 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """Replace the launch: calls are kept; how the ranks end stands in the first place of the list."""
     calls: list[tuple[object, ...]] = [(Ended(0),)]
 
-    def launch(*arguments: object) -> Ended:
+    def launch(*arguments: object, **_: object) -> Ended:
         calls.append(arguments)
         result = calls[0][0]
         assert isinstance(result, Ended)
         return result
 
-    monkeypatch.setattr(start.local, "run_ranks", launch)
+    monkeypatch.setattr(local, "run_ranks", launch)
     return calls
 
 
@@ -477,11 +477,11 @@ def test_a_launcher_that_lost_its_directory_says_so(
 ) -> None:
     """Whatever stands in exit.json is of the other one."""
 
-    def launch(*arguments: object) -> Ended:
+    def launch(*arguments: object, **_: object) -> Ended:
         Path("runs/a/.owner-9").touch()
         return Ended(0)
 
-    monkeypatch.setattr(start.local, "run_ranks", launch)
+    monkeypatch.setattr(local, "run_ranks", launch)
     code, _, err = shardwise("train", texts(), *SMALL, "--run", "a")
     assert code == 73 and err.startswith("error[OUT005]: runs/a is no longer")
 

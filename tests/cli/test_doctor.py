@@ -105,7 +105,7 @@ def test_what_cannot_be_kept_is_told(as_rank: Run) -> None:
 
 def test_several_nodes_get_a_line_each(shardwise: Run) -> None:
     code, out, _ = shardwise("doctor", "run.nodes=2", "run.device=cpu", "-o", "cluster.yaml")
-    lines = out.splitlines()
+    lines = [line for line in out.splitlines() if "torchrun" in line]
     assert code == 0 and len(lines) == 2 and "--node-rank 1" in lines[1]
     assert lines[0].endswith("-m shardwise doctor run.nodes=2 run.device=cpu -o cluster.yaml")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import app, interrupt, schema, train
+from shardwise.cli import app, interrupt, schema, start
 from shardwise.cli.app import main
 from shardwise.errors import first_line
 from shardwise.spec.layout import Layout
@@ -388,7 +388,7 @@ def test_another_runs_directory(shardwise: Run) -> None:
 
 def test_a_disk_that_is_too_small(shardwise: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """B-71."""
-    monkeypatch.setattr(train.rundir.shutil, "disk_usage", lambda path: os.terminal_size((0, 0)) and _Usage())
+    monkeypatch.setattr(start.rundir.shutil, "disk_usage", lambda path: os.terminal_size((0, 0)) and _Usage())
     code, _, err = shardwise("train", "--dry-run", "--nproc", "1")
     assert code == 73
     assert err.startswith("error[OUT003]: a checkpoint is ~63.6 MB, 2 ") and " 211." in err

@@ -158,7 +158,7 @@ ENDINGS = [
 def test_a_run_that_fails_raises_its_first_cause(
     text: None, monkeypatch: pytest.MonkeyPatch, ended: local.Ended, kind: type[BaseException]
 ) -> None:
-    monkeypatch.setattr(local, "run_ranks", lambda *_: ended)
+    monkeypatch.setattr(local, "run_ranks", lambda *_, **__: ended)
     with pytest.raises(kind) as raised:
         shardwise.train(shardwise.load_recipe(None, WORDS))
     assert ended.problem is None or ended.problem.what in str(raised.value)

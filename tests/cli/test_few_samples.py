@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import start
 from shardwise.cli.app import main
 from shardwise.cli.decide import cluster_of
 from shardwise.cli.length import Asked
 from shardwise.cli.options import recipe_or_quickstart
 from shardwise.cli.planned import planned as planned_of
 from shardwise.data import tokens
+from shardwise.launch import local
 from shardwise.launch.local import Ended
 from shardwise.models.resolve import resolve
 from shardwise.runtime.report.header import assumptions
@@ -31,7 +31,7 @@ OPEN = ("train.seq_len=256", "train.global_batch_size=null")
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """``train`` on 105 short conversations, or with other words; no rank is started."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start.local, "run_ranks", lambda *_: Ended(0))
+    monkeypatch.setattr(local, "run_ranks", lambda *_, **__: Ended(0))
     with Path("talks.jsonl").open("w") as file:
         for i in range(105):
             talk = [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} " * 6}]

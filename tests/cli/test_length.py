@@ -17,6 +17,7 @@ from shardwise.cli import work
 from shardwise.cli.app import main
 from shardwise.cli.decide import cluster_of_ranks, with_history
 from shardwise.cli.length import Asked, known_count, length_lines, run_length, show_duration
+from shardwise.cli.start import How
 from shardwise.data import rough
 from shardwise.data.prepare import already_prepared, prepare
 from shardwise.launch.worker import state_directory
@@ -326,7 +327,7 @@ def test_only_the_first_rank_keeps_it_and_a_run_survives_a_disk_that_does_not(
     (tmp_path / "shardwise").write_text("")
     monkeypatch.setattr(work, "plan_of", lambda *given: PLAN)
     monkeypatch.setattr("shardwise.runtime.loop.train", lambda *given, **named: replace(REPORT, step_s=3.0))
-    work._train(load_recipe(None, ["model.path=Llama-3.1-8B", "run.device=cpu"]), Path("plan.yaml"), False, None)
+    work._train(load_recipe(None, ["model.path=Llama-3.1-8B", "run.device=cpu"]), How(Path("plan.yaml")), None)
     warned = "warning[REP001]: keeping the step's time for later plans failed: "
     assert (warned in capfd.readouterr().out) == (rank == 0)
 
@@ -335,7 +336,7 @@ def test_a_run_is_remembered_with_what_it_measured_of_experts(monkeypatch: pytes
     monkeypatch.setattr(loop, "train", lambda *given, **named: replace(REPORT, expert_imbalance=1.75))
     sizes = ", ".join(f"{key}: {size}" for key, size in TINY.items())
     recipe = load_recipe(None, [f"model.config={{model_type: llama, {sizes}}}", "run.device=cpu", "run.nproc=1"])
-    work._train(recipe, None, False, None)
+    work._train(recipe, How(), None)
     [run] = past_runs(cluster_of_ranks(recipe), state_directory()).runs
     assert (run.measured_s, run.expert_imbalance) == (REPORT.step_s, 1.75)
     assert (run.family, run.parameters) == ("llama", parameter_count(resolve(recipe)))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.cli import start
 from shardwise.cli.app import main
 from shardwise.data import tokens
+from shardwise.launch import local
 from shardwise.launch.local import Ended
 from shardwise.models import hf, init
 from shardwise.models.config import from_hf, parameter_shapes
@@ -45,7 +45,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     hf.write_weights(Path("model"), spec, lambda name: init.fill(name, shapes[name], wholes[name], 0, spec))
     tokens.train_tokenizer(["the model was trained on quite another text " * 20], 300, Path("model"))
     launched: list[object] = []
-    monkeypatch.setattr(start.local, "run_ranks", lambda *words: launched.append(words) or Ended(0))
+    monkeypatch.setattr(local, "run_ranks", lambda *words, **_: launched.append(words) or Ended(0))
     return launched
 
 

@@ -11,12 +11,13 @@ from torch.distributed.elastic.agent.server import api, local_elastic_agent
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.run import config_from_args, get_args_parser
 
-from shardwise.launch.nodes import exposure, lines
+from shardwise.launch.nodes import exposure
+from shardwise.launch.torchrun import lines
 from shardwise.launch.worker import LAUNCHER
 
 
 def test_each_node_has_its_line() -> None:
-    found = lines(2, 8, ["runs/a b/recipe.yaml", "--plan", "runs/a b/plan.yaml"], port=1234)
+    found = lines(2, 8, ["train", "runs/a b/recipe.yaml", "--plan", "runs/a b/plan.yaml"], port=1234)
     assert len(found) == 2
     for node, line in enumerate(found):
         safe, gloo, nccl, torchrun, *words = shlex.split(

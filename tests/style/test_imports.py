@@ -14,6 +14,7 @@ import pytest
 
 import shardwise
 from shardwise import techniques
+from shardwise.spec.launchers import LAUNCHERS
 from shardwise.spec.methods import LOSSES, METHODS
 from shardwise.spec.optimizers import OPTIMIZERS
 from tests.style.source import ROOT, Import, Source, imports, report, sources, target
@@ -337,14 +338,18 @@ def test_the_runtime_names_no_technique_for_what_it_does_within_a_step() -> None
     report(wrong, "what techniques do within a step is called through techniques/__init__.py")
 
 
-NAMED_BY_NOBODY = {"methods": {*METHODS, *LOSSES}, "optimizers": {*OPTIMIZERS}}
-"""What is asked of their rows (shardwise/spec/), never by name."""
+NAMED_BY_NOBODY = {
+    "methods": ({*METHODS, *LOSSES}, "shardwise.methods"),
+    "optimizers": ({*OPTIMIZERS}, "shardwise.techniques.optim"),
+    "launchers": ({*LAUNCHERS}, "shardwise.launch"),
+}
+"""What is asked of their rows (shardwise/spec/), never by name; and where their programs are."""
 
 
 @pytest.mark.parametrize("kind", NAMED_BY_NOBODY)
 def test_records_are_not_asked_for_by_name(kind: str) -> None:
     """Outside their own package and the table, and the words of published measurements."""
-    words = NAMED_BY_NOBODY[kind]
+    words, home = NAMED_BY_NOBODY[kind]
     rooms = tuple(f"shardwise.{room}." for room in ("planner", "runtime", "prove", "cli"))
     published = "shardwise.prove.accuracy."
     asking = [each for each in sources() if each.name.startswith(rooms) and not each.name.startswith(published)]
@@ -358,7 +363,8 @@ def test_records_are_not_asked_for_by_name(kind: str) -> None:
         source.at(imported.line, name)
         for source in asking
         for imported in imports(source)
-        if (name := imported.name or "") in words or imported.module.rpartition(".")[2] in words
+        if imported.module.startswith(home)
+        and ((name := imported.name or "") in words or imported.module.rpartition(".")[2] in words)
     ]
     report(wrong, f"{kind} are records: ask their rows")
 

@@ -19,7 +19,8 @@ from shardwise.cli.kept_rates import keep
 from shardwise.cli.options import Common, RecipeWords, recipe_file, sort_words
 from shardwise.cli.show import explained, note, print_error, print_json, say
 from shardwise.errors import Problem, TrainingError
-from shardwise.launch import local, nodes, rundir
+from shardwise.launch import nodes, rundir
+from shardwise.launch.launchers import Ended, Launch, launch
 from shardwise.launch.worker import (
     by_our_launcher,
     die_with_launcher,
@@ -36,6 +37,7 @@ from shardwise.runtime.faults.outcome import Kind, failed, write_exit
 from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.cluster_file import dump_cluster
 from shardwise.spec.explain import label
+from shardwise.spec.launchers import launcher_of
 from shardwise.spec.load import read_recipe
 from shardwise.spec.recipe import Recipe
 
@@ -67,19 +69,24 @@ def run(options: Options) -> int:
     if options.out:
         rundir.check_new(options.out)
     flags = (["-o", str(options.out)] if options.out else []) + ["--json"] * options.json + ["--debug"] * options.debug
-    if cluster.nodes > 1:
-        say(*nodes.lines(cluster.nodes, cluster.devices_per_node, [*again, *flags], command="doctor"))
+    launcher = launcher_of(recipe.run.launcher, cluster.nodes)
+    if not launcher.here:
+        told = launch(
+            launcher, Launch(["doctor", *again, *flags], cluster.nodes, cluster.devices_per_node, Path(), saves=False)
+        )
+        say(*told) if isinstance(told, list) else None
         return 0
     if warning := crowding(cluster):
         note(warning, as_json=options.json)
     note(f"measuring on {cluster.devices_per_node} ranks, about 20 s", as_json=options.json)
     command = ["doctor", *again, f"run.device={cluster.kind}", f"run.nproc={cluster.devices_per_node}", *flags]
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as directory:
-        ended = local.run_ranks(command, cluster.devices_per_node, Path(directory), saves=False)
+        ended = launch(launcher, Launch(command, 1, cluster.devices_per_node, Path(directory), saves=False))
+    assert isinstance(ended, Ended)
     return _told(ended, options)
 
 
-def _told(ended: local.Ended, options: Options) -> int:
+def _told(ended: Ended, options: Options) -> int:
     """Say why ranks failed, if they did."""
     problem = ended.problem
     if ended.exit_code == 128 + signal.SIGINT:

@@ -24,6 +24,7 @@ from shardwise.models.load import load_spec
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.cluster_file import LOCAL
+from shardwise.spec.launchers import launcher_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
@@ -82,8 +83,8 @@ def train(recipe: Recipe, plan: Plan | None = None, *, resume: bool = False) -> 
         if isinstance(done, ShardwiseError):
             raise done
         return done or _report(Path(run.out) / recipe.run.name)
-    if run.nodes > 1:
-        what = f"`run.nodes` is {run.nodes}, and a plain process starts ranks on one"
+    if not (launcher := launcher_of(run.launcher, run.nodes)).here:
+        what = f"`run.nodes` is {run.nodes}: the launcher {launcher.title}, and a plain process waits for its ranks"
         raise ConfigError(Problem("RUN001", what, "run.nodes", "start this script with torchrun, on each node"))
     directory, ended = start(recipe, how)
     if ended is not None and ended.exit_code:

@@ -21,8 +21,9 @@ from shardwise.data.source import taken_and_left_out
 from shardwise.data.tasks import check_tasks
 from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import OutputError, UnavailableError
-from shardwise.launch import local, nodes, rundir
+from shardwise.launch import rundir
 from shardwise.launch.keys import check_wandb
+from shardwise.launch.launchers import DEFAULT_PORT, Ended, Launch, launch
 from shardwise.launch.worker import is_worker
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve, with_adapter
@@ -32,6 +33,7 @@ from shardwise.runtime.owner import check_free
 from shardwise.spec import finetune
 from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.explain import label
+from shardwise.spec.launchers import launcher_of
 from shardwise.spec.load import dump_plan, dump_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -52,7 +54,7 @@ class How:
     fresh: bool = False
     hidden: bool = False
     debug: bool = False
-    port: int = nodes.DEFAULT_PORT
+    port: int = DEFAULT_PORT
 
 
 def named(recipe: Recipe, how: How) -> Recipe:
@@ -66,7 +68,7 @@ def named(recipe: Recipe, how: How) -> Recipe:
     return with_adapter(recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})}))
 
 
-def start(recipe: Recipe, how: How) -> tuple[Path, local.Ended | None]:
+def start(recipe: Recipe, how: How) -> tuple[Path, Ended | None]:
     """Return the run's directory, and how the ranks ended; None where none was to be started, and what there is to do
     was told. Raises ShardwiseError for what keeps it from starting."""
     while True:
@@ -79,15 +81,16 @@ def start(recipe: Recipe, how: How) -> tuple[Path, local.Ended | None]:
                 raise  # else another start took the name meanwhile: the next one
 
 
-def _start(recipe: Recipe, directory: Path, how: How) -> local.Ended | None:
+def _start(recipe: Recipe, directory: Path, how: How) -> Ended | None:
     check_free(directory)
     recipe = rundir.as_begun(directory, recipe)
     standing = rundir.check_standing(directory, recipe, resume=how.resume)
     if how.resume and (done := rundir.nothing_to_do(directory, recipe)):
         say(done) if not how.hidden else None
-        return local.Ended(0)
+        return Ended(0)
     _check_beside(recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe)
+    launcher = launcher_of(recipe.run.launcher, cluster.nodes)
     if not how.plan:
         if cluster.measured is not None:
             note(cluster.assumptions[-1], as_json=how.hidden)
@@ -107,29 +110,29 @@ def _start(recipe: Recipe, directory: Path, how: How) -> local.Ended | None:
         lines = render.summary(plan)
         for line in [f"model   {render.title(spec, cluster)}", *lines] if how.dry_run else lines[1:]:
             say(line)
-    _check_inputs(recipe, spec, plan, fetch=cluster.nodes == 1 and not how.dry_run)
+    _check_inputs(recipe, spec, plan, fetch=launcher.here and not how.dry_run)
     if how.dry_run:
         _tell_dry_run(recipe, spec, plan, {"disk_bytes": space, "resume_step": standing}, how)
         return None
     with rundir.owned(directory, partial(note, as_json=how.hidden)) as claim:
         standing = rundir.check_standing(directory, recipe, resume=how.resume)  # that nobody else changes now
         resumes = None if standing is None else rundir.resuming(directory, standing, recipe)
-        if cluster.nodes == 1:
+        if launcher.here:
             recipe, plan = _prepare(recipe, spec, plan, directory, planned, hidden=how.hidden)
         words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
         flags = {"--allow-fresh-start": how.fresh, "--debug": how.debug}
-        flags["--resume"] = how.resume and cluster.nodes > 1  # ranks of torchrun check it themselves
+        flags["--resume"] = how.resume and not launcher.here  # ranks that others start check it themselves
         words += [flag for flag, on in flags.items() if on]
-        if cluster.nodes > 1:
-            _print_nodes(words[1:], cluster, how.port)
-            return None
-        if resumes is not None:
+        if resumes is not None and launcher.here:
             note(resumes, as_json=how.hidden)
         with output_to_stderr() if how.hidden else nullcontext():
-            ended = local.run_ranks(words, cluster.devices_per_node, directory)
+            answer = launch(launcher, Launch(words, cluster.nodes, cluster.devices_per_node, directory, how.port))
+        if isinstance(answer, list):
+            say(*answer)
+            return None
         if not claim.held():  # what stands in exit.json now is the other one's
-            ended = local.Ended(OutputError.exit_code, claim.lost())
-    return ended
+            answer = Ended(OutputError.exit_code, claim.lost())
+    return answer
 
 
 def _tell_dry_run(recipe: Recipe, spec: ModelSpec, plan: Plan, facts: dict[str, int | None], how: How) -> None:
@@ -186,14 +189,6 @@ def _write(recipe: Recipe, plan: Plan, cluster: Cluster, directory: Path) -> lis
     (directory / "recipe.yaml").write_text(dump_recipe(recipe.model_copy(update={"run": run})), encoding="utf-8")
     (directory / "plan.yaml").write_text(dump_plan(plan), encoding="utf-8")
     return ["train", str(directory / "recipe.yaml"), "--plan", str(directory / "plan.yaml")]
-
-
-def _print_nodes(words: list[str], cluster: Cluster, port: int) -> None:
-    lines = nodes.lines(cluster.nodes, cluster.devices_per_node, words, port)
-    say(f"\n{cluster.nodes} nodes: run one of these lines on each; all must see this directory and the recipe's data.")
-    say("FIRST_NODE is the first node's address in the network between them, INTERFACE the name of its interface there")
-    say(f"(`ip route get $FIRST_NODE`). Keep strangers away from port {port} of the first node: docs/security.md\n")
-    say(*(f"  {line}" for line in lines))
 
 
 def _check_inputs(recipe: Recipe, spec: ModelSpec, plan: Plan, *, fetch: bool) -> None:

@@ -15,7 +15,7 @@ from shardwise.cli.show import note, outlive_output, print_error, print_json, sa
 from shardwise.cli.start import How, named, start
 from shardwise.cli.work import work
 from shardwise.errors import PreemptedError, ShardwiseError, TrainingError
-from shardwise.launch import local, nodes
+from shardwise.launch.launchers import DEFAULT_PORT, Ended
 from shardwise.launch.worker import die_with_launcher, is_worker, set_up_torch
 from shardwise.spec.load import Loaded, dump_recipe
 from shardwise.spec.recipe import Recipe
@@ -45,7 +45,7 @@ class Options(Foreign):
     debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
     port: Annotated[
         int, Option("--port", min=1, max=65535, help="Port on the first of several nodes (one machine opens none).")
-    ] = nodes.DEFAULT_PORT
+    ] = DEFAULT_PORT
 
 
 def run(options: Options) -> int:
@@ -98,7 +98,7 @@ def _stem(words: Words, recipe: Recipe) -> str:
     return words.path.stem if words.path else Path(recipe.model.path or "quickstart").name
 
 
-def _wait(ended: local.Ended, directory: Path, options: Options) -> int:
+def _wait(ended: Ended, directory: Path, options: Options) -> int:
     problem = ended.problem
     if problem is None:
         if options.json:

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import Problem, ShardwiseError
+from shardwise.launch.launchers import Ended as Ended
+from shardwise.launch.launchers import Launch
 from shardwise.launch.worker import LAUNCHER, STORE
 from shardwise.runtime.checkpoint.manifest import train_again
 from shardwise.runtime.faults.outcome import Exit, clear_exit, read_exit, write_exit
@@ -38,20 +40,17 @@ TWICE_S = 1.0
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How the ranks ended. ``problem`` is the first failing rank's cause."""
-
-    exit_code: int
-    problem: Problem | None = None
-
-
-@dataclass(frozen=True)
 class Failure:
     """A rank that failed: its exit code, or minus the signal that killed it."""
 
     exit_code: int
     pid: int
     time_s: float
+
+
+def launch(asked: Launch) -> Ended:
+    """Run the ranks on this machine, and wait for them."""
+    return run_ranks(asked.words, asked.nproc, asked.directory, saves=asked.saves)
 
 
 def run_ranks(

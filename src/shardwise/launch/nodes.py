@@ -1,29 +1,12 @@
-"""Several nodes: the exact line to run on each; and which ports torchrun leaves open (docs/security.md)."""
+"""Which ports torchrun leaves open (docs/security.md)."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
-import shlex
 import socket
-from collections.abc import Sequence
 
 from shardwise.launch.worker import by_our_launcher, is_worker, rank, started
-from shardwise.spec.safe_path import SAFE_PATH
-
-DEFAULT_PORT = 29500
-
-
-def lines(
-    nodes: int, nproc: int, arguments: Sequence[str], port: int = DEFAULT_PORT, command: str = "train"
-) -> list[str]:
-    """One ``torchrun`` line a node. The first node's address stands for ``FIRST_NODE``, the network between the nodes
-    for ``INTERFACE``. The rendezvous is torch's static one, because the other, c10d, unpickles what is in its store."""
-    head = " ".join(f"{name}={value}" for name, value in SAFE_PATH.items())
-    head += ' GLOO_SOCKET_IFNAME="$INTERFACE" NCCL_SOCKET_IFNAME="=$INTERFACE" torchrun '
-    head += f'--nnodes {nodes} --nproc-per-node {nproc} --master-addr "$FIRST_NODE" --master-port {port}'
-    words = shlex.join([command, *arguments])
-    return [f"{head} --node-rank {node} -m shardwise {words}" for node in range(nodes)]
 
 
 def exposure() -> str | None:

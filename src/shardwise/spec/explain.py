@@ -153,6 +153,7 @@ def _as_typed(value: object) -> str:
 
 
 def words_of(kind: str) -> str:
+    """The kind of a collective, as it is written: ``all-reduce``."""
     return kind.replace("_", "-")
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.errors import Problem
 from shardwise.spec.cluster import MOST_DEVICES
+from shardwise.spec.launchers import AUTO, LauncherName
 from shardwise.spec.methods import METHODS, MethodName
 from shardwise.spec.optimizers import OPTIMIZERS, OPTIONS, OptimizerName
 from shardwise.spec.plan import Dtype, ScheduleName
@@ -289,9 +290,8 @@ class Recompute(Section):
 
 
 class Checkpoint(Section):
-    """One is saved every ``save_steps``, or ``saves_per_epoch`` times while the data are read once. The newest
-    ``save_total_limit`` stay, each step that ``keep_every`` divides, and with ``keep_best`` the one whose validation
-    loss is lowest."""
+    """One is saved every ``save_steps``, or ``saves_per_epoch`` times an epoch. The newest ``save_total_limit`` stay,
+    each step that ``keep_every`` divides, and with ``keep_best`` the one whose validation loss is lowest."""
 
     save_steps: int | None = Field(default=None, ge=1)
     saves_per_epoch: int | None = Field(default=None, ge=1)
@@ -343,6 +343,7 @@ class Run(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nproc: Degree | None = None
     nodes: Degree = 1
+    launcher: LauncherName = AUTO
     timeout_s: float = Field(default=60.0, gt=0, le=604_800)
     log_steps: int | None = Field(default=None, ge=1)
     max_skipped_steps: int = Field(default=3, ge=0)
@@ -359,8 +360,7 @@ class Run(Section):
     def profiled(self) -> range:
         """The steps of ``profile_steps``; empty where it is not given, or not FIRST:LAST from 1."""
         first, _, last = (self.profile_steps or "").partition(":")
-        steps = range(int(first), int(last) + 1) if first.isdecimal() and last.isdecimal() else range(0)
-        return steps if steps and steps[0] else range(0)
+        return range(int(first), int(last) + 1) if first.isdecimal() and last.isdecimal() and int(first) else range(0)
 
 
 class Recipe(Section):

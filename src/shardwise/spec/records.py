@@ -1,5 +1,5 @@
-"""What rows of the tables are: a method's, an optimizer's and a schedule's of the learning rate. Other packages import
-them from here, for rows of their own (docs/extending.md)."""
+"""What rows of the tables are: a method's, an optimizer's, a launcher's and a schedule's of the learning rate. Other
+packages import them from here, for rows of their own (docs/extending.md)."""
 
 from __future__ import annotations
 
@@ -79,6 +79,18 @@ class OptimizerSpec:
     factored: bool = False
     smaller: str | None = None
     exact: str | None = None
+
+
+@dataclass(frozen=True)
+class LauncherSpec:
+    """A launcher; ``title``: what it does. ``here``: it starts ranks on this machine alone, waits for them and says how
+    they ended; any other tells how they are to be started, of which it may have written a file. ``module``: of another
+    package, where its program is."""
+
+    name: str
+    title: str
+    here: bool = False
+    module: str = ""
 
 
 Span = Callable[[float | None, float, int], tuple[float, float]]

@@ -25,7 +25,7 @@ KEPT = "report.json"
 
 
 @dataclass(frozen=True)
-class _Loss(Numbered):
+class _StepLoss(Numbered):
     """What is read of a line of metrics.jsonl."""
 
     loss: float | None = None
@@ -65,7 +65,7 @@ class Report:
     def losses(self) -> dict[int, float]:
         """Return the loss of each step, in nats, by the step's number from 1, as metrics.jsonl has them; of steps whose
         loss was not finite there is none. Raises OSError where that file is gone."""
-        lines = (from_json(_Loss, line) for line in regular_lines(self.directory / "metrics.jsonl"))
+        lines = (from_json(_StepLoss, line) for line in regular_lines(self.directory / "metrics.jsonl"))
         return {line.step: line.loss for line in lines if line.loss is not None}
 
     def keep(self) -> None:
