@@ -71,9 +71,7 @@ def run(options: Options) -> int:
     flags = (["-o", str(options.out)] if options.out else []) + ["--json"] * options.json + ["--debug"] * options.debug
     launcher = launcher_of(recipe.run.launcher, cluster.nodes)
     if not launcher.here:
-        told = launch(
-            launcher, Launch(["doctor", *again, *flags], cluster.nodes, cluster.devices_per_node, Path(), saves=False)
-        )
+        told = launch(launcher, Launch(["doctor", *again, *flags], cluster.nodes, cluster.devices_per_node, Path()))
         say(*told) if isinstance(told, list) else None
         return 0
     if warning := crowding(cluster):

@@ -126,7 +126,8 @@ def _start(recipe: Recipe, directory: Path, how: How) -> Ended | None:
         if resumes is not None and launcher.here:
             note(resumes, as_json=how.hidden)
         with output_to_stderr() if how.hidden else nullcontext():
-            answer = launch(launcher, Launch(words, cluster.nodes, cluster.devices_per_node, directory, how.port))
+            gpus = cluster.kind == "cuda"
+            answer = launch(launcher, Launch(words, cluster.nodes, cluster.devices_per_node, directory, how.port, gpus))
         if isinstance(answer, list):
             say(*answer)
             return None

@@ -26,13 +26,14 @@ class Ended:
 class Launch:
     """What is to be started: ``python -m shardwise`` with these ``words``, ``nproc`` times on each of ``nodes``
     machines, all of which see ``directory``, the run's. ``port``: of the first node, where ranks of several meet.
-    ``saves``: asked to stop, ranks may save first."""
+    ``gpus``: each of these has one. ``saves``: asked to stop, ranks may save first."""
 
     words: Sequence[str]
     nodes: int
     nproc: int
     directory: Path
     port: int = DEFAULT_PORT
+    gpus: bool = False
     saves: bool = True
 
 
