@@ -15,6 +15,7 @@ _OURS = {
     for spec in (
         LauncherSpec("local", "starts ranks on this machine, and waits for them", here=True),
         LauncherSpec("torchrun", "prints the line to run on each node"),
+        LauncherSpec("slurm", "writes a script for sbatch"),
     )
 }
 LAUNCHERS = with_others("shardwise.launchers", LauncherSpec, _OURS)
