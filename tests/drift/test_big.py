@@ -9,7 +9,7 @@ import pytest
 from shardwise.models.load import load_spec
 from shardwise.prove.drift import PEAK_TOLERANCE, drift
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, ScheduleName, Shard
+from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.pp.split import split
 
@@ -88,7 +88,7 @@ def test_experts_over_16_ranks_whose_rows_are_over_4(rank: int) -> None:
 @pytest.mark.big
 @pytest.mark.parametrize("place", [0, 8, 15])
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
-def test_405b_in_three_dimensions(schedule: ScheduleName, stages_per_rank: int, place: int) -> None:
+def test_405b_in_three_dimensions(schedule: str, stages_per_rank: int, place: int) -> None:
     """126 blocks over 16 and 32 stages, on 16,384 ranks."""
     spec = load_spec("Llama-3.1-405B")
     blocks = split(spec, 8192, 16 * stages_per_rank)

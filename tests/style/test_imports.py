@@ -17,6 +17,7 @@ from shardwise import techniques
 from shardwise.spec.launchers import LAUNCHERS
 from shardwise.spec.methods import LOSSES, METHODS
 from shardwise.spec.optimizers import OPTIMIZERS
+from shardwise.spec.pipelines import PIPELINES
 from tests.style.source import ROOT, Import, Source, imports, report, sources, target
 
 SLOW_OR_OPTIONAL = {
@@ -342,6 +343,7 @@ NAMED_BY_NOBODY = {
     "methods": ({*METHODS, *LOSSES}, "shardwise.methods"),
     "optimizers": ({*OPTIMIZERS}, "shardwise.techniques.optim"),
     "launchers": ({*LAUNCHERS}, "shardwise.launch"),
+    "pipelines": ({*PIPELINES}, "shardwise.techniques.pp"),
 }
 """What is asked of their rows (shardwise/spec/), never by name; and where their programs are."""
 

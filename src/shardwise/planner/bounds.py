@@ -20,7 +20,6 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import stage_rank
 from shardwise.spec.place import stages_of
 from shardwise.spec.plan import BYTES, Plan
-from shardwise.techniques.pp.actions import SCHEDULES
 
 
 class BlockSeconds(NamedTuple):
@@ -64,7 +63,7 @@ class Through:
         ``message_s``: from a rank to the next. ``block_s``: of a block, what the first forward waits for its weights,
         and a rank's own last backward for the sum of its gradients, if that is longer than what it computes."""
         layout, most = plan.layout, 0.0
-        halved = SCHEDULES[plan.pipeline.schedule].splits_backward
+        halved = plan.pipeline.spec.splits_backward
         stages, f, b = stages_of(plan.pipeline.split), self.forward_s, self.backward_s
         for rank in range(layout.pp):
             own = {n: blocks for n, blocks in enumerate(stages) if stage_rank(layout, n) == rank}
@@ -218,13 +217,4 @@ def _rounds(plan: Plan) -> tuple[int, int, int]:
 
 def _most_alive(plan: Plan, rank: int, m: int) -> int:
     """At most so many forwards has a rank of a pipeline done whose gradients are not."""
-    ranks, each = plan.layout.pp, plan.pipeline.stages_per_rank
-    most = {
-        "gpipe": m,
-        "1f1b": ranks - rank,
-        "interleaved": (each - 1) * ranks + 2 * (ranks - 1 - rank) + 1,
-        "interleaved_zb": each * ranks,
-        "zbv": 2 * ranks,
-        "dualpipev": 2 * ranks + 1,
-    }
-    return min(m * each, most[plan.pipeline.schedule])
+    return plan.pipeline.spec.most_alive(plan.layout.pp, rank, plan.pipeline.stages_per_rank, m)

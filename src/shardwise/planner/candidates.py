@@ -16,7 +16,6 @@ from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import show_bytes
 from shardwise.techniques import cp, ep, pp, shard, tp
 from shardwise.techniques.offload.legal import leave_each, leave_early
-from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.shard.degrees import grouped
 
 CHUNK_NUMBERS = {"cuda": 2**26, "cpu": 2**22}
@@ -109,7 +108,7 @@ class Pipelines:
                 layout = staged.layout
                 own_devices = layout.tp * layout.cp
                 dp, rest = divmod(cluster.world, layout.pp * own_devices)
-                least = SCHEDULES[staged.pipeline.schedule].least_micro_batches(layout.pp)
+                least = staged.pipeline.spec.least_micro_batches(layout.pp)
                 sizes = [] if rest else splits(recipe.train, self.whole, dp, own_devices)
                 if sizes := [each for each in sizes if each[1] >= least]:
                     degrees = replace(layout, dp_shard=dp, ranks_per_node=cluster.devices_per_node)
@@ -165,9 +164,9 @@ def _legal(
     found: list[Plan] = []
     refused: list[Problem] = []
     others = [technique for technique in techniques.ORDER if technique not in (pp, tp, cp, ep, shard)]
-    enough = SCHEDULES[degree.pipeline.schedule].least_micro_batches(degree.layout.pp)
+    enough = degree.pipeline.spec.least_micro_batches(degree.layout.pp)
     for other in techniques.choices(others, recipe, spec, cluster, degree):
-        if other.compile and recipe.compile == "auto" and SCHEDULES[degree.pipeline.schedule].splits_backward:
+        if other.compile and recipe.compile == "auto" and degree.pipeline.spec.splits_backward:
             why = "derived: off: the schedule makes gradients of weights apart, which compiled blocks cannot do"
             other = replace(other, compile=False, why={**other.why, "compile": why})
         for split in shard.choices(recipe, spec, cluster, other, pinned=pinned):

@@ -16,10 +16,10 @@ from shardwise.planner.price import price
 from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.explain import MARGIN as MARGIN
+from shardwise.spec.pipelines import PIPELINES
 from shardwise.spec.plan import Plan, Seconds
 from shardwise.techniques.cp import KINDS as CP_KINDS
 from shardwise.techniques.offload.legal import leave_early
-from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.remat import MODES
 from shardwise.techniques.shard.degrees import STRATEGIES
 
@@ -30,8 +30,8 @@ TIE = 0.02
 KINDS = (*STRATEGIES, "hybrid", "ep", "cp", "tp", "pp", "pp x tp")
 """The kinds of plans, from the simplest on."""
 
-SIMPLER = (*(name for name in SCHEDULES if name != "gpipe"), "gpipe")
-"""Schedules, simpler ones first."""
+SIMPLER = sorted(PIPELINES, key=lambda name: PIPELINES[name].alive is None)
+"""Schedules, simpler ones first, and last what has all micro-batches alive."""
 
 
 def fits(plan: Plan) -> bool:

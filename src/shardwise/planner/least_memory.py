@@ -17,7 +17,6 @@ from shardwise.spec.layout import stage_rank
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import KEPT_UNITS, Unit
 from shardwise.techniques.offload.legal import leave_early
-from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.states import slices_over
 
 
@@ -150,9 +149,9 @@ def _alive(plan: Plan) -> int:
     """Return how many forwards of a stage the first rank of a pipeline has done at some time before it does a
     backward."""
     ranks, each, m = plan.layout.pp, plan.pipeline.stages_per_rank, plan.batch.accumulation
-    if SCHEDULES[plan.pipeline.schedule].shape == "v" or plan.pipeline.schedule == "gpipe":
-        return m if plan.pipeline.schedule == "gpipe" else min(m, 2 * ranks - 1)
-    return min(m * each, each * ranks)
+    if plan.pipeline.spec.alive is None:
+        return m * each
+    return min(m, 2 * ranks - 1) if plan.pipeline.spec.shape == "v" else min(m * each, each * ranks)
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)

@@ -17,7 +17,6 @@ from shardwise.techniques.offload import blocks_again, leaving, waiting_bytes
 from shardwise.techniques.offload.legal import leave_early, return_beside
 from shardwise.techniques.offload.sizes import ROOMS, STAGED_BLOCKS, whole_pages
 from shardwise.techniques.offload.updated import elsewhere, return_bytes
-from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.shard.unit_bytes import ExpertsOf
 
 ADDED = 3
@@ -141,7 +140,7 @@ class Inputs:
         leave = [1 + place for place in leaving(units[1:-1], first_stays=number > 0)] if again else []
         self.sizes = {unit: units[unit].tensors[units[unit].input].bytes(b, s) for unit in leave}
         # Autograd holds the gradient that a stage is given until its backward is over, where that comes at once.
-        whole = not SCHEDULES[plan.pipeline.schedule].splits_backward
+        whole = not plan.pipeline.spec.splits_backward
         self.given = max(self.sizes.values(), default=0) if whole and number < len(plan.pipeline.split) - 1 else 0
         self.last = len(units) - 2
 

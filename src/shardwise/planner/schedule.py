@@ -36,7 +36,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques import offload, optim, pp
 from shardwise.techniques.offload.updated import elsewhere, returned_late
-from shardwise.techniques.pp.actions import SCHEDULES, Action
+from shardwise.techniques.pp.actions import Action
 from shardwise.techniques.shard import gradient_bytes
 from shardwise.techniques.shard.replicas import blocks_of_bucket
 
@@ -74,7 +74,7 @@ def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None
     block = sheet.blocks[0]
     size = block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.row_tokens)
     closing = {action.stage: action.micro for action in order if action.kind in ("B", "I", "W")}
-    halved = SCHEDULES[plan.pipeline.schedule].splits_backward
+    halved = plan.pipeline.spec.splits_backward
     leaving: list[TensorKey] = []
     run = _remembering(tape, {} if known is None else known) if isinstance(tape, Folding) else Step.run
     if sheet.place.coordinate("pp") > 0:
@@ -313,7 +313,7 @@ def _piped(sheet: Sheet, plan: Plan, passes: Passes) -> Span:
     what is left out does what a round does, and holds no more."""
     ranks, m = plan.layout.pp, plan.batch.accumulation
     few = 2 * ranks * plan.pipeline.stages_per_rank
-    if plan.pipeline.schedule == "gpipe" or m <= few + ranks or m % ranks:
+    if plan.pipeline.spec.alive is None or m <= few + ranks or m % ranks:
         return _played_through(sheet, plan, passes, m, {})
     known: Known = {}
     span, before = (_played_through(sheet, plan, passes, count, known) for count in (few, few - ranks))

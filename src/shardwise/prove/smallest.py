@@ -75,7 +75,7 @@ def _plain_schedule(spec: ModelSpec, plan: Plan) -> Case:
         return spec, plan
     split, each = plan.pipeline.split, plan.pipeline.stages_per_rank
     joined = tuple(sum(split[place : place + each]) for place in range(0, len(split), each))
-    return spec, replace(plan, layout=replace(plan.layout, v_shaped=False), pipeline=Pipeline("1f1b", 1, joined))
+    return spec, replace(plan, layout=replace(plan.layout, v_shaped=False), pipeline=Pipeline(split=joined))
 
 
 def _gathered(spec: ModelSpec, plan: Plan) -> Case:

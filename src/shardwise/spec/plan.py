@@ -10,6 +10,8 @@ from shardwise.spec.hash_once import hash_once
 from shardwise.spec.layout import Layout
 from shardwise.spec.methods import LOSSES, LossName
 from shardwise.spec.optimizers import OPTIMIZERS, OptimizerName
+from shardwise.spec.pipelines import PIPELINES, PipelineSpec
+from shardwise.spec.pipelines import ScheduleName as ScheduleName
 from shardwise.spec.place import stages_of
 from shardwise.spec.records import ENTROPY, MethodSpec, OptimizerSpec
 
@@ -47,9 +49,6 @@ class Shard:
     bucket_bytes: int = 25 * 2**20
 
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev"]
-
-
 @dataclass(frozen=True)
 class Pipeline:
     """``schedule``: the order in which each rank computes its stages of each micro-batch. ``split``: how many blocks
@@ -59,6 +58,11 @@ class Pipeline:
     schedule: ScheduleName = "1f1b"
     stages_per_rank: int = 1
     split: tuple[int, ...] = ()
+
+    @property
+    def spec(self) -> PipelineSpec:
+        """The schedule's row."""
+        return PIPELINES[self.schedule]
 
 
 CpKind = Literal["ring", "ulysses", "nested", "gather"]

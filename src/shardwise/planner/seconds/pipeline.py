@@ -24,7 +24,7 @@ from shardwise.spec.layout import stage_rank
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques import pp
-from shardwise.techniques.pp.actions import SCHEDULES, Action, Lists
+from shardwise.techniques.pp.actions import Action, Lists
 from shardwise.techniques.pp.compiled import Computation, program
 from shardwise.techniques.pp.replay import Replay, replay
 from shardwise.techniques.pp.split import trained_stages
@@ -209,7 +209,7 @@ class PipelineReplay:
 def _stage_times(clock: StepClock, step: Step, plan: Plan, *, trained: bool, waits: bool) -> StageTimes:
     """Of one stage of a place, by three micro-batches: the first, one that is like most, and the last. ``waits``: the
     first comes from another rank."""
-    halved = SCHEDULES[plan.pipeline.schedule].splits_backward and trained
+    halved = plan.pipeline.spec.splits_backward and trained
     parts, passes, after_s = list[list[float]](), list[Elapsed](), list[float]()
     begun = clock.now.copy()
     if waits:

@@ -22,12 +22,13 @@ from shardwise.errors import Problem
 from shardwise.models.blocks import spec_of
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.pipelines import PIPELINES, ScheduleName
 from shardwise.spec.place import Place, place_of
-from shardwise.spec.plan import BYTES, Pipeline, Plan, ScheduleName
+from shardwise.spec.plan import BYTES, Pipeline, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import torch_dtype
-from shardwise.techniques.pp.actions import SCHEDULES, Lists, actions, illegal
+from shardwise.techniques.pp.actions import Lists, actions, illegal
 from shardwise.techniques.pp.split import split
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 SETTINGS = {"layout.pp": 1}
 MOST_MICRO_BATCHES = 2**12
 """Of a step: some schedules are looked at action by action, and every rank of a run has a list of them."""
-AUTOMATIC: tuple[tuple[ScheduleName, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
+AUTOMATIC = tuple((name, stages) for name, spec in PIPELINES.items() for stages in spec.tried)
 """Schedules that are tried where none is pinned, and with how many stages a rank where that is not; simpler ones
 first."""
 
@@ -73,12 +74,12 @@ def _scheduled(recipe: Recipe, spec: ModelSpec, plan: Plan, ranks: int) -> Itera
     asked, given = recipe.parallel, recipe.parallel.pp == ranks
     tried: dict[tuple[ScheduleName, int], None] = {}
     for schedule, stages in AUTOMATIC if asked.schedule == "auto" else ((asked.schedule, 0),):
-        each = asked.stages_per_rank or stages or SCHEDULES[schedule].least_stages
-        more = not given or (asked.schedule == "auto" and stages > SCHEDULES[schedule].least_stages)
+        each = asked.stages_per_rank or stages or PIPELINES[schedule].least_stages
+        more = not given or (asked.schedule == "auto" and stages > PIPELINES[schedule].least_stages)
         barred = any(one.name == "stages_per_rank" for one in illegal(schedule, ranks, each, 1))
         too_many = ranks * each > spec.num_hidden_layers and more
         # Blocks that are compiled cannot have their backward in two.
-        halved = SCHEDULES[schedule].splits_backward and asked.schedule == "auto" and recipe.compile is not False
+        halved = PIPELINES[schedule].splits_backward and asked.schedule == "auto" and recipe.compile is not False
         if not (halved or too_many or (barred and (asked.schedule == "auto" or not given))):
             tried[schedule, each] = None
     for schedule, each in tried:
@@ -90,7 +91,7 @@ def _scheduled(recipe: Recipe, spec: ModelSpec, plan: Plan, ranks: int) -> Itera
         }
         yield replace(
             plan,
-            layout=replace(plan.layout, pp=ranks, v_shaped=SCHEDULES[schedule].shape == "v"),
+            layout=replace(plan.layout, pp=ranks, v_shaped=PIPELINES[schedule].shape == "v"),
             pipeline=Pipeline(schedule, each, counts),
             why={**plan.why, **why},
         )
@@ -121,11 +122,11 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if spec.hf_model is not None:
         what = f"{spec.name} runs in transformers' own modules, which are not cut into stages"
         return [Problem("PLAN023", what, "parallel.pp", "`parallel.pp=1`: the batch, or weights, are divided instead")]
-    kind, name, each = SCHEDULES[asked.schedule], asked.schedule, asked.stages_per_rank
+    kind, name, each = PIPELINES[asked.schedule], asked.schedule, asked.stages_per_rank
     stages, blocks, problems = ranks * each, spec.num_hidden_layers, []
     found = {one.name: one for one in illegal(name, ranks, each, plan.batch.accumulation)}
     if wrong := found.get("stages_per_rank"):
-        others = [other for other in SCHEDULES if not illegal(other, ranks, each, plan.batch.accumulation)]
+        others = [other for other in PIPELINES if not illegal(other, ranks, each, plan.batch.accumulation)]
         fix = f"`parallel.stages_per_rank={wrong.nearest}`"
         fix += f", or `parallel.schedule` {' or '.join(others)}" if others else ""
         problems.append(Problem("PLAN023", wrong.what, "parallel.stages_per_rank", fix))
@@ -211,7 +212,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
             part = Decoder(whole.spec, stage.blocks, stem=stage.stem, head=stage.head)
         part.kernel = whole.kernel
         stages.append(part)
-    line = Line(plan, meshes, place, WeightGradients() if SCHEDULES[plan.pipeline.schedule].splits_backward else None)
+    line = Line(plan, meshes, place, WeightGradients() if plan.pipeline.spec.splits_backward else None)
     for own in stages:
         _LINES[own] = line
         if line.later:

@@ -21,21 +21,21 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from shardwise.spec.layout import Layout, stage_rank
+from shardwise.spec.pipelines import PIPELINES as SCHEDULES
+from shardwise.techniques.pp import schedules
+from shardwise.techniques.pp.schedules import ANY, COMPUTATIONS, Computed, Corner, Turn
 
 Way = Literal["F", "B"]
-Kind = Literal["F", "B", "I", "W", "SEND_F", "SEND_B", "RECV_F", "RECV_B"]
+Kind = Literal[Computed, "SEND_F", "SEND_B", "RECV_F", "RECV_B"]
 Message = tuple[Way, int, int]
 """(F, stage, micro-batch): that stage's input; (B, stage, micro-batch): the gradient of that stage's output."""
 Lists = tuple[tuple["Action", ...], ...]
 """The actions of every rank of a pipeline."""
 
-COMPUTATIONS: tuple[Kind, ...] = ("F", "B", "I", "W")
 SEND: dict[Way, Kind] = {"F": "SEND_F", "B": "SEND_B"}
 RECEIVE: dict[Way, Kind] = {"F": "RECV_F", "B": "RECV_B"}
 TAKEN: dict[Kind, Way] = {"F": "F", "RECV_F": "F", "B": "B", "I": "B", "RECV_B": "B"}
 GIVEN: dict[Kind, Way] = {"F": "F", "SEND_F": "F", "B": "B", "I": "B", "SEND_B": "B"}
-ANY = -1
-"""In place of a stage: whichever has waited longest."""
 
 
 class Action(NamedTuple):
@@ -67,31 +67,6 @@ class Action(NamedTuple):
         """What a computation makes for a neighbouring stage, or what a send carries."""
         way = GIVEN.get(self.kind)
         return way and (way, self.stage + (1 if way == "F" else -1), self.micro)
-
-
-class Schedule(NamedTuple):
-    """Facts of a schedule. ``shape`` says which rank has a stage: in a loop stage ``s`` is on rank ``s % ranks``; a V
-    goes down the ranks and back up. ``most_stages`` None: a rank may have any number."""
-
-    shape: Literal["loop", "v"]
-    splits_backward: bool
-    least_stages: int
-    most_stages: int | None
-    least_micro_batches_per_rank: int
-
-    def least_micro_batches(self, ranks: int) -> int:
-        """The fewest micro-batches of a step."""
-        return max(1, self.least_micro_batches_per_rank * ranks)
-
-
-SCHEDULES = {
-    "gpipe": Schedule("loop", False, 1, 1, 0),
-    "1f1b": Schedule("loop", False, 1, 1, 1),
-    "interleaved": Schedule("loop", False, 2, None, 1),
-    "interleaved_zb": Schedule("loop", True, 1, None, 1),
-    "zbv": Schedule("v", True, 2, 2, 1),
-    "dualpipev": Schedule("v", True, 2, 2, 2),
-}
 
 
 class Illegal(NamedTuple):
@@ -136,12 +111,7 @@ def actions(
         raise ValueError(f"trained is of {len(trained)} stages, the pipeline has {stages}")
     orders = []
     for rank in range(ranks):
-        if schedule == "zbv":
-            turns = _zbv(rank, ranks, micro_batches)
-        elif schedule == "dualpipev":
-            turns = _dualpipev(rank, ranks, micro_batches)
-        else:
-            turns = _looped(schedule, rank, ranks, stages_per_rank, micro_batches)
+        turns = schedules.turns(SCHEDULES[schedule], Corner(rank, ranks, stages_per_rank, micro_batches))
         order = [action for action in _numbered(turns) if action.micro < micro_batches]
         orders.append(_needed(order, trained or (True,) * stages))
     return _with_transfers(orders)
@@ -165,10 +135,6 @@ def _refuse(problems: Sequence[Illegal]) -> None:
         raise ValueError("; ".join(f"{p.what} (nearest: {p.name} {p.nearest})" for p in problems))
 
 
-Turn = tuple[Kind, int]
-"""(kind, stage) of a computation whose micro-batch follows from those before it; the stage of a W may be ANY."""
-
-
 def _numbered(turns: Iterable[Turn]) -> list[Action]:
     """Computations with their micro-batches: forward takes those of a stage in order, and so does backward, whole or in
     parts. W completes the I that has waited longest."""
@@ -184,85 +150,6 @@ def _numbered(turns: Iterable[Turn]) -> list[Action]:
         if kind == "I":
             waiting.append(order[-1])
     return order
-
-
-def _looped(schedule: str, rank: int, ranks: int, stages_per_rank: int, micro_batches: int) -> list[Turn]:
-    """Some forwards, then one forward and one backward by turns, then the backwards that are left. Micro-batches go
-    through a rank's stages in rounds, as even as can be, the larger first.
-
-    GPipe: arXiv 1811.06965. 1F1B and interleaved: Narayanan et al., arXiv 2104.04473, section 2.2. Zero bubble, where
-    the W of a rank lag so many I behind as there are ranks before it: Qi et al., arXiv 2401.10241, ZB-H1.
-    """
-    splits, stages = SCHEDULES[schedule].splits_backward, range(rank, ranks * stages_per_rank, ranks)
-    count = max(1, micro_batches // ranks)
-    rounds = [micro_batches // count + (i < micro_batches % count) for i in range(count)]
-    backward: Kind = "I" if splits else "B"
-    forwards: list[Turn] = [("F", stage) for size in rounds for stage in stages for _ in range(size)]
-    backwards = [(backward, stage) for size in rounds for stage in reversed(stages) for _ in range(size)]
-    if schedule == "gpipe":
-        lead = len(forwards)
-    else:
-        hop = 2 if schedule == "interleaved" else 1  # forwards more for each rank that follows
-        lead = min(len(forwards), (stages_per_rank - 1) * rounds[0] + hop * (ranks - 1 - rank))
-    turns = forwards[:lead]
-    for place, turn in enumerate(backwards):
-        turns += [*forwards[lead + place : lead + place + 1], turn]
-        if splits and place >= rank:
-            turns.append(("W", ANY))
-    return turns + [("W", ANY)] * (rank if splits else 0)
-
-
-Phase = tuple[int, str]
-"""How many times a rank of a V does some computations. ``F0``: of its stage on the way down; ``F1``: of that on the way
-up; ``W``: of whichever has waited longest."""
-
-
-def _v_shaped(rank: int, ranks: int, phases: Iterable[Phase]) -> list[Turn]:
-    stages, kinds = {"0": rank, "1": 2 * ranks - 1 - rank, "": ANY}, {str(kind): kind for kind in COMPUTATIONS}
-    return [
-        (kinds[letters[0]], stages[letters[1:]])
-        for times, steps in phases
-        for _ in range(times)
-        for letters in steps.split()
-    ]
-
-
-def _zbv(rank: int, ranks: int, micro_batches: int) -> list[Turn]:
-    """ZB-V: Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362. It has at least as many micro-batches as fill
-    the pipeline; of a step with fewer, the caller leaves out the rest."""
-    left, whole = ranks - rank, max(2 * ranks - 1, micro_batches)
-    phases = [
-        (2 * left - 1, "F0"),
-        (rank, "F1 F0"),
-        (left, "F1 I1 W1"),
-        (whole - ranks - left + 1, "F0 I0 W0 F1 I1 W1"),
-        (left - 1, "I0 W0 F1 I1 W1"),
-        (rank, "I0 I1"),
-        (left, "I0 W0"),
-        (rank, "W1"),
-        (rank, "W0"),
-    ]
-    return _v_shaped(rank, ranks, phases)
-
-
-def _dualpipev(rank: int, ranks: int, micro_batches: int) -> list[Turn]:
-    """DualPipeV, the half of DualPipe that is a V: DeepSeek-V3, arXiv 2412.19437, github.com/deepseek-ai/DualPipe. A
-    forward and a backward that may overlap stand side by side. Of the last backwards half are whole, half in parts."""
-    after = ranks - 1 - rank
-    half, odd = divmod(rank + 1, 2)
-    phases = [
-        (2 * after, "F0"),
-        (rank + 1, "F0 F1"),
-        (after, "I1 W F1"),
-        (micro_batches - ranks - after, "F0 B1 F1 B0"),
-        (after, "B1 F1 B0"),
-        (half, "B1 B0"),
-        (odd, "B1 I0"),
-        (half, "I1 I0"),
-        (after, "W I0"),
-        (rank + 1, "W"),
-    ]
-    return _v_shaped(rank, ranks, phases)
 
 
 def _needed(order: Iterable[Action], trained: Sequence[bool]) -> list[Action]:
