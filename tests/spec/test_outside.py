@@ -1,4 +1,4 @@
-"""Methods, optimizers and schedules of an installed package: the one of docs/extending.md, as it stands there."""
+"""What an installed package brings, a row of each table: the one of docs/extending.md, as it stands there."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from shardwise.spec.load import load_recipe
 from tests.interop.test_trained import SIZE
 from tests.style.source import ROOT
 
@@ -23,9 +25,12 @@ with warnings.catch_warnings(record=True) as told:
     from shardwise.spec.methods import METHODS
     from shardwise.spec.optimizers import OPTIMIZERS
     from shardwise.spec.schedules import SCHEDULES
+    from shardwise.spec.launchers import LAUNCHERS
+    from shardwise.interop.systems import SYSTEMS
 import sys
 assert "torch" not in sys.modules
-print([*METHODS][-1], [*OPTIMIZERS][-1], [*SCHEDULES][-1], *(each.message for each in told), sep="\\n")
+rows = [*METHODS][-1], [*OPTIMIZERS][-1], [*SCHEDULES][-1], [*LAUNCHERS][-1], SYSTEMS[-1].name
+print(*rows, *(each.message for each in told), sep="\\n")
 """
 
 
@@ -69,7 +74,7 @@ def run(site: Path, *words: str) -> str:
 
 
 def test_rows_of_a_package_are_in_the_tables(installed: Path) -> None:
-    assert run(installed, "-c", TRIED).split() == ["apo_zero", "signum", "exponential"]
+    assert run(installed, "-c", TRIED).split() == ["apo_zero", "signum", "exponential", "detached", "inhouse"]
 
 
 def test_a_row_that_is_none_is_left_out_and_told(installed: Path) -> None:
@@ -77,8 +82,8 @@ def test_a_row_that_is_none_is_left_out_and_told(installed: Path) -> None:
     broken = {"sft": f"{rows}:APO_ZERO", "gone": f"{rows}:NOTHING", "apo_zero": f"{rows}:SIGNUM"}
     entry(installed, {"shardwise.methods": broken, "shardwise.optimizers": {"other": f"{rows}:SIGNUM"}})
     told = run(installed, "-c", TRIED).splitlines()
-    assert told[:3] == ["simpo", "adafactor", "wsd_exponential"]
-    assert [line.split(" is left out: ")[1] for line in told[3:]] == [
+    assert told[:5] == ["simpo", "adafactor", "wsd_exponential", "slurm", "torchtune"]
+    assert [line.split(" is left out: ")[1] for line in told[5:]] == [
         "it is no MethodSpec of this name",
         f"AttributeError: module '{rows}' has no attribute 'NOTHING'",
         "the name is taken",
@@ -92,6 +97,35 @@ def test_what_lies_beside_a_recipe_is_no_package(installed: Path) -> None:
     for words in (("-m", "shardwise", "--version"), ("-m", "shardwise", "schema")):
         done = subprocess.run([sys.executable, *words], cwd=installed, capture_output=True, text=True, check=False)
         assert done.returncode == 0 and "left out" not in done.stderr, done.stderr
+
+
+READ = """
+import sys
+from contextlib import redirect_stderr
+from shardwise.cli.app import main
+with redirect_stderr(sys.stdout):
+    for number, words in enumerate([["import", "-o", "recipe.yaml"], ["plan"], *[["import", "-o", "not.yaml"]] * 4]):
+        word, *more = words
+        print(main([word, f"{number}.yaml", "--cluster", "8xH100", "model.path=Llama-3.1-8B", "data=x.jsonl", *more]))
+"""
+
+
+def test_files_of_a_packages_system_are_read(installed: Path) -> None:
+    """By its keys alone; what is refused, unknown or misspelt is said as of any other system."""
+    said = {"old_trainer_version": 2, "batch": 32, "tokens": 4096, "lr": 1e-4, "sharding": "full", "log": {"every": 1}}
+    good = {"workers": 4, "noise": 0}
+    wrong = {"noise": 0.1}, {"finetune_frm": "x"}, {"loss_of": "z"}, {"sharding": "half"}
+    for number, more in enumerate((good, good, *wrong)):
+        (installed.parent / f"{number}.yaml").write_text(json.dumps({**said, **more}))
+    told = run(installed, "-c", READ)
+    recipe = load_recipe(installed.parent / "recipe.yaml")
+    assert (recipe.train.seq_len, recipe.train.global_batch_size) == (4096, 32)
+    assert (recipe.optim.learning_rate, recipe.model.path) == (1e-4, "Llama-3.1-8B")
+    assert "keys of our old trainer: " in told and re.search("split by our old trainer +ZeRO-3 over 8", told)
+    codes = re.findall(r"error\[(\w+)\]: (.*)", told)
+    assert [code for code, _ in codes] == ["IMP001", "IMP002", "IMP002", "IMP001"], told
+    assert "`noise: 0.1`: added noise to gradients" in told and "did you mean `finetune_from`" in told
+    assert "half is none of full, off" in told
 
 
 @pytest.mark.prove
@@ -117,5 +151,11 @@ def test_a_package_is_planned_trained_and_proved(installed: Path) -> None:
     steps = [line for line in told if "rewards/margins" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4] and abs(steps[0]["loss"] - 1) < 1e-6
     assert steps[-1]["loss"] < steps[0]["loss"]
+    run(installed, *asked[:-1], "b", "run.launcher=detached", "--port", "29737", "--max-steps", "2")
+    for _ in range(600):  # it does not wait
+        if (installed.parent / "runs/b/report.json").exists():
+            break
+        time.sleep(0.2)
+    assert len((installed.parent / "runs/b/metrics.jsonl").read_text().splitlines()) == 2
     said = run(installed, *own, "prove", *words, "run.nproc=2", "run.device=cpu", "parallel.strategy=zero3")
     assert "does not hold" not in said and "parity" in said

@@ -17,10 +17,10 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any
 
@@ -40,13 +40,13 @@ MATHEMATICAL = re.compile(
 
 @dataclass(frozen=True)
 class Meaning:
-    """The meaning of a key. ``values``: theirs and ours; empty: unchanged, and an empty one of ours leaves the setting
-    out."""
+    """The meaning of a key: its ``fate``, and of one that is kept the key of ``ours``. ``values``: theirs and ours;
+    empty: unchanged, and an empty one of ours leaves the setting out. ``say``: what a refused one would have done."""
 
     fate: str
-    ours: str
-    values: dict[str, str]
-    say: str
+    ours: str = ""
+    values: dict[str, str] = field(default_factory=dict)
+    say: str = ""
 
     def value(self, value: Any) -> Any:
         """Ours for theirs; KeyError where the row knows values, and not this one."""
@@ -64,6 +64,10 @@ class Meaning:
         names = self.values or dict.fromkeys(OFF)
         found = number(value)
         return word(value) in names or (found is not None and found in map(number, names))
+
+
+Table = tuple[dict[str, Meaning], tuple[tuple[str, Meaning], ...]]
+"""Rows: those of whole keys, and those of globs, in order."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,8 @@ class Import:
 class System:
     """A system whose files are read. ``marks``: keys (or globs of them) that its files have and others do not, and how
     much each counts; ``tables``: of its keys, the first that knows a key decides; ``sections``: beginnings of keys
-    without which a table may know them; ``switches``: sections that have no effect unless their ``enabled`` is on."""
+    without which a table may know them; ``switches``: sections that have no effect unless their ``enabled`` is on.
+    ``keys``: what no table says, of whole keys or globs; all that another package's has (docs/extending.md)."""
 
     name: str
     title: str
@@ -176,6 +181,7 @@ class System:
     settle: Callable[[Import], None]
     sections: tuple[str, ...] = ()
     switches: tuple[str, ...] = ()
+    keys: Mapping[str, Meaning] = field(default_factory=dict)
 
     def likeness(self, keys: set[str]) -> int:
         """Return how much these keys look like one of its files."""
@@ -184,35 +190,41 @@ class System:
     def row(self, key: str) -> Meaning | None:
         """Return what the tables say of a key."""
         names = self._names(key)
-        return next((row for of in self.tables for name in names if (row := _find(of, name)) is not None), None)
+        return next((row for rows in self._tables for name in names if (row := _find(rows, name))), None)
+
+    @cached_property
+    def _tables(self) -> list[Table]:
+        return [_sorted(self.keys.items()), *map(table, self.tables)]
 
     def _names(self, key: str) -> list[str]:
         return [key, *(key.removeprefix(part) for part in self.sections if key.startswith(part))]
 
     def loosely(self, key: str) -> bool:
         """Return whether tables know a key by a glob alone, which knows what is misspelt too."""
-        return not any(name in table(of)[0] for of in self.tables for name in self._names(key))
+        return not any(name in whole for whole, _ in self._tables for name in self._names(key))
 
     def misspelt(self, key: str) -> str | None:
         """Return the key that is read which an unknown one misspells."""
-        names = [name for of in self.tables for name, row in table(of)[0].items() if row.fate in READ]
+        names = [name for whole, _ in self._tables for name, row in whole.items() if row.fate in READ]
         names += [f"fsdp_config.{name}" for name, row in table("fsdp")[0].items() if row.fate in READ]
         return None if key in names else near(key, names)
 
 
 @cache
-def table(name: str) -> tuple[dict[str, Meaning], tuple[tuple[str, Meaning], ...]]:
-    """The rows of a table: those of whole keys, and those of globs, in order."""
-    whole, globs = dict[str, Meaning](), list[tuple[str, Meaning]]()
+def table(name: str) -> Table:
+    """The rows of a table."""
+    rows = list[tuple[str, Meaning]]()
     for line in lines_of(name):
         values = dict(pair.split("=", 1) for pair in line["values"].split())
         row = Meaning(line["fate"], line["ours"], values, line["say"])
-        for key in line["keys"].split():
-            if "*" in key:
-                globs.append((key, row))
-            else:
-                whole[key] = row
-    return whole, tuple(globs)
+        rows += [(key, row) for key in line["keys"].split()]
+    return _sorted(rows)
+
+
+def _sorted(rows: Iterable[tuple[str, Meaning]]) -> Table:
+    pairs = [*rows]
+    globs = tuple(pair for pair in pairs if "*" in pair[0])
+    return {key: row for key, row in pairs if "*" not in key}, globs
 
 
 @cache
@@ -228,8 +240,8 @@ def lines_of(name: str) -> tuple[dict[str, str], ...]:
     return tuple(csv.DictReader(text.splitlines()))
 
 
-def _find(name: str, key: str) -> Meaning | None:
-    whole, globs = table(name)
+def _find(rows: Table, key: str) -> Meaning | None:
+    whole, globs = rows
     return whole.get(key) or next((row for glob, row in globs if fnmatchcase(key, glob)), None)
 
 

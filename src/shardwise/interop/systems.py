@@ -1,11 +1,13 @@
-"""The systems whose files are read. One more is a file beside these, a table, and a line here."""
+"""The systems whose files are read. One more is a file beside these, a table, and a line here; or comes from another
+package (docs/extending.md)."""
 
 from __future__ import annotations
 
 from shardwise.interop import accelerate, axolotl, deepspeed, hf, megatron, nemo, swift, torchtitan, torchtune
 from shardwise.interop.record import System
+from shardwise.spec.outside import with_others
 
-SYSTEMS: tuple[System, ...] = (
+_OURS = (
     accelerate.SYSTEM,
     deepspeed.SYSTEM,
     hf.FSDP,
@@ -19,6 +21,7 @@ SYSTEMS: tuple[System, ...] = (
     torchtitan.SYSTEM,
     torchtune.SYSTEM,
 )
+SYSTEMS = [*with_others("shardwise.readers", System, {system.name: system for system in _OURS}).values()]
 """In the order in which several files of one run are read: what chooses the split first, since batches depend on
 it."""
 ENOUGH = 4

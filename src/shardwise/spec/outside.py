@@ -1,5 +1,6 @@
 """Rows of other packages: each table takes what installed packages name in an entry point of its group. A method, an
-optimizer or a schedule comes with ``pip install`` (docs/extending.md); no torch is imported for its row."""
+optimizer, a schedule, a launcher or a reader comes with ``pip install`` (docs/extending.md); no torch is imported for
+its row."""
 
 from __future__ import annotations
 
