@@ -134,6 +134,10 @@ ROWS = (
     ("offload", "HF modules", "accumulation"),
     ("offload", "dualpipev"),
     ("offload", "zbv"),
+    ("ring", "Ulysses", "looped_bfs", "DoRA", "8-bit moments"),
+    ("gather", "looped_bfs"),
+    ("ep", "looped_bfs", "ZeRO-3"),
+    ("offload", "looped_bfs"),
 )
 COMPILED = (
     ("compile", "ZeRO-1", "1f1b", "frozen", "bf16", "8-bit moments"),
@@ -144,4 +148,5 @@ COMPILED = (
     ("compile", "gather", "tp", "sp"),
     ("compile", "experts", "ZeRO-3"),
     ("compile", "offload", "ZeRO-3"),
+    ("compile", "looped_bfs", "ZeRO-2"),
 )

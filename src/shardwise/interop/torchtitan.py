@@ -24,6 +24,7 @@ SCHEDULES = {
     "interleavedzerobubble": "interleaved_zb",
     "zbvzerobubble": "zbv",
     "dualpipev": "dualpipev",
+    "loopedbfs": "looped_bfs",
 }
 
 

@@ -52,6 +52,7 @@ PIPELINES = {
     "interleaved_zb": PipelineSpec("loop", True, 1, None, 1, lambda ranks, rank, stages: stages * ranks),
     "zbv": PipelineSpec("v", True, 2, 2, 1, lambda ranks, rank, stages: 2 * ranks, "zbv", tried=(2,)),
     "dualpipev": PipelineSpec("v", True, 2, 2, 2, lambda ranks, rank, stages: 2 * ranks + 1, "dualpipev"),
+    "looped_bfs": PipelineSpec("loop", False, 2, None, 0, None),
 }
 """All schedules by name."""
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from shardwise.techniques.pp import even
 from shardwise.techniques.pp.actions import SCHEDULES
 
 EIGHT_B = load_spec("Llama-3.1-8B")
-STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "interleaved_zb": 2, "zbv": 2, "dualpipev": 2}
+STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "interleaved_zb": 2, "zbv": 2, "dualpipev": 2, "looped_bfs": 2}
 
 
 def staged(schedule: Any, ranks: int, m: int, strategy: Any = "ddp", **axes: int) -> Plan:

@@ -27,6 +27,7 @@ STAGES_PER_RANK = {
     "interleaved_zb": (1, 2, 3),
     "zbv": (2,),
     "dualpipev": (2,),
+    "looped_bfs": (2, 3),
 }
 SHAPES = [(schedule, count) for schedule, counts in STAGES_PER_RANK.items() for count in counts]
 
@@ -189,8 +190,8 @@ def test_illegal_numbers_are_refused_with_what_would_be_legal() -> None:
 
 def torch_order(schedule: str, rank: int, ranks: int, count: int, many: int) -> list[str]:
     """What torch's own schedule computes on a rank. Its first stage does nothing in I and its whole backward in the W
-    that follows: one B here. GPipe and 1F1B are what their runtime does, with stages that only take notes, as the
-    drawing of 1F1B numbers the last rank's forwards from 1."""
+    that follows: one B here. Its breadth-first backward begins with the last micro-batch. GPipe and 1F1B are what their
+    runtime does, with stages that only take notes, as the drawing of 1F1B numbers the last rank's forwards from 1."""
     if schedule in ("gpipe", "1f1b"):
         return torch_runtime_order(schedule, rank, ranks, many)
     from torch.distributed.pipelining import schedules
@@ -200,19 +201,22 @@ def torch_order(schedule: str, rank: int, ranks: int, count: int, many: int) -> 
         "interleaved_zb": "ScheduleInterleavedZeroBubble",
         "zbv": "ScheduleZBVZeroBubble",
         "dualpipev": "ScheduleDualPipeV",
+        "looped_bfs": "ScheduleLoopedBFS",
     }
     kind = getattr(schedules, names[schedule])
     made = kind.__new__(kind)
     made.pp_group_size, made.n_local_stages, made._n_microbatches = ranks, count, many
+    made._stages = [None] * count
     made._num_stages = made.num_stages = ranks * count
     made.number_of_rounds = max(1, many // ranks)
     made.microbatches_per_round = many // made.number_of_rounds
     found = []
     for action in made._calculate_single_rank_operations(rank):
         for part in () if action is None else action.sub_actions or (action,):
-            letter, stage = part.computation_type.value, part.stage_index
+            letter, stage, micro = part.computation_type.value, part.stage_index, part.microbatch_index
+            micro = many - 1 - micro if (schedule, letter) == ("looped_bfs", "B") else micro
             if (letter, stage) != ("I", 0):
-                found.append(f"{stage}{'B' if (letter, stage) == ('W', 0) else letter}{part.microbatch_index}")
+                found.append(f"{stage}{'B' if (letter, stage) == ('W', 0) else letter}{micro}")
     return found
 
 

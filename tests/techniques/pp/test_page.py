@@ -9,7 +9,7 @@ from shardwise.techniques.pp.actions import SCHEDULES, Action, actions
 from shardwise.techniques.pp.replay import replay
 from tests.style.source import ROOT
 
-STAGES = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
+STAGES = {"interleaved": 2, "zbv": 2, "dualpipev": 2, "looped_bfs": 2}
 RANKS, MICRO_BATCHES = 4, 8
 SECONDS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 """Of a rank's whole share of the model."""

@@ -13,7 +13,7 @@ from shardwise.techniques.pp.replay import Replay, gathers, replay
 
 SCHEDULED = [
     *(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)),
-    *(("interleaved_zb", 1), ("interleaved_zb", 2), ("zbv", 2), ("dualpipev", 2)),
+    *(("interleaved_zb", 1), ("interleaved_zb", 2), ("zbv", 2), ("dualpipev", 2), ("looped_bfs", 2)),
 ]
 
 
@@ -50,6 +50,7 @@ def test_what_is_alive_has_its_closed_form(ranks: int, many: int) -> None:
         ("interleaved_zb", 2): [2 * ranks] * ranks,
         ("zbv", 2): [2 * ranks] * ranks,
         ("dualpipev", 2): [2 * ranks + 1] * ranks,
+        ("looped_bfs", 2): [2 * many] * ranks,
     }
     to_input = alive | {
         ("interleaved_zb", 1): [1 + hops for hops in after],
