@@ -12,14 +12,13 @@ from shardwise.models.config import ModelSpec, active_parameter_count, parameter
 from shardwise.models.hf_spec import NOTICE
 from shardwise.runtime.balance import LOSSES
 from shardwise.runtime.job import Job
+from shardwise.spec.explain import NAMES
 from shardwise.spec.finetune import BATCH, KEYS
 from shardwise.spec.host import cpu_has_bf16
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import counted, show_bytes, show_count
 from shardwise.techniques.dtypes import torch_dtype
-
-NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 
 COMPILED = (
     ", blocks compiled (adds half a minute or more to the first step, seconds if torch has them cached; "
