@@ -148,7 +148,7 @@ def report_run(
         with only_reports("the summary", log.say):
             log.say("\n".join(closing_lines(report, f"{model_directory(job).name}/")))
             if job.recipe.checkpoint.keep_best and (found := best(checkpoints.directory)):
-                again = f"shardwise export {typed(job.directory)} --best"
+                again = f"shardwise export {typed(job.directory)} --best{' --adapter' * (job.plan.lora is not None)}"
                 log.say(f"best    step {found[1]:,}, loss {found[0]:.4f}: {again}")
         log.event("end", step=state.step, tokens=state.tokens)
     if unsaved is not None:
