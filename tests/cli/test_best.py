@@ -70,6 +70,7 @@ def test_it_is_exported_and_the_newest_is_still_what_resume_takes(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     last = weights_hash(run)
+    assert "Best checkpoint: step 4, loss " in (run / "report.md").read_text()
     assert main(["export", str(run), "--best", "-o", str(run / "best"), "--json"]) == 0
     kept = load_file(run / "checkpoints" / "step-00000004" / "model-00000-of-00001.safetensors")
     written = load_file(run / "best" / "model.safetensors")
