@@ -1,4 +1,4 @@
-"""What an installed package brings (methods, optimizers, schedules, families): that of docs/extending.md as it stands."""
+"""What an installed package brings, methods, optimizers, schedules and families: that of docs/extending.md."""
 
 from __future__ import annotations
 
