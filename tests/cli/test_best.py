@@ -70,6 +70,7 @@ def test_it_is_exported_and_the_newest_is_still_what_resume_takes(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     last = weights_hash(run)
+    assert "Best checkpoint: step 4, loss " in (run / "report.md").read_text()
     assert main(["export", str(run), "--best", "-o", str(run / "best"), "--json"]) == 0
     kept = load_file(run / "checkpoints" / "step-00000004" / "model-00000-of-00001.safetensors")
     written = load_file(run / "best" / "model.safetensors")
@@ -81,7 +82,8 @@ def test_it_is_exported_and_the_newest_is_still_what_resume_takes(
     for flags in ([], ["--best"]):
         assert main(["generate", str(run), "--prompt", "line ", "--tokens", "3", "--json", *flags]) == 0
     assert main(["export", str(run), "--best", "--step", "4"]) == 2
-    capsys.readouterr()
+    assert main(["export", str(run), "--best", "--adapter"]) == 2
+    assert "--adapter, but this run trains no adapter" in capsys.readouterr().err
     assert main(["export", str(run), "--step", "3"]) == 66
     said = capsys.readouterr().err
     assert said.startswith("error[CKPT001]: ") and "step 3\n" in said and "`--step 12`" in said and "12, 9, 4" in said

@@ -56,6 +56,10 @@ def test_train_go_on_merge(words: list[str], capfd: pytest.CaptureFixture[str]) 
         theirs = peft.PeftModel.from_pretrained(fresh, "runs/a/adapter")(ids).logits
     assert (merged - theirs).norm() < 1e-5 * theirs.norm()
     assert (merged - plain).norm() > 1e-3 * plain.norm()
+    assert main(["export", "runs/a", "--adapter", "--step", "3", "-o", "again"]) == 0
+    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json"):
+        assert Path("again", name).read_bytes() == Path("runs/a/adapter", name).read_bytes(), name
+    assert main(["export", "runs/a", "--adapter", "--dtype", "bf16"]) == 2
     # Generation reads the checkpoint where nothing was exported.
     assert main(["generate", "runs/a", "line 3", "--tokens", "4"]) == 0
 
@@ -120,9 +124,11 @@ def test_added_tokens(words: list[str], capfd: pytest.CaptureFixture[str]) -> No
     read both, and another run, generation and the export go on from an adapter without being told."""
     write_tokenizer([*Path("text").glob("*.txt")], Path("model"))
     own = [word for word in words if not word.startswith("data.tokenizer")]
-    asked = ["data.add_tokens=[<a>,<b>]", "--max-steps", "2", "train.num_epochs=null"]
+    asked = ["data.add_tokens=[<a>,<b>,<|endoftext|>]", "--max-steps", "2", "train.num_epochs=null"]
     ends = ["lora.modules_to_save=[embed_tokens,lm_head]", "parallel.tp=2"]
     assert main([*own, *asked, *ends]) == 0
+    said = "(vocabulary 322, 2 tokens added; `<|endoftext|>` was in it before)"
+    assert said in capfd.readouterr().out
     assert main(["export", "runs/a"]) == 0
     tokenizer = AutoTokenizer.from_pretrained("runs/a/adapter")
     assert tokenizer.encode("<a><b>") == [320, 321]

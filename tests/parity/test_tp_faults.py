@@ -3,28 +3,28 @@ since Adam hides a constant factor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor, distributed, nn
 
 from shardwise.distributed import collectives
+from shardwise.distributed.slices import local
 from shardwise.prove import parity
 from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.runtime import reduce
 from shardwise.spec.plan import Lora
-from shardwise.techniques import states, tp
-from shardwise.techniques.share import LayerShare
+from shardwise.techniques import product, states, tp
 from shardwise.techniques.states import Division, State
 from tests.parity import planted
 from tests.parity.cases import TIED
 from tests.parity.planted import Fault
 from tests.parity.test_tp import EVEN, plan
 
-linear, state = tp._linear, states.state
+state = states.state
 WHOLE, SEQUENCE = (plan("ddp", 1, 2, sequence=sequence) for sequence in (False, True))
 
 
@@ -36,8 +36,8 @@ def norms_are_whole(name: str, how: Division) -> State:
     return state(name, how._replace(sequence_parallel=False))
 
 
-def biased(module: nn.Linear, inside: Any, outside: Any, share: LayerShare) -> Callable[[Tensor], Tensor]:
-    return linear(module, inside, outside, replace(share, group=None))
+def biased(layer: nn.Linear, dtype: torch.dtype) -> Tensor | None:
+    return None if layer.bias is None else product.share_of(layer).used(local(layer.bias).to(dtype))
 
 
 def own_sum(stream: Tensor, group: Any, tokens: Any = None) -> Tensor:
@@ -82,7 +82,7 @@ FAULTS: dict[str, Fault] = {
         EVEN,
         plan("ddp", 1, 2, sequence=False, remat="selective"),
     ),
-    "every rank adds the bias of a row product": (lambda: patch.object(tp, "_linear", biased), TIED, WHOLE),
+    "every rank adds the bias of a row product": (lambda: patch.object(product, "bias_of", biased), TIED, WHOLE),
 }
 
 

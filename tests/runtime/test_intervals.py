@@ -52,6 +52,7 @@ def test_a_run_stops_when_validation_no_longer_improves(tmp_path: Path, capfd: p
     train_here(made, (spoil,))
     whole = directory(made)
     assert "stopped early: the last 2 validations found no lower loss" in capfd.readouterr().out
+    assert "Stopped early: 2 validations in a row found no lower loss." in (whole / "report.md").read_text()
     assert events(whole, "validation") == [2, 4, 6, 8] and events(whole, "stopped early") == [8]
     assert [verdict.step for verdict in verify(whole / "checkpoints")] == [8]  # the step it stopped at is saved
     assert (whole / "hf" / "model.safetensors").is_file() and "8 steps" in (whole / "report.md").read_text()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
+import threading
 from dataclasses import replace
+from hashlib import pbkdf2_hmac
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +208,23 @@ def test_a_users_mistake_is_shown_without_a_traceback_and_by_the_first_rank_befo
         if isinstance(error, ConfigError):
             assert said.startswith("error[PLAN022]: a Linear") and f"called: {__file__}:" in said
     assert waited == [world_module.FIRST_RANK_SPEAKS_S] * local_rank
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_leaving_waits_for_gloos_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that still works when the interpreter ends would end the process in SIGABRT. Here its place is taken by a
+    thread of the same name that computes without the interpreter's lock."""
+    ended = []
+
+    def work() -> None:
+        ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop", 0, 0, 0)  # PR_SET_NAME
+        pbkdf2_hmac("sha256", b"", b"", 300_000)
+        ended.append(not dist.is_initialized())
+
+    thread = threading.Thread(target=work)
+    destroy = dist.destroy_process_group
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: (destroy(), thread.start()))
+    with world(Layout(), "cpu", 10.0):
+        pass
+    assert ended == [True]
+    thread.join()

@@ -27,10 +27,34 @@ with warnings.catch_warnings(record=True) as told:
     from shardwise.spec.schedules import SCHEDULES
     from shardwise.spec.launchers import LAUNCHERS
     from shardwise.interop.systems import SYSTEMS
+    from shardwise.models.families import FAMILIES
 import sys
 assert "torch" not in sys.modules
-rows = [*METHODS][-1], [*OPTIMIZERS][-1], [*SCHEDULES][-1], [*LAUNCHERS][-1], SYSTEMS[-1].name
+rows = [*METHODS][-1], [*OPTIMIZERS][-1], [*SCHEDULES][-1], [*LAUNCHERS][-1], SYSTEMS[-1].name, [*FAMILIES][-1]
 print(*rows, *(each.message for each in told), sep="\\n")
+"""
+
+MINISTRAL = """
+import sys, torch
+from transformers import AutoModelForCausalLM, MinistralConfig, MinistralForCausalLM
+kinds = ["full_attention", "sliding_attention"]
+sizes = {**%r, "vocab_size": 300, "sliding_window": 4, "layer_types": kinds, "num_hidden_layers": 2}
+torch.manual_seed(0)
+theirs = MinistralForCausalLM(MinistralConfig(**sizes, bos_token_id=0, eos_token_id=0))
+theirs.save_pretrained("model")
+from shardwise.models.attention import MaskSpec
+from shardwise.models.resolve import resolve
+from shardwise.runtime.export import load_model
+from shardwise.spec.load import load_recipe
+recipe = load_recipe(None, ["model.path=model"])
+spec = resolve(recipe)
+assert spec.hf_model is None and spec.family == "ministral" and spec.sliding_window == 4
+ids = torch.arange(24).view(2, 12)
+ours = load_model(recipe, spec)(ids, torch.arange(12).expand(2, 12), MaskSpec())
+logits = theirs(ids).logits
+assert (ours - logits).norm() < 2e-5 * logits.norm()
+from shardwise.models.config import to_hf
+assert to_hf(spec)["layer_types"] == kinds and to_hf(spec)["architectures"] == ["MinistralForCausalLM"]
 """
 
 
@@ -74,7 +98,9 @@ def run(site: Path, *words: str) -> str:
 
 
 def test_rows_of_a_package_are_in_the_tables(installed: Path) -> None:
-    assert run(installed, "-c", TRIED).split() == ["apo_zero", "signum", "exponential", "detached", "inhouse"]
+    assert run(installed, "-c", TRIED).split() == [
+        *("apo_zero", "signum", "exponential", "detached", "inhouse", "ministral")
+    ]
 
 
 def test_a_row_that_is_none_is_left_out_and_told(installed: Path) -> None:
@@ -82,8 +108,8 @@ def test_a_row_that_is_none_is_left_out_and_told(installed: Path) -> None:
     broken = {"sft": f"{rows}:APO_ZERO", "gone": f"{rows}:NOTHING", "apo_zero": f"{rows}:SIGNUM"}
     entry(installed, {"shardwise.methods": broken, "shardwise.optimizers": {"other": f"{rows}:SIGNUM"}})
     told = run(installed, "-c", TRIED).splitlines()
-    assert told[:5] == ["simpo", "adafactor", "wsd_exponential", "slurm", "torchtune"]
-    assert [line.split(" is left out: ")[1] for line in told[5:]] == [
+    assert told[:6] == ["simpo", "adafactor", "wsd_exponential", "slurm", "torchtune", "gpt_oss"]
+    assert [line.split(" is left out: ")[1] for line in told[6:]] == [
         "it is no MethodSpec of this name",
         f"AttributeError: module '{rows}' has no attribute 'NOTHING'",
         "the name is taken",
@@ -126,6 +152,12 @@ def test_files_of_a_packages_system_are_read(installed: Path) -> None:
     assert [code for code, _ in codes] == ["IMP001", "IMP002", "IMP002", "IMP001"], told
     assert "`noise: 0.1`: added noise to gradients" in told and "did you mean `finetune_from`" in told
     assert "half is none of full, off" in told
+
+
+@pytest.mark.prove
+def test_a_family_of_a_package_is_the_decoders(installed: Path) -> None:
+    """Its logits are transformers', a window in one of two layers included."""
+    run(installed, "-c", MINISTRAL % SIZE)
 
 
 @pytest.mark.prove

@@ -58,6 +58,7 @@ WITH_TORCH = {
     "shardwise.techniques.ep.dispatch",
     "shardwise.techniques.lora.joint",
     "shardwise.techniques.offload.activations",
+    "shardwise.techniques.product",
     "shardwise.techniques.offload.filed",
     "shardwise.techniques.offload.weights",
     "shardwise.techniques.offload.host",

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from shardwise.distributed.fake_world import fake_world
 from shardwise.models.decoder import Decoder
-from shardwise.models.moe import MoE, stacked
+from shardwise.models.moe import MoE, Stacked, stacked
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Precision
 from shardwise.techniques import ep
-from shardwise.techniques.share import computed_with_own
+from shardwise.techniques.product import product_of
 from tests.parity.mixtures import MIXTRAL
 
 ROWS = torch.randn(6, MIXTRAL.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -35,15 +35,17 @@ def test_experts_of_a_rank_compute_in_the_dtype_that_their_module_has(dtype: str
     assert found.dtype == torch.float32 and torch.equal(found, expected.float())
 
 
-class InFourBits(nn.Module):
-    """Has no weight that anybody could hand it."""
-
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        return x * 3 + counts.sum()
-
-
 def test_what_reads_its_weights_by_itself_is_given_rows_in_its_own_dtype() -> None:
-    module = InFourBits()
-    found = computed_with_own(module, torch.bfloat16, torch.float32)(ROWS, COUNTS)
-    assert found.dtype == torch.float32 and torch.equal(found, module(ROWS.bfloat16(), COUNTS).float())
-    assert not torch.equal(found, module(ROWS, COUNTS))
+    """Whether it says how it multiplies before its dtypes are told, as 4 bits do after them, or the other way round."""
+    layers = [Stacked(4, 8, MIXTRAL.hidden_size) for _ in range(2)]
+    product_of(layers[0], torch.bfloat16, torch.float32).multiply = tripled
+    product_of(layers[1]).multiply = tripled
+    product_of(layers[1], torch.bfloat16, torch.float32)
+    for layer in layers:
+        found = layer(ROWS, COUNTS)
+        assert found.dtype == torch.float32 and torch.equal(found, tripled(ROWS.bfloat16(), COUNTS).float())
+        assert not torch.equal(found, tripled(ROWS, COUNTS))
+
+
+def tripled(x: Tensor, counts: Tensor) -> Tensor:
+    return x * 3 + counts.sum()

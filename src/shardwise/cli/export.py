@@ -18,6 +18,7 @@ from shardwise.models.resolve import resolve
 from shardwise.runtime.checkpoint.locate import is_own, locate_best
 from shardwise.runtime.checkpoint.manifest import candidates, train_again
 from shardwise.spec.load import load_recipe
+from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import typed
 
 
@@ -36,11 +37,14 @@ class Options(Common):
         Option("--push", metavar="ORG/NAME", help="Upload it to the Hub, as a private repository if it is new."),
     ] = None
     dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Of the files.")] = None
+    adapter: Annotated[
+        bool, Option("--adapter", help="Only the adapter, as peft reads it, into RUN/adapter; not merged.")
+    ] = False
 
 
 def run(options: Options) -> None:
     """Write the directory."""
-    from shardwise.runtime.export import export_run
+    from shardwise.runtime.export import export_adapter_of, export_run
     from shardwise.runtime.own_model import export_own
 
     if options.best and options.step is not None:
@@ -49,7 +53,9 @@ def run(options: Options) -> None:
     if own and options.dtype is not None:
         raise misused("--dtype for the model of an own loop", "`shardwise.save_pretrained(model.to(dtype), ...)`")
     recipe = None if own else load_recipe(recipe_file(options.run))
-    target = options.out or options.run / "hf"
+    if options.adapter:
+        _check_adapter(recipe, options.dtype)
+    target = options.out or options.run / ("adapter" if options.adapter else "hf")
     if options.out is not None:
         rundir.check_new(options.out)
     directory = options.run if own else options.run / "checkpoints"
@@ -65,7 +71,12 @@ def run(options: Options) -> None:
         merged = ""
     else:
         tokenizer = open_directory(options.run / "tokenizer")
-        merged = export_run(source, recipe, resolve(recipe), tokenizer, target, options.dtype)
+        spec = resolve(recipe)
+        if options.adapter:
+            export_adapter_of(source, recipe, spec, tokenizer, target)
+            merged = "the adapter"
+        else:
+            merged = export_run(source, recipe, spec, tokenizer, target, options.dtype)
     if not own:
         write_card(options.run, target)
     address = None if options.push is None else push(target, options.push)
@@ -74,7 +85,17 @@ def run(options: Options) -> None:
     else:
         if address:
             say(f"pushed: {address}")
-        say(f"written: {target}{f' ({merged})' if merged else ''}", f"serve    vllm serve {typed(target)}")
+        say(f"written: {target}{f' ({merged})' if merged else ''}")
+        if options.adapter:
+            return
+        say(f"serve    vllm serve {typed(target)}")
         say(f"         python -m sglang.launch_server --model-path {typed(target)}")
         arguments = typed(f"pretrained={target},dtype=auto")
         say(f"measure  lm_eval --model hf --model_args {arguments} --tasks hellaswag --batch_size auto")
+
+
+def _check_adapter(recipe: Recipe | None, dtype: str | None) -> None:
+    if recipe is None or recipe.lora.rank is None:
+        raise misused("--adapter, but this run trains no adapter", "leave it out: `shardwise export` writes the model")
+    if dtype is not None:
+        raise misused("--adapter and --dtype: an adapter keeps the dtype in which it was trained", "drop --dtype")

@@ -30,7 +30,9 @@ class Writing(Common):
     """These options say which model writes, and how it chooses its words."""
 
     best: Annotated[bool, Option("--best", help="Use the run's checkpoint with the lowest validation loss.")] = False
-    tokens: Annotated[int | None, Option("--tokens", min=1, help="The most tokens (64; of an answer 256).")] = None
+    tokens: Annotated[
+        int | None, Option("--tokens", "--max-new-tokens", min=1, help="The most tokens (64; of an answer 256).")
+    ] = None
     temperature: Annotated[float, Option("--temperature", min=0.0, help="0 takes always the most likely token.")] = 0.0
     top_k: Annotated[int, Option("--top-k", min=0, help="Draw among so many of the most likely tokens; 0: all.")] = 0
     top_p: Annotated[float, Option("--top-p", min=1e-9, max=1, help="Draw among the fewest of this probability.")] = 1.0

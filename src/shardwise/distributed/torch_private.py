@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 from weakref import proxy
@@ -113,6 +115,20 @@ def set_timeout(group: Any, timeout_s: float, nccl_timeout_s: float | None = Non
     _set_pg_timeout(timedelta(seconds=timeout_s), group)
     if nccl_timeout_s is not None:
         group._get_backend(torch.device("cuda"))._set_default_timeout(timedelta(seconds=nccl_timeout_s))
+
+
+def settle_senders(at_most_s: float = 2.0) -> None:
+    """Wait until gloo's threads sleep, so that none still holds a tensor of a finished collective. To let go of it,
+    such a thread asks for the interpreter's lock; if the interpreter ends meanwhile, Python before 3.14 ends the thread
+    inside C++, and the process in SIGABRT ("terminate called without an active exception"). Groups that modules of FSDP
+    or a mesh refer to keep their threads after ``destroy_process_group``. Nothing is done where there is no /proc."""
+    tasks, asleep, until = Path("/proc/self/task"), 0, time.monotonic() + at_most_s
+    while asleep < 3 and time.monotonic() < until:
+        time.sleep(0.001)  # the lock is free for whoever asks
+        with suppress(OSError):  # a thread has ended meanwhile
+            states = [(task / "stat").read_text().rpartition(")") for task in tasks.glob("*")]
+            awake = any("(pt_gloo_runloop" in name and state.split()[0] == "R" for name, _, state in states)
+            asleep = 0 if awake else asleep + 1
 
 
 def abort_groups() -> None:

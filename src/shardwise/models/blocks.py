@@ -6,8 +6,8 @@ the whole model; the embedding, and the last norm with the output layer, are in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +37,12 @@ def numbered(part: nn.Module) -> list[tuple[int, nn.Module]]:
     names = {module: name.rpartition(".")[2] for name, module in part.named_modules()}
     found = enumerate(blocks(part))
     return [(int(names[block]) if names[block].isdigit() else place, block) for place, block in found]
+
+
+def surround(block: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have the block compute what ``wrap`` makes of its forward: what recomputes it, compiles it, lets its input wait
+    or its weights' gradients come later. Who comes last is outermost."""
+    block.forward = wrap(block.forward)
 
 
 def spec_of(parts: Sequence[nn.Module]) -> ModelSpec:

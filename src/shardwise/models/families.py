@@ -33,6 +33,7 @@ from shardwise.models.family import (
 from shardwise.models.family import FULL as FULL
 from shardwise.models.family import SLIDING as SLIDING
 from shardwise.models.rope import number, unsupported
+from shardwise.spec.outside import with_others
 
 
 def _qwen(config: Config, name: str) -> Fields:
@@ -134,7 +135,7 @@ _GEMMA: Config = {
 _SANDWICH: Fields = {"norm_placement": "both", "norm_plus_one": True}
 """Gemma's norms, on both sides of attention and MLP."""
 
-FAMILIES: dict[str, Family] = {
+_OURS: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", EDGES | BEFORE | BLOCK, biases=("attention_bias", "mlp_bias")),
     "mistral": Family(
         "MistralForCausalLM",
@@ -225,7 +226,9 @@ FAMILIES: dict[str, Family] = {
     ),
     **EXPERT_FAMILIES,
 }
-"""By ``model_type``."""
+
+FAMILIES = with_others("shardwise.families", Family, _OURS)
+"""By ``model_type``, those of installed packages too."""
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """``hidden_act`` -> the field ``activation``."""

@@ -10,6 +10,7 @@ from shardwise.errors import ConfigError, DataError, MissingInputError, Problem,
 from shardwise.spec.files import read_regular
 from shardwise.spec.hub import fetch
 from shardwise.spec.recipe import Data, LoraSection, TokenizerSection
+from shardwise.spec.units import counted
 
 FILE = "tokenizer.json"
 _DAMAGED = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
@@ -18,7 +19,7 @@ _KINDS = {"add_tokens": False, "add_special_tokens": True}
 
 def adds_tokens(data: Data) -> bool:
     """Whether the files of a model may have fewer rows than the model."""
-    return bool(data.add_tokens or data.add_special_tokens)
+    return bool(_asked(data))
 
 
 def rows_for(data: Data, lora: LoraSection, rows: int) -> int:
@@ -30,7 +31,7 @@ def rows_for(data: Data, lora: LoraSection, rows: int) -> int:
         return rows
     ids = _ids_of(data.tokenizer)
     last = max(ids.values(), default=rows - 1)
-    new = [text for text in (*data.add_tokens, *data.add_special_tokens) if text not in ids]
+    new = [text for text in _asked(data) if text not in ids]
     if new and lora.rank is not None and lora.path is None and not {*lora.modules_to_save} & {"embed", "embed_tokens"}:
         what = f"adapters leave the embedding as it is, so that the row of the new token `{new[0]}` would never learn"
         fix = "lora.modules_to_save: [embed_tokens, lm_head]"
@@ -38,9 +39,24 @@ def rows_for(data: Data, lora: LoraSection, rows: int) -> int:
     return max(rows, last + 1 + len(new))
 
 
+def told(data: Data) -> str:
+    """What a run says of tokens that are added: how many are new, and which the tokenizer had before."""
+    if not adds_tokens(data):
+        return ""
+    ids = _ids_of(data.tokenizer)
+    known = [text for text in _asked(data) if text in ids]
+    had = f"; {', '.join(f'`{text}`' for text in known)} {'was' if len(known) == 1 else 'were'} in it before"
+    return f", {counted(len(_asked(data)) - len(known), 'token')} added{had * bool(known)}"
+
+
+def _asked(data: Data) -> list[str]:
+    return [*data.add_tokens, *data.add_special_tokens]
+
+
 def _ids_of(named: TokenizerSection) -> dict[str, int]:
     """Every token of a tokenizer with its id; empty where it is not at hand."""
-    assert named.path is not None
+    if named.path is None:
+        return {}
     directory = Path(named.path).expanduser()
     if not directory.is_dir():
         try:

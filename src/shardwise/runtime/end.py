@@ -118,6 +118,9 @@ def report_run(
     trained = state.step > log.first_step
     there = checkpoints.crew.first(lambda: whole(checkpoints.directory / step_name(state.step)))
     unsaved = log.unsaved if trained and not there else None
+    kept_best = best(checkpoints.directory) if job.recipe.checkpoint.keep_best else None
+    again = f"shardwise export {typed(job.directory)} --best{' --adapter' * (job.plan.lora is not None)}"
+    best_line = kept_best and f"step {kept_best[1]:,}, loss {kept_best[0]:.4f}: {again}"
     report = Report(
         directory=job.directory,
         steps=state.step,
@@ -139,6 +142,10 @@ def report_run(
         supervised=state.supervised,
         padding=state.step * job.step_room - state.tokens,
         pairs=log.preference.means(),
+        notes=[
+            *[f"Stopped early: {state.stale} validations in a row found no lower loss."] * stops_early(job, state),
+            *[f"Best checkpoint: {best_line}"] * bool(best_line),
+        ],
     )
     if job.rank == 0:
         kept = job.directory / "report.md"
@@ -149,14 +156,19 @@ def report_run(
                 report.keep()
         with only_reports("the summary", log.say):
             log.say("\n".join(closing_lines(report, f"{model_directory(job).name}/")))
-            if job.recipe.checkpoint.keep_best and (found := best(checkpoints.directory)):
-                again = f"shardwise export {typed(job.directory)} --best"
-                log.say(f"best    step {found[1]:,}, loss {found[0]:.4f}: {again}")
+            if best_line:
+                log.say(f"best    {best_line}")
         log.event("end", step=state.step, tokens=state.tokens)
     if unsaved is not None:
         checkpoints.crew.first(lambda: None)  # the first rank has written everything before any rank fails
         raise OutputError(lost(job, state.step, unsaved))
     return report
+
+
+def stops_early(job: Job, state: TrainState) -> bool:
+    """Whether as many validations as the recipe waits for have found no lower loss."""
+    patience = job.recipe.evaluate.early_stopping_patience
+    return patience is not None and state.stale >= patience
 
 
 def model_directory(job: Job) -> Path:

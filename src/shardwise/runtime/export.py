@@ -169,6 +169,20 @@ def export_run(
     return said
 
 
+def export_adapter_of(run: Path, recipe: Recipe, spec: ModelSpec, tokenizer: tokens.Tokenizer, target: Path) -> None:
+    """``shardwise export --adapter``: the adapter alone of the checkpoint ``run``, as :func:`export_adapter` writes it,
+    and the tokenizer. The model's own weights are not read."""
+    precision = Precision(weights=recipe.precision.weights)
+    settings = lora.settings(recipe.lora, precision)
+    assert settings is not None
+    parts = build_parts(spec, Plan(precision=precision, lora=settings), Meshes(), torch.device("meta"))
+    trained = {name: one for part in parts for name, one in part.named_parameters() if one.requires_grad}
+    values = {name: torch.empty_like(one, device="cpu") for name, one in trained.items()}
+    read(run, {f"model.{name}": value for name, value in values.items()})
+    export_adapter(values, settings, spec, recipe.model.path, target)
+    tokenizer.copy_to(target)
+
+
 @torch.no_grad()
 def merge(parts: Sequence[nn.Module], adapters: Lora) -> str:
     """Add every adapter into its layer and take it away; the words to report. The model must then say the same as

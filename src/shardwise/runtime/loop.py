@@ -11,7 +11,7 @@ from shardwise.data.remote import all_shown
 from shardwise.data.stream import stream
 from shardwise.runtime.agree import agree
 from shardwise.runtime.begin import Start, begin, open_log
-from shardwise.runtime.end import close, evaluate_now, leave, report_run, saving, write_model
+from shardwise.runtime.end import close, evaluate_now, leave, report_run, saving, stops_early, write_model
 from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.faults import guard
 from shardwise.runtime.fit import explain_memory
@@ -107,12 +107,6 @@ def evaluates(job: Job, number: int) -> bool:
 def saves(job: Job, number: int) -> bool:
     """Whether a checkpoint follows step ``number``, whatever validation finds."""
     return number == job.max_steps or number % job.save_steps == 0
-
-
-def stops_early(job: Job, state: TrainState) -> bool:
-    """Whether as many validations as the recipe waits for have found no lower loss."""
-    patience = job.recipe.evaluate.early_stopping_patience
-    return patience is not None and state.stale >= patience
 
 
 def tell_early_stop(log: Log, state: TrainState) -> None:

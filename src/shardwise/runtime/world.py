@@ -25,7 +25,7 @@ from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.distributed.meshes import Meshes, meshes
-from shardwise.distributed.torch_private import abort_groups, set_timeout
+from shardwise.distributed.torch_private import abort_groups, set_timeout, settle_senders
 from shardwise.errors import ConfigError, Problem
 from shardwise.runtime import exchange
 from shardwise.spec.host import cores
@@ -143,6 +143,7 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float, watch: Watch | Non
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+            settle_senders()
 
 
 def told_by_first(make: Callable[[], str]) -> str:

@@ -12,11 +12,11 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
-from shardwise.models.blocks import blocks
+from shardwise.models.blocks import blocks, surround
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
@@ -127,8 +127,14 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
     for part in parts:
         ours = isinstance(part, Decoder)  # anyone else's blocks may break the graph
         for block in blocks(part):
-            block.forward = Switched(block.forward, torch.compile(block.forward, fullgraph=ours))
+            surround(block, partial(_switched, ours=ours))
     return parts
+
+
+def _switched(plain: Callable[..., Any], *, ours: bool) -> Switched:
+    import torch
+
+    return Switched(plain, torch.compile(plain, fullgraph=ours))
 
 
 class Switched:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardwise.distributed.meshes import Meshes
 
 
-INSIDE = ("techniques/precision.py", "techniques/dtypes.py")
+INSIDE = ("techniques/precision.py", "techniques/dtypes.py", "techniques/product.py", "techniques/share.py")
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
@@ -153,38 +153,22 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
     from shardwise.models.hf_model import HFDecoder
     from shardwise.models.layers import Head
+    from shardwise.techniques.product import product_of
 
+    outside = torch_dtype(plan.precision.compute)
     for part in parts:
         for name, parameter in part.named_parameters():
             parameter.data = parameter.data.to(torch_dtype(stored_dtype(plan, name)))
         if plan.sharded:
             continue
         for name, module in part.named_modules():
-            dtype = compute_dtype(plan.precision, name)
-            if type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype != torch_dtype(dtype):
-                _cast_at_use(module, torch_dtype(dtype), torch_dtype(plan.precision.compute))
-            elif isinstance(part, HFDecoder) and not isinstance(module, Head):  # which casts by itself
-                _cast_parameters(module, torch_dtype(dtype))
-            elif dtype != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
-                _cast_around(module, torch_dtype(dtype), torch_dtype(plan.precision.compute))
+            inside = torch_dtype(compute_dtype(plan.precision, name))
+            casts = type(module) in (nn.Linear, nn.Embedding) and module.weight.dtype != inside
+            if isinstance(part, HFDecoder) and not casts and not isinstance(module, Head):  # which casts by itself
+                _cast_parameters(module, inside)
+            elif casts or (inside != outside and next(module.parameters(recurse=False), None) is not None):
+                product_of(module, inside, outside)
     return parts
-
-
-def _cast_at_use(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
-    from torch import nn
-    from torch.nn import functional
-
-    if isinstance(module, nn.Embedding):
-        # Looking up first and casting the rows gives the same numbers as casting the table, for less.
-        module.forward = lambda ids: functional.embedding(ids, module.weight, module.padding_idx).to(outside)  # type: ignore[method-assign, assignment]
-        return
-    assert isinstance(module, nn.Linear)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        bias = None if module.bias is None else module.bias.to(inside)
-        return functional.linear(x.to(inside), module.weight.to(inside), bias).to(outside)
-
-    module.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _cast_parameters(module: nn.Module, inside: torch.dtype) -> None:
@@ -199,9 +183,3 @@ def _cast_parameters(module: nn.Module, inside: torch.dtype) -> None:
             return functional_call(plain, cast, args, kwargs)
 
         module.forward = forward
-
-
-def _cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
-    """For a module that casts its own weight, or whose weight already has the compute dtype."""
-    plain = module.forward
-    module.forward = lambda x, *rest: plain(x.to(inside) if x.is_floating_point() else x, *rest).to(outside)

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import Problem
-from shardwise.models.blocks import numbered
+from shardwise.models.blocks import numbered, surround
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan, Remat
@@ -102,7 +102,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
                     options["context_fn"] = partial(_counted, str(_products(block)), compiled=plan.compile)
                 elif plan.compile and torch.__version__ < "2.13":
                     options["context_fn"] = _nothing_saved
-                block.forward = partial(checkpoint, block.forward, **options)
+                surround(block, partial(partial, checkpoint, **options))
     return parts
 
 

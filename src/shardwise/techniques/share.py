@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -40,19 +38,3 @@ class LayerShare:
 
 
 WHOLE = LayerShare()
-
-
-def computed_with_own(module: Any, inside: torch.dtype, outside: torch.dtype) -> Callable[..., Tensor]:
-    """The forward of a router, or of a matrix of experts, whose parameters are DTensors: with what of them this rank
-    holds, in the dtype ``inside``. One without a weight reads what it has by itself."""
-    from shardwise.models.moe import Router, logits, stacked
-
-    def held() -> tuple[Tensor, Tensor | None]:
-        return module.weight.to_local(), None if module.bias is None else module.bias.to_local()
-
-    if "weight" not in dict(module.named_parameters(recurse=False)):
-        plain = module.forward
-        return lambda x, counts: plain(x.to(inside), counts).to(outside)
-    if isinstance(module, Router):
-        return lambda x: logits(x, *held())
-    return lambda x, counts: stacked(x.to(inside), counts, *held(), module.rows).to(outside)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 
 import shardwise
-from shardwise.models import attention, kernels
+from shardwise.models import attention, kernels, rows
 from shardwise.models.config import ModelSpec, active_parameter_count, parameter_count
 from shardwise.models.hf_spec import NOTICE
+from shardwise.models.resolve import data_of
 from shardwise.runtime.balance import LOSSES
 from shardwise.runtime.job import Job
 from shardwise.spec.explain import NAMES
@@ -55,13 +56,14 @@ def header(job: Job) -> str:
     portions = f"streamed in {job.portions.count:,} portions, one prepared ahead; the first: " if job.portions else ""
     text = f"{portions}{show_bytes(split.text_bytes)} of {'answers' if split.packs else 'text'} in {number}"
     share = f", {split.supervised_tokens / split.tokens:.1%} of them supervised" if split.packs else ""
-    ids = f"{show_count(split.tokens)} tokens (vocabulary {job.prepared.manifest.vocab_size:,}){share}"
+    vocabulary = f"vocabulary {job.prepared.manifest.vocab_size:,}{rows.told(data_of(recipe))}"
+    ids = f"{show_count(split.tokens)} tokens ({vocabulary}){share}"
     every = "every step" if job.save_steps == 1 else f"every {job.save_steps} steps"
     saves = f"a checkpoint {every if job.save_steps < job.max_steps else 'at the end'}, into {job.directory}"
     read, held_out = len(job.evaluated), len(job.held_out or ())
     saves += f" · validation on {read:,} of {held_out:,} held-out samples" if read < held_out else ""
     taken = f", attention {_kernels(job)}"
-    rows = [
+    lines = [
         ("", f"shardwise {shardwise.__version__} · {run} · torch {torch.__version__} · {ranks}"),
         ("model", f"{model} · {loss}"),
         ("dtypes", f"{kept}, {sums} · fp32 matmul precision {precision.matmul}"),
@@ -70,8 +72,8 @@ def header(job: Job) -> str:
         ("length", f"{counted(job.max_steps, 'step')}, {show_count(read_tokens(job))} tokens · {saves}"),
     ]
     if assumed := assumptions(plan, recipe):
-        rows.append(("assumed", assumed))
-    return "\n".join(f"{name:<8}{text}" if name else text for name, text in rows)
+        lines.append(("assumed", assumed))
+    return "\n".join(f"{name:<8}{text}" if name else text for name, text in lines)
 
 
 def read_tokens(job: Job) -> int:

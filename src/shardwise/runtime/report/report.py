@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -60,6 +60,8 @@ class Report:
     supervised: int = 0
     padding: int = 0
     pairs: dict[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    """Why it ended before its last step, and which checkpoint is the best."""
 
     @property
     def losses(self) -> dict[int, float]:
@@ -121,6 +123,7 @@ class Report:
         if self.pairs:
             means = ", ".join(f"{name} {value:.3f}" for name, value in self.pairs.items())
             lines.append(f"Training pairs, mean of the last steps: {means}.")
+        lines += self.notes
         lines += ["", "| | predicted | measured | |", "|---|---:|---:|---:|"]
         lines += [f"| {' | '.join(row)} |" for row in self.rows()]
         if self.memory:

@@ -30,7 +30,6 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
-from shardwise.techniques.share import computed_with_own
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from shardwise.models.moe import Experts
 
 SETTINGS = {"layout.ep": 1}
-INSIDE = ("techniques/ep/__init__.py", "techniques/ep/dispatch.py", "techniques/share.py")
+INSIDE = ("techniques/ep/__init__.py", "techniques/ep/dispatch.py", "techniques/product.py", "techniques/share.py")
 RANKS, ARRIVED = 59, 50_000_017
 """Primes that stand, where a unit is traced, for the ranks, and for the rows that come to one: more than it sends, for
 of what is sent and what comes the larger is counted."""
@@ -155,6 +154,7 @@ def steps_of(operation: str) -> Callable[..., Any] | None:
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Gives each rank its experts, and has rows sent to where theirs are."""
     from shardwise.models.moe import Experts, Stacked
+    from shardwise.techniques.product import product_of
 
     compute = torch_dtype(plan.precision.compute)
     for part in parts:
@@ -163,8 +163,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
                 module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign]
             elif isinstance(module, Stacked):
                 _cut(module, meshes)
-                inside = torch_dtype(compute_dtype(plan.precision, name))
-                module.forward = computed_with_own(module, inside, compute)  # type: ignore[method-assign]
+                product_of(module, torch_dtype(compute_dtype(plan.precision, name)), compute)
     return parts
 
 

@@ -23,7 +23,6 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import At, Op, Within
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, dequantise_bytes, nf4_shapes
-from shardwise.techniques.share import WHOLE, LayerShare
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -43,6 +42,7 @@ INSIDE = (
     "techniques/nf4/__init__.py",
     "techniques/nf4/fourbit.py",
     "techniques/quantised.py",
+    "techniques/product.py",
     "techniques/share.py",
 )
 
@@ -165,6 +165,7 @@ def _replace(module: nn.Linear | Stacked) -> None:
     from torch import nn
 
     from shardwise.models.moe import Stacked
+    from shardwise.techniques.product import product_of
 
     device, (rows, columns) = module.weight.device, module.weight.shape
     experts = module.experts if isinstance(module, Stacked) else 1
@@ -172,47 +173,41 @@ def _replace(module: nn.Linear | Stacked) -> None:
         kept = torch.empty(shape, dtype=torch.uint8, device=device)
         module.register_parameter(name, nn.Parameter(kept, requires_grad=False))
     del module.weight
-    if isinstance(module, Stacked):
-        module.forward = _of_experts(module)  # type: ignore[method-assign, assignment]
-    else:
-        _compute(module)
+    product_of(module).multiply = _of_experts(module) if isinstance(module, Stacked) else _linear(module)
 
 
 def _of_experts(module: Stacked) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The forward of matrices in 4 bits, of the experts that this rank has."""
+    """The product with matrices in 4 bits, of the experts that this rank has."""
     from shardwise.distributed.slices import local
     from shardwise.models.moe import of_owners, taken
     from shardwise.techniques.nf4.fourbit import stacked
 
-    def forward(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def multiply(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         codes, absmax, group_absmax = (local(module.get_parameter(name)) for name in NF4_PARTS)
         out = stacked(taken(x), counts, (codes, absmax, group_absmax), module.rows)
         return out if module.bias is None else out + of_owners(local(module.bias), counts, out)
 
-    return forward
+    return multiply
 
 
-def _compute(module: nn.Linear) -> None:
-    """Has the layer compute with its matrix in 4 bits."""
+def _linear(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The product with a matrix in 4 bits, of which the layer can also give the values (``dequantised``)."""
     import torch
 
     from shardwise.distributed.slices import local
     from shardwise.techniques.nf4.fourbit import dequantise, linear
+    from shardwise.techniques.product import bias_of, share_of
 
-    def used(share: LayerShare) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def used() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        share = share_of(module)
         codes, absmax, group_absmax = (local(module.get_parameter(name)) for name in NF4_PARTS)
         return share.used(codes), share.used(absmax), group_absmax
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        share: LayerShare = module.share  # type: ignore[assignment]
-        added_later = module.bias is None or share.group is not None
-        bias = None if added_later else share.used(local(module.bias).to(x.dtype))
-        return linear(x, bias, used(share), share.piece)
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        return linear(x, bias_of(module, x.dtype), used(), share_of(module).piece)
 
     def dequantised() -> torch.Tensor:
-        share: LayerShare = module.share  # type: ignore[assignment]
-        return dequantise(*used(share), torch.float32, share.piece)
+        return dequantise(*used(), torch.float32, share_of(module).piece)
 
-    module.share = WHOLE  # type: ignore[assignment]
     module.dequantised = dequantised  # type: ignore[assignment]
-    module.forward = forward  # type: ignore[method-assign, assignment]
+    return multiply

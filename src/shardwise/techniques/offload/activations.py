@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.distributed.pinned import host_buffer
+from shardwise.models.blocks import surround
 from shardwise.techniques.offload.filed import Done, FiledTensors, Place, as_tensor, copied
 from shardwise.techniques.offload.scratch import Scratch
 
@@ -62,9 +63,9 @@ class MovedInputs:
         self._streams: dict[str, torch.cuda.Stream] = {}
         for number, block in enumerate(blocks):
             trained = any(parameter.requires_grad for parameter in block.parameters())
-            block.forward = partial(self._run, block.forward, (number, trained))
+            surround(block, partial(partial, self._run, (number, trained)))
 
-    def _run(self, forward: Callable[..., Any], place: tuple[int, bool], x: Tensor, *rest: Any, **named: Any) -> Any:
+    def _run(self, place: tuple[int, bool], forward: Callable[..., Any], x: Tensor, *rest: Any, **named: Any) -> Any:
         """A block's forward. ``place``: its number, and whether it has something to train."""
         number, trained = place
         if number == 0:

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardwise.models.blocks import blocks
+from shardwise.models.blocks import blocks, surround
 
 
 class LaterProduct(NamedTuple):
@@ -41,7 +41,7 @@ class WeightGradients:
         """From here on linear layers of the blocks put the gradients of their weights off. A block watches itself, so
         that it does when it runs again during backward, in whatever thread that is."""
         for block in blocks(part):
-            block.forward = partial(_watched, self, block.forward)
+            surround(block, partial(partial, _watched, self))
 
     @contextmanager
     def collecting(self, products: list[LaterProduct]) -> Iterator[None]:

@@ -33,7 +33,7 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.quantised import BLOCK, NF4_BLOCK, quantised
-from shardwise.techniques.share import LayerShare, MatrixPiece, computed_with_own
+from shardwise.techniques.share import LayerShare, MatrixPiece
 from shardwise.techniques.states import (
     ROW_PRODUCTS,
     VOCABULARY,
@@ -47,7 +47,6 @@ from shardwise.techniques.states import (
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from shardwise.distributed.meshes import Meshes
@@ -56,6 +55,7 @@ SETTINGS = {"layout.tp": 1}
 INSIDE = (
     "techniques/tp/__init__.py",
     "techniques/tp/cut_norm.py",
+    "techniques/product.py",
     "techniques/share.py",
     "techniques/states.py",
     "distributed/collectives.py",
@@ -286,6 +286,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     from shardwise.models.attention import Attention
     from shardwise.models.layers import MLP, RMSNorm, rms_norm
     from shardwise.models.moe import MoE, Router, Stacked
+    from shardwise.techniques.product import product_of
     from shardwise.techniques.tp.rows import share_rows
 
     group, spec, sequence_parallel = meshes.groups["tp"], spec_of([part]), plan.sequence_parallel
@@ -321,13 +322,12 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
         elif isinstance(module, RMSNorm):
             cut = place in ("q_norm", "k_norm") and spec.qk_norm == "projection"
             norm = _cut_norm(group) if cut else rms_norm
-            module.forward = _norm(module, inside, outside, norm)  # type: ignore[method-assign, assignment]
+            product_of(module, inside, outside).multiply = _normed(module, norm)
         elif isinstance(module, nn.Linear):
-            share = _share(module, name, spec, meshes)
-            module.share = share  # type: ignore[assignment]
-            module.forward = _linear(module, inside, outside, share)  # type: ignore[method-assign, assignment]
+            module.share = _share(module, name, spec, meshes)  # type: ignore[assignment]
+            product_of(module, inside, outside)
         elif isinstance(module, Router | Stacked):
-            module.forward = computed_with_own(module, inside, outside)  # type: ignore[method-assign]
+            product_of(module, *(inside, outside) if isinstance(module, Stacked) else ())  # a router's are its own
             module.share = LayerShare(place=meshes.index("tp") if sequence_parallel else None)  # type: ignore[assignment]
         elif isinstance(module, MoE) and sequence_parallel:
             share_rows(module, shape, meshes)
@@ -360,22 +360,6 @@ def _share(module: nn.Linear, layer: str, spec: ModelSpec, meshes: Meshes) -> La
     return LayerShare(heads or slice(None), piece=MatrixPiece(row, 0, columns))
 
 
-def _linear(module: Any, inside: torch.dtype, outside: torch.dtype, share: LayerShare) -> Callable[[Tensor], Tensor]:
-    from torch.nn import functional
-
-    if "weight" not in dict(module.named_parameters(recurse=False)):  # it computes with its share by itself
-        plain = module.forward
-        return lambda x: plain(x.to(inside)).to(outside)
-
-    def forward(x: Tensor) -> Tensor:
-        biased = module.bias is not None and share.group is None
-        bias = share.used(module.bias.to_local().to(inside)) if biased else None
-        weight = share.used(module.weight.to_local().to(inside))
-        return functional.linear(x.to(inside), weight, bias).to(outside)
-
-    return forward
-
-
 def _own_sinks(module: Any) -> Tensor | None:
     return None if module.sinks is None else module.sinks.to_local()
 
@@ -386,7 +370,5 @@ def _cut_norm(group: Any) -> Callable[..., Tensor]:
     return lambda x, weight, eps, plus_one: cut_norm(x, weight, eps, group)
 
 
-def _norm(
-    module: Any, inside: torch.dtype, outside: torch.dtype, norm: Callable[..., Tensor]
-) -> Callable[[Tensor], Tensor]:
-    return lambda x: norm(x.to(inside), module.weight.to_local(), module.eps, module.plus_one).to(outside)
+def _normed(module: Any, norm: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: norm(x, module.weight.to_local(), module.eps, module.plus_one)
