@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from shardwise.planner.figures import PlanFigures, Sizes, alike
 from shardwise.planner.least_memory import LeastMemory
 from shardwise.planner.price import unstaged
 from shardwise.planner.seconds import step
-from shardwise.planner.seconds.pipeline import border_bytes
+from shardwise.planner.seconds.pipeline import PipelineReplay, StageTimes, border_bytes
 from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.planner.seconds.step import Least
 from shardwise.planner.seconds.wires import wires_of
@@ -21,26 +22,31 @@ from shardwise.spec.layout import stage_rank
 from shardwise.spec.place import stages_of
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.techniques.pp.actions import SCHEDULES
+from shardwise.techniques.pp.split import trained_stages
 
 
 class BlockSeconds(NamedTuple):
-    """Seconds that gathering the weights of a block takes, and summing its gradients."""
+    """Seconds that gathering the weights of a block takes, and summing its gradients; and copying both, out of one
+    buffer and into the other."""
 
-    gathered: float
-    reduced: float
+    gathered: float = 0.0
+    reduced: float = 0.0
+    out: float = 0.0
+    into: float = 0.0
 
 
-NOTHING = BlockSeconds(0.0, 0.0)
+NOTHING = BlockSeconds()
 
 
 @dataclass(frozen=True)
 class Through:
-    """What a micro-batch takes at least, up to each block and with the last block to the end: ``forward_s`` and
-    ``backward_s`` have one entry more than there are blocks. Through all of it: ``device_s``, and ``host_s`` for what
-    the host launches meanwhile."""
+    """What a micro-batch takes at least, up to each block and with the last block to the end: ``forward_s``,
+    ``backward_s`` and, of that, ``later_s``, which a backward in two halves puts off, have one entry more than there
+    are blocks. Through all of it: ``device_s``, and ``host_s`` for what the host launches meanwhile."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    later_s: tuple[float, ...]
     device_s: float
     host_s: float
 
@@ -52,8 +58,40 @@ class Through:
         backward[0] += stem.backward_s
         backward[-1] += tail.backward_s
         host_s = sum(one.host_s for one in (stem, *blocks, tail))
-        ends = [tuple(accumulate(each, initial=0.0)) for each in (forward, backward)]
-        return cls(ends[0], ends[1], sum(forward) + sum(backward), host_s)
+        later = [one.later_s for one in blocks]
+        ends = [tuple(accumulate(each, initial=0.0)) for each in (forward, backward, later)]
+        return cls(ends[0], ends[1], ends[2], sum(forward) + sum(backward), host_s)
+
+    def stages(self, plan: Plan, trained: tuple[bool, ...], block_s: BlockSeconds) -> Iterator[StageTimes]:
+        """The times of the stages of a pipeline. Gathers follow one another, and so do sums of gradients, between which
+        these are copied; the last of a backward is waited for."""
+        halved, dial = SCHEDULES[plan.pipeline.schedule].splits_backward, plan.shard
+        each_time = dial.strategy == "zero3" and dial.reshard_after_forward is True
+        for number, blocks in enumerate(stages_of(plan.pipeline.split)):
+            n, ends = len(blocks), (self.forward_s, self.backward_s, self.later_s)
+            f, b, w = (each[blocks.stop] - each[blocks.start] for each in ends)
+            in_two, last_s = halved and trained[number], block_s.reduced
+            again = n * each_time * (not plan.frozen)
+            b += again * block_s.out
+            gathered_s = max(n * block_s.out, n * block_s.gathered - f)
+            # With the sums of gradients, until the last is begun.
+            given_s = max(b, (n - 1) * last_s) + n * block_s.into
+            given_s = max(given_s, (again - 1) * block_s.gathered + (n - 1) * last_s)
+            reduced_s = n * (last_s + block_s.into) if in_two else given_s + last_s - b
+            waiting_s = opening_s = closing_s = 0.0
+            if each_time:
+                f, b, w = f + gathered_s, b + reduced_s, w + reduced_s
+            elif dial.strategy == "ddp":
+                closing_s = max(0.0, n * block_s.reduced - b)
+            elif dial.strategy == "zero1":
+                closing_s = reduced_s
+                if stage_rank(plan.layout, number) == 0:
+                    opening_s = gathered_s
+                else:
+                    waiting_s = n * (block_s.gathered + block_s.out)
+            each_s = {"F": f, "B": b} | ({"I": b - w, "W": w} if in_two else {})
+            after_s = (last_s * each_time, last_s) if not in_two else (0.0, 0.0)
+            yield StageTimes(each_s, waiting_s, opening_s, closing_s, after_s, ())
 
     def step_s(
         self, plan: Plan, micro_batches: int, parts: int, message_s: float, block_s: BlockSeconds = NOTHING
@@ -129,21 +167,32 @@ class LowerBounds:
             return max(self.slower * step_s + once_s / ranks, self.roughly(plan))
         return max(self._computed_s(plan) + self.figures.state(plan).once_s, self.roughly(plan))
 
+    def replayed(self, plan: Plan) -> float:
+        """The same of a pipeline, its schedule replayed with what its stages take at least."""
+        trained = trained_stages(self.spec, plan)
+        stages = tuple(self._through(plan).stages(plan, trained, self._block_s(plan)))
+        line = PipelineReplay(plan, trained, stages, self._message_s(plan), plan.sharded)
+        step_s = line.replayed()[1]
+        return max(self.slower * step_s + self.figures.state(plan).once_s / plan.layout.pp, self.seconds(plan))
+
     def _message_s(self, plan: Plan) -> float:
         """What the hidden states of a micro-batch take from a rank to the next."""
         return wires_of(plan.layout, self.cluster).message_s(border_bytes(self.figures.sheet(plan), plan))
 
     def _block_s(self, plan: Plan) -> BlockSeconds:
         """Of a block as large as the mean, by what is gathered and reduced of all."""
-        if not plan.sharded:
-            return NOTHING
         sizes, wires = self.figures.sizes(plan), wires_of(plan.layout, self.cluster)
-        share = sizes.blocks / max(1, sizes.gathered)
-        gathered_s = wires.seconds("all_gather", "fsdp", sizes.gathered)
-        reduced_s = wires.seconds("reduce_scatter", "fsdp", sizes.trained * BYTES[plan.precision.reduce])
         count = self.spec.num_hidden_layers
-        all_trained = plan.lora is None and not plan.frozen
-        return BlockSeconds(share * gathered_s / count, share * reduced_s / count * all_trained)
+        calls = 1 if self.cluster.measured else count  # what was measured need not grow evenly with its bytes
+        share, all_trained = sizes.blocks / max(1, sizes.gathered), plan.lora is None and not plan.frozen
+        gathered, reduced = sizes.blocks, share * sizes.trained * BYTES[plan.precision.reduce] * all_trained
+        gathered_s = wires.seconds("all_gather", "fsdp", gathered / calls) * calls / count
+        reduced_s = wires.seconds("reduce_scatter", "fsdp", reduced / calls) * calls / count * all_trained
+        if not plan.sharded:  # in buckets of many blocks, perhaps
+            summed_s = wires.seconds("all_reduce", "loss", reduced) / count * all_trained
+            return BlockSeconds(reduced=summed_s)
+        copied_s = rates_of(plan, self.cluster, own_traits()).least_copy_s
+        return BlockSeconds(gathered_s, reduced_s, copied_s(gathered / count), copied_s(reduced / count))
 
     def degrees_s(self, plan: Plan) -> float:
         """What no plan of these degrees and this schedule can beat, with micro-batches of any size up to the plan's."""

@@ -6,6 +6,7 @@ the best that was found: few are priced, fewer replayed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
@@ -146,33 +147,38 @@ class Comparison:
     def __post_init__(self) -> None:
         self.bounds = LowerBounds(self.spec, self.cluster)
 
-    def fastest(self, plans: list[Plan], share: float = MARGIN, limit_s: float | None = None) -> list[Plan]:
-        """Those that take at most ``share`` of the memory and may be as fast as any, with their seconds, in the order
-        of ``plans``; with a ``limit_s``, those that were below it and the fastest when they were looked at. Each plan
-        is looked at when no other has a lower bound: at first a rough one, then a better one, then its price. What
-        recomputes more than one that fits, and is as it otherwise, is no faster."""
+    def fastest(
+        self, plans: list[Plan], share: float = MARGIN, limit_s: float = float("inf"), others: Sequence[Plan] = ()
+    ) -> list[Plan]:
+        """Those that take at most ``share`` of the memory and may be as fast as any, as what takes ``limit_s``, and as
+        ``others``, with their seconds, in the order of ``plans``. Each plan is looked at when no other has a lower
+        bound: at first a rough one, then better ones, then its price. What recomputes more than one that fits, and is
+        as it otherwise, is no faster."""
         found: dict[int, Plan] = {}
         modes: dict[tuple[object, ...], int] = {}
-        best_s, bounds, tie = limit_s or float("inf"), self.bounds, 0.0 if limit_s else TIE
-        easy: list[tuple[float, tuple[object, ...], int]] = []  # of what was found, seconds and how simple it is
+        bounds = self.bounds
+        easy = [(seconds(plan).step_s, simplicity(plan), -1) for plan in others]  # of what was found
+        best_s = min([limit_s, *(step_s for step_s, _, _ in easy)])
         standing = [(i, plan) for i, plan in enumerate(plans) if bounds.stand(plan, share)]
         waiting = [(bounds.roughly(plan), 0, i) for i, plan in standing]
         heapify(waiting)
         while waiting:
             bound_s, looked, i = heappop(waiting)
-            if bound_s > (1 + tie) * best_s:
+            if bound_s > (1 + TIE) * best_s:
                 break
             own, mode = _but_for_recomputation(plans[i]), MODES.index(plans[i].remat.mode)
             if modes.get(own, mode) < mode:
                 continue
             if bound_s > best_s and any(
-                step_s <= (1 + tie) * best_s and (simple, at) < (simplicity(plans[i]), i) for step_s, simple, at in easy
+                step_s <= (1 + TIE) * best_s and (simple, at) < (simplicity(plans[i]), i) for step_s, simple, at in easy
             ):
                 continue  # it is not the fastest, nor would it be taken for being as fast
             if not looked and (rough_s := bounds.roughly(plans[i])) > bound_s:  # since more is known by now
                 heappush(waiting, (rough_s, 0, i))
             elif not looked:
                 heappush(waiting, (bounds.seconds(plans[i]), 1, i))
+            elif looked == 1 and plans[i].layout.pp > 1:
+                heappush(waiting, (bounds.replayed(plans[i]), 2, i))
             elif peak_share(priced := self.priced(plans[i], share)) <= share:
                 modes[own], found[i] = mode, self.timed(priced)
                 best_s = min(best_s, seconds(found[i]).step_s)

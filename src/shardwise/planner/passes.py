@@ -31,6 +31,7 @@ from shardwise.planner.overhead import attention_bytes
 from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen, under_way
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.cluster import Kind
+from shardwise.spec.hash_once import hash_once
 from shardwise.spec.plan import BYTES, Dtype, Plan
 from shardwise.spec.sheet import KEPT_UNITS, SEND, At, Cut, Op, Sheet, Unit, Within
 
@@ -39,6 +40,7 @@ Piece = Event | WeightsCall
 """Of a pass: an event, or a point at which the weights add theirs."""
 
 
+@hash_once
 @dataclass(frozen=True)
 class Passes:
     """The passes of a model's units, and all that they depend on besides the unit: plans with equal passes share what
@@ -320,7 +322,7 @@ def meanwhile(ops: tuple[Op, ...], takes: Sequence[Duration], left_out: Set[int]
     return {i: sum(takes[k].device_ns for k in during if k not in left_out) for i, during in under_way(ops).items()}
 
 
-@lru_cache(maxsize=KEPT_UNITS)
+@lru_cache(maxsize=8 * KEPT_UNITS)
 def put_off(unit: Unit) -> frozenset[int]:
     """The operations of a block's backward that its second half runs where it comes in two: the products that give the
     gradients of linear layers' weights, and what casts them. Those of experts and routers are not put off."""

@@ -193,7 +193,7 @@ def cuts(sheet: Sheet, plan: Plan) -> dict[str, set[int]]:
     return found
 
 
-@lru_cache(maxsize=KEPT_UNITS)
+@lru_cache(maxsize=8 * KEPT_UNITS)
 def _cuts(unit: Unit) -> frozenset[tuple[str, int]]:
     return frozenset((group, int(weight.shape[dim])) for weight in unit.weights for group, dim in weight.shards)
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.devices import measured_on
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.hash_once import hash_once
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
 from shardwise.spec.plan import BYTES, Plan
 
@@ -74,6 +75,7 @@ def own_traits() -> Traits:
     return Traits(known["own era"], known["own step_s"], fused_loss=True, dequantised=DEQUANTISED_BYTES, measured=True)
 
 
+@hash_once
 @dataclass(frozen=True)
 class Rates:
     """Of one process. ``flops_per_s``: of the best products in the dtype that is computed in; ``attention_per_s``:
