@@ -16,7 +16,7 @@ from shardwise.planner.candidates import LARGER_CHUNKS, chunk_of
 from shardwise.planner.price import price
 from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Plan, Seconds
+from shardwise.spec.plan import Estimate, Plan, Seconds
 from shardwise.techniques.cp import KINDS as CP_KINDS
 from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.pp.actions import SCHEDULES
@@ -100,6 +100,13 @@ def same_program(one: Plan, other: Plan) -> bool:
     once = one.batch.accumulation == other.batch.accumulation == 1
     shard = replace(one.shard, strategy=other.shard.strategy)
     return both and once and replace(one, shard=shard, estimate=other.estimate, why=other.why) == other
+
+
+def _zero1_of(plan: Plan) -> Plan | None:
+    """Of a plan with zero2 and one micro-batch, the same program with zero1."""
+    if plan.shard.strategy != "zero2" or plan.batch.accumulation > 1 or plan.layout.pp > 1:
+        return None
+    return replace(plan, shard=replace(plan.shard, strategy="zero1"), estimate=Estimate())
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:
@@ -197,7 +204,12 @@ class Comparison:
             return self.prices[plan]
         if plan in self.too_large and peak_share(self.too_large[plan]) > most:
             return self.too_large[plan]
-        made = price(self.spec, plan, self.cluster, most=most)
+        twin = _zero1_of(plan)
+        made = (
+            replace(plan, estimate=self.priced(twin).estimate)
+            if twin
+            else price(self.spec, plan, self.cluster, most=most)
+        )
         whole = plan.layout.pp == 1 or peak_share(made) <= most
         (self.prices if whole else self.too_large)[plan] = made
         return made
@@ -205,7 +217,11 @@ class Comparison:
     def timed(self, priced: Plan) -> Plan:
         """The same with seconds."""
         if priced not in self.times:
-            self.times[priced] = timed(self.spec, priced, self.cluster)
+            if twin := _zero1_of(priced):
+                made = replace(priced, estimate=self.timed(self.priced(twin)).estimate)
+            else:
+                made = timed(self.spec, priced, self.cluster)
+            self.times[priced] = made
         return self.times[priced]
 
     def with_larger_chunks(self, plan: Plan) -> Plan:

@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardwise.methods.head import loss_bytes
-from shardwise.planner.figures import Own, PlanFigures, Sizes, alike, costed_of, on_device
+from shardwise.planner.figures import Own, PlanFigures, Sizes, alike, on_device
 from shardwise.planner.overhead import fixed_bytes
 from shardwise.planner.passes import recomputed
 from shardwise.planner.price import unstaged
@@ -112,7 +112,7 @@ class LeastMemory:
         whole, batch = unstaged(plan), plan.batch
         key = plan.layout.fsdp, plan.shard, batch.micro_batch_size, alike(plan)
         if key not in self.blocks:
-            costed = costed_of(self.figures.spec, whole)
+            costed = self.figures.own_sheet(plan)
             least = min(costed.blocks, key=lambda one: _kept_bytes(one, batch.micro_batch_size, plan.row_tokens))
             state, gathered = sum(on_device(costed.with_ends(stem=False, head=False), whole).values()), 0
             times = Counter(costed.order)

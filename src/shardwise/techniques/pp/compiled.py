@@ -53,7 +53,12 @@ class Program:
                 at[target] = end - after
                 ends.append(end)
             else:
-                free[rank] = at[target] = max(at[source], ends[-1 - kind], free[rank]) + transfer_s
+                start = at[source]
+                if ends[-1 - kind] > start:
+                    start = ends[-1 - kind]
+                if free[rank] > start:
+                    start = free[rank]
+                free[rank] = at[target] = start + transfer_s
         return clock
 
 
