@@ -68,7 +68,7 @@ class Passes:
     @classmethod
     def of(cls, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None = None) -> Passes:
         units = [sheet.stem, *(sheet.blocks[block] for block in sorted(set(sheet.order)))]
-        return cls(
+        made = cls(
             stem=sheet.stem,
             tail=sheet.tail,
             tied=sheet.tied,
@@ -84,6 +84,7 @@ class Passes:
             loss=_loss(sheet, plan, kind, rates) if sheet.place.head else ((), ()),
             apart=plan.sharded and plan.layout.ep > 1,
         )
+        return _same(made)
 
     def forward(self, unit: Unit) -> Iterator[Piece]:
         """A unit under recompute keeps what its ``saved_ops`` made, any other what it saved."""
@@ -215,6 +216,12 @@ class Passes:
         used = any(unit.input in op.frees for op in unit.backward)
         if not first and not used and (unit.recompute or unit.input in unit.saved):
             yield local.free(unit.input)
+
+
+@lru_cache(maxsize=32 * KEPT_UNITS)
+def _same(passes: Passes) -> Passes:
+    """Return those that were made first of all that are equal."""
+    return passes
 
 
 def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:

@@ -106,7 +106,7 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
         rounds = -(-rows // nf4_rows_at_once(rows, columns))
         return _timed(rates.pointwise_s(moved), rates, "pointwise", kernels=DEQUANTISE_KERNELS * rounds)
     extra = rates.product_s(*(_number(dim, sizes) for dim in op.dims)) if len(op.dims) == 4 else 0.0
-    made = _pointwise([moved], rates, transcendental=op.name.removeprefix("aten.").startswith(TRANSCENDENTAL))
+    made = _kernel(moved, rates, transcendental=op.name.removeprefix("aten.").startswith(TRANSCENDENTAL))
     return Duration(made.device_ns + round(1e9 * extra), made.host_ns) if extra else made
 
 
@@ -122,6 +122,11 @@ def _pointwise(moved: list[int], rates: Rates, times: int = 1, *, transcendental
     """Kernels that move so many bytes each, so many ``times``."""
     seconds = times * sum(rates.pointwise_s(each, transcendental=transcendental) for each in moved)
     return _timed(seconds, rates, "pointwise", kernels=times * len(moved))
+
+
+@lru_cache(maxsize=2**14)
+def _kernel(moved: int, rates: Rates, *, transcendental: bool) -> Duration:
+    return _pointwise([moved], rates, transcendental=transcendental)
 
 
 def _runs(ops: tuple[Op, ...]) -> Iterator[list[int]]:

@@ -204,7 +204,17 @@ def _beside(cluster: Cluster) -> dict[str, Any]:
 
 
 def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
-    """Those of one process of the cluster for what the plan computes. The caller says which ``traits``."""
+    """Those of one process of the cluster for what the plan computes: the same object where they were asked for before,
+    so that what rests on them is found without a look at all of them. The caller says which ``traits``."""
+    return _same(_made(plan, cluster, traits))
+
+
+@lru_cache(maxsize=256)
+def _same(rates: Rates) -> Rates:
+    return rates
+
+
+def _made(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
     known, device, dtype, cuda = shipped(), cluster.device, plan.precision.compute, cluster.kind == "cuda"
     blocks: Blocks = traits.blocks or ("compiled" if plan.compile else "eager")
     launch_s = known["launch_s"] if cuda else CPU_LAUNCH_S
