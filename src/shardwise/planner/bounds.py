@@ -145,7 +145,8 @@ class LowerBounds:
     def __post_init__(self) -> None:
         self.slower = step.straggling(self.cluster)
         self.figures = PlanFigures(self.spec, self.cluster)
-        self.stand = LeastMemory(self.figures).stand
+        least = LeastMemory(self.figures)
+        self.stand, self.share = least.stand, least.share
 
     def roughly(self, plan: Plan) -> float:
         """Seconds that the plan needs at least: its products at the best rate, or what is sent of the weights and their

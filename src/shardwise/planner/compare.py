@@ -194,8 +194,14 @@ class Comparison:
 
     def smallest(self, plans: list[Plan]) -> Plan:
         """The plan whose fullest rank holds the least; where it is the host that is full, of the device."""
-        held = map(self.priced, smallest_ones(plans))
-        return min(held, key=lambda plan: (peak_share(plan), plan.estimate.peak_bytes))
+        waiting = sorted((self.bounds.share(plan), i, plan) for i, plan in enumerate(smallest_ones(plans)))
+        found: list[tuple[float, int, int, Plan]] = []
+        for least, i, plan in waiting:
+            if found and least > found[0][0]:
+                break
+            held = self.priced(plan)
+            found = [min([*found, (peak_share(held), held.estimate.peak_bytes, i, held)], key=lambda one: one[:3])]
+        return found[0][-1]
 
     def priced(self, plan: Plan, most: float = float("inf")) -> Plan:
         """The plan with its estimate of memory and traffic, made once; of a pipeline that takes more than ``most`` of
