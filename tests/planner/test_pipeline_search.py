@@ -11,7 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.models.load import load_spec
 from shardwise.planner.bounds import LowerBounds
 from shardwise.planner.candidates import Pipelines, candidates
-from shardwise.planner.compare import TIE, fits, kind, name, peak_share, seconds
+from shardwise.planner.compare import TIE, fits, kind, name, peak_share, seconds, simplest
 from shardwise.planner.price import price
 from shardwise.planner.search import Search
 from shardwise.planner.seconds.step import timed
@@ -39,6 +39,7 @@ def test_bounds_of_pipelines_are_below_what_they_bound(schedule: str, spec: Any,
         rough_s, bound_s = bounds.roughly(plan), bounds.seconds(plan)
         priced = timed(spec, price(spec, plan, machines), machines)
         assert rough_s <= bound_s * (1 + 1e-9) <= seconds(priced).step_s * (1 + 2e-9), name(plan)
+        assert bound_s <= bounds.replayed(plan) <= seconds(priced).step_s * (1 + 2e-9), name(plan)
         assert bounds.stand(plan, peak_share(priced)), name(plan)
 
 
@@ -49,6 +50,40 @@ def test_bounds_of_degrees_are_below_all_of_their_plans() -> None:
         least_s = min(bounds.degrees_s(fast) for fast, _ in degrees.ends)
         for plan in Random(4).sample(pipelines.plans(degrees), 3):
             assert least_s <= seconds(timed(EIGHT_B, price(EIGHT_B, plan, machines), machines)).step_s
+
+
+@pytest.mark.matrix
+def test_of_pipelines_as_fast_the_simplest_is_found() -> None:
+    """Whatever the order in which they are looked at: as when all are priced and timed."""
+    cluster = parse_cluster("8xH100")
+    search = Search(recipe(128), EIGHT_B, cluster, stages=frozenset({2}))
+    found = simplest(search.piped(tp=False))
+    every = [plan for each in search.pipelines if each.staged.layout.tp == 1 for plan in search._pipelines.plans(each)]
+    priced = [price(EIGHT_B, plan, cluster) for plan in every]
+    best = simplest([timed(EIGHT_B, plan, cluster) for plan in priced if fits(plan)])
+    assert len(every) > 20 and name(found) == name(best) and seconds(found) == seconds(best)
+
+
+@pytest.mark.parametrize(
+    ("model", "machines", "sequences", "counts"),
+    [
+        ("meta-llama/Llama-3.1-8B", "8xH100", 1024, [(12, 8), (26, 18)]),
+        ("meta-llama/Llama-3.1-70B", "64x8xH100", 1024, [(7, 3)]),
+        ("mistralai/Mixtral-8x7B-v0.1", "8xH100", 64, [(1, 1), (17, 8)]),  # none fits
+        ("Qwen/Qwen3-30B-A3B", "2x8xH100", 64, [(2, 2)]),
+    ],
+)
+def test_few_plans_are_priced_and_timed(
+    model: str, machines: str, sequences: int, counts: list[tuple[int, int]]
+) -> None:
+    """Of hundreds, so many until the best is known, and then of every kind: no more than when bounds were last made
+    better."""
+    search = Search(recipe(sequences), load_spec(model), parse_cluster(machines))
+    known = search.known
+    for most, find in zip(counts, (lambda: search.best, search.families), strict=False):
+        find()
+        counted = len(known.prices) + len(known.too_large), len(known.times)
+        assert len(search.all) > 100 and counted[0] <= most[0] and counted[1] <= most[1]
 
 
 @pytest.mark.prove

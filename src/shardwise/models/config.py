@@ -179,7 +179,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes if spec.tie_word_embeddings else shapes | {"head.weight": (spec.vocab_size, d)}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _of_block(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of a block but its norms."""
     inner = _experts(spec) if spec.has_experts(layer) else _mlp(spec, "mlp", spec.mlp_size(layer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -12,34 +13,42 @@ from shardwise.planner.figures import PlanFigures, Sizes, alike
 from shardwise.planner.least_memory import LeastMemory
 from shardwise.planner.price import unstaged
 from shardwise.planner.seconds import step
-from shardwise.planner.seconds.pipeline import border_bytes
-from shardwise.planner.seconds.rates import own_traits, rates_of
+from shardwise.planner.seconds.pipeline import PipelineReplay, StageTimes, border_bytes
+from shardwise.planner.seconds.rates import Rates, own_traits, rates_of
 from shardwise.planner.seconds.step import Least
 from shardwise.planner.seconds.wires import wires_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import stage_rank
 from shardwise.spec.place import stages_of
 from shardwise.spec.plan import BYTES, Plan
+from shardwise.techniques.pp.split import trained_stages
 
 
 class BlockSeconds(NamedTuple):
-    """Seconds that gathering the weights of a block takes, and summing its gradients."""
+    """Seconds that gathering the weights of a block takes, and summing its gradients; and copying both, out of one
+    buffer and into the other. ``apart``: of the first two, those of experts that other ranks have. ``replicas``: of a
+    hybrid, adding up what its replicas have summed."""
 
-    gathered: float
-    reduced: float
+    gathered: float = 0.0
+    reduced: float = 0.0
+    out: float = 0.0
+    into: float = 0.0
+    apart: tuple[float, float] = (0.0, 0.0)
+    replicas: float = 0.0
 
 
-NOTHING = BlockSeconds(0.0, 0.0)
+NOTHING = BlockSeconds()
 
 
 @dataclass(frozen=True)
 class Through:
-    """What a micro-batch takes at least, up to each block and with the last block to the end: ``forward_s`` and
-    ``backward_s`` have one entry more than there are blocks. Through all of it: ``device_s``, and ``host_s`` for what
-    the host launches meanwhile."""
+    """What a micro-batch takes at least, up to each block and with the last block to the end: ``forward_s``,
+    ``backward_s`` and, of that, ``later_s``, which a backward in two halves puts off, have one entry more than there
+    are blocks. Through all of it: ``device_s``, and ``host_s`` for what the host launches meanwhile."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    later_s: tuple[float, ...]
     device_s: float
     host_s: float
 
@@ -51,8 +60,44 @@ class Through:
         backward[0] += stem.backward_s
         backward[-1] += tail.backward_s
         host_s = sum(one.host_s for one in (stem, *blocks, tail))
-        ends = [tuple(accumulate(each, initial=0.0)) for each in (forward, backward)]
-        return cls(ends[0], ends[1], sum(forward) + sum(backward), host_s)
+        later = [one.later_s for one in blocks]
+        ends = [tuple(accumulate(each, initial=0.0)) for each in (forward, backward, later)]
+        return cls(ends[0], ends[1], ends[2], sum(forward) + sum(backward), host_s)
+
+    def stages(self, plan: Plan, trained: tuple[bool, ...], block_s: BlockSeconds) -> Iterator[StageTimes]:
+        """The times of the stages of a pipeline, or of all blocks as one. Gathers follow one another, and so do sums of
+        gradients, between which these are copied; the last of a backward is waited for."""
+        halved, dial = plan.pipeline.spec.splits_backward, plan.shard
+        each_time = dial.strategy == "zero3" and dial.reshard_after_forward is True
+        experts_s = block_s.apart
+        for number, blocks in enumerate(plan.stages(len(self.forward_s) - 1)):
+            n, ends = len(blocks), (self.forward_s, self.backward_s, self.later_s)
+            f, b, w = (each[blocks.stop] - each[blocks.start] for each in ends)
+            in_two, last_s = halved and trained[number], block_s.reduced - experts_s[1]
+            again = n * each_time * (not plan.frozen)
+            b += again * block_s.out
+            gathered_s = max(n * block_s.out, n * block_s.gathered - f)
+            # With the sums of gradients, until the last is begun.
+            given_s = max(b, n * block_s.reduced - last_s) + n * block_s.into
+            given_s = max(given_s, (again - 1) * (block_s.gathered - experts_s[0]) + (n - 1) * last_s)
+            reduced_s = n * (block_s.reduced + block_s.into) if in_two else given_s + last_s - b
+            waiting_s = opening_s = closing_s = 0.0
+            if each_time:
+                f, b, w = f + gathered_s, b + reduced_s, w + reduced_s
+            elif dial.strategy == "ddp":
+                closing_s = max(0.0, n * block_s.reduced - b)
+            elif dial.strategy in ("zero1", "zero2"):
+                if dial.strategy == "zero1":
+                    closing_s = reduced_s
+                else:
+                    b, w = b + reduced_s, w + reduced_s
+                if stage_rank(plan.layout, number) == 0:
+                    opening_s = gathered_s
+                else:
+                    waiting_s = n * (block_s.gathered + block_s.out)
+            each_s = {"F": f, "B": b} | ({"I": b - w, "W": w} if in_two else {})
+            after_s = (last_s * (dial.strategy in ("zero2", "zero3")), last_s) if not in_two else (0.0, 0.0)
+            yield StageTimes(each_s, waiting_s, opening_s, closing_s, after_s, ())
 
     def step_s(
         self, plan: Plan, micro_batches: int, parts: int, message_s: float, block_s: BlockSeconds = NOTHING
@@ -94,11 +139,13 @@ class LowerBounds:
     cluster: Cluster
     larger: dict[object, tuple[int, float, float]] = field(default_factory=dict)
     through: dict[object, Through] = field(default_factory=dict)
+    rates: dict[int, Rates] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.slower = step.straggling(self.cluster)
         self.figures = PlanFigures(self.spec, self.cluster)
-        self.stand = LeastMemory(self.figures).stand
+        least = LeastMemory(self.figures)
+        self.stand, self.share = least.stand, least.share
 
     def roughly(self, plan: Plan) -> float:
         """Seconds that the plan needs at least: its products at the best rate, or what is sent of the weights and their
@@ -107,7 +154,7 @@ class LowerBounds:
         sizes = self.figures.sizes(plan)
         batch, ranks = plan.batch, plan.layout.pp
         sequences = batch.micro_batch_size * batch.accumulation
-        rates = rates_of(plan, self.cluster, own_traits())
+        rates = self._rates(plan)
         computed_s = sizes.flops * sequences * plan.row_tokens / rates.best_flops_per_s / ranks
         micro, device_s, host_s = self.larger.get(alike(plan), (0, 0.0, 0.0))
         if batch.micro_batch_size < micro:
@@ -126,23 +173,58 @@ class LowerBounds:
             through, once_s = self._through(plan), self.figures.state(plan).once_s
             step_s = through.step_s(plan, batch.accumulation, 1, self._message_s(plan), self._block_s(plan))
             return max(self.slower * step_s + once_s / ranks, self.roughly(plan))
-        return max(self._computed_s(plan) + self.figures.state(plan).once_s, self.roughly(plan))
+        block_s = self._block_s(plan)
+        whole = next(self._through(plan).stages(plan, (True,), block_s))
+        closing_s = max(whole.closing_s, self.spec.num_hidden_layers * block_s.replicas - whole.each_s["B"])
+        passes_s = whole.opening_s + batch.accumulation * sum(whole.each_s.values()) + closing_s
+        step_s = max(self._computed_s(plan), self.slower * passes_s)
+        return max(step_s + self.figures.state(plan).once_s, self.roughly(plan))
+
+    def replayed(self, plan: Plan) -> float:
+        """The same of a pipeline, its schedule replayed with what its stages take at least."""
+        trained = trained_stages(self.spec, plan)
+        stages = tuple(self._through(plan).stages(plan, trained, self._block_s(plan)))
+        line = PipelineReplay(plan, trained, stages, self._message_s(plan), plan.sharded)
+        step_s = line.replayed()[1]
+        return max(self.slower * step_s + self.figures.state(plan).once_s / plan.layout.pp, self.seconds(plan))
+
+    def _rates(self, plan: Plan) -> Rates:
+        """Those of all plans that compute the same."""
+        key = alike(plan)
+        if key not in self.rates:
+            self.rates[key] = rates_of(plan, self.cluster, own_traits())
+        return self.rates[key]
 
     def _message_s(self, plan: Plan) -> float:
         """What the hidden states of a micro-batch take from a rank to the next."""
         return wires_of(plan.layout, self.cluster).message_s(border_bytes(self.figures.sheet(plan), plan))
 
     def _block_s(self, plan: Plan) -> BlockSeconds:
-        """Of a block as large as the mean, by what is gathered and reduced of all."""
-        if not plan.sharded:
-            return NOTHING
+        """Of a block of the mean size; of a stage, whose blocks may be smaller than others, of the smallest."""
         sizes, wires = self.figures.sizes(plan), wires_of(plan.layout, self.cluster)
-        share = sizes.blocks / max(1, sizes.gathered)
-        gathered_s = wires.seconds("all_gather", "fsdp", sizes.gathered)
-        reduced_s = wires.seconds("reduce_scatter", "fsdp", sizes.trained * BYTES[plan.precision.reduce])
         count = self.spec.num_hidden_layers
+        mean, staged = sizes.blocks / count, plan.layout.pp > 1
+        gathered = min(mean, sizes.ahead or mean) if staged else mean
         all_trained = plan.lora is None and not plan.frozen
-        return BlockSeconds(share * gathered_s / count, share * reduced_s / count * all_trained)
+        each = BYTES[plan.precision.reduce] * all_trained
+        reduced = gathered * sizes.trained * each / max(1, sizes.gathered)
+        if not plan.sharded:  # in buckets of many blocks, perhaps
+            return BlockSeconds(reduced=wires.seconds("all_reduce", "loss", reduced * count) / count * (reduced > 0))
+        even = not staged or all(map(self.spec.has_experts, range(count)))
+        spread, spread_reduced = (even * size / count for size in (sizes.experts, sizes.trained_experts * each))
+
+        def calls_s(kind: str, group: str, size: float) -> float:
+            calls = 1 if self.cluster.measured else count  # what was measured need not grow evenly with its bytes
+            return wires.seconds(kind, group, size * count / calls) * calls / count if size else 0.0
+
+        apart = calls_s("all_gather", "expert_fsdp", spread), calls_s("reduce_scatter", "expert_fsdp", spread_reduced)
+        gathered_s = calls_s("all_gather", "fsdp", gathered) + apart[0]
+        reduced_s = calls_s("reduce_scatter", "fsdp", reduced) + apart[1]
+        parts = reduced / plan.layout.fsdp, spread_reduced / plan.layout.size("expert_fsdp")
+        replicas_s = sum(calls_s("all_reduce", "dp_replicate", part) for part in parts)
+        copied_s = self._rates(plan).least_copy_s
+        copies = copied_s(gathered + spread), copied_s(reduced + spread_reduced)
+        return BlockSeconds(gathered_s, reduced_s, *copies, apart, replicas_s)
 
     def degrees_s(self, plan: Plan) -> float:
         """What no plan of these degrees and this schedule can beat, with micro-batches of any size up to the plan's."""
@@ -203,7 +285,7 @@ class LowerBounds:
         sizes, (gathers, again, reduces) = self.figures.sizes(plan), _rounds(plan)
         gathered = gathers * (sizes.gathered + sizes.experts) + again * (sizes.blocks + sizes.experts)
         reduced = reduces * (sizes.trained + sizes.trained_experts) * BYTES[plan.precision.reduce]
-        return self.slower * rates_of(plan, self.cluster, own_traits()).least_copy_s(gathered + reduced)
+        return self.slower * self._rates(plan).least_copy_s(gathered + reduced)
 
 
 def _rounds(plan: Plan) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ the best that was found: few are priced, fewer replayed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
@@ -17,7 +18,7 @@ from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.explain import MARGIN as MARGIN
 from shardwise.spec.pipelines import PIPELINES
-from shardwise.spec.plan import Plan, Seconds
+from shardwise.spec.plan import Estimate, Plan, Seconds
 from shardwise.techniques.cp import KINDS as CP_KINDS
 from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.remat import MODES
@@ -100,6 +101,13 @@ def same_program(one: Plan, other: Plan) -> bool:
     return both and once and replace(one, shard=shard, estimate=other.estimate, why=other.why) == other
 
 
+def _zero1_of(plan: Plan) -> Plan | None:
+    """Of a plan with zero2 and one micro-batch, the same program with zero1."""
+    if plan.shard.strategy != "zero2" or plan.batch.accumulation > 1 or plan.layout.pp > 1:
+        return None
+    return replace(plan, shard=replace(plan.shard, strategy="zero1"), estimate=Estimate())
+
+
 def simplicity(plan: Plan) -> tuple[object, ...]:
     """Simpler plans come first."""
     hybrid = plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1
@@ -145,33 +153,38 @@ class Comparison:
     def __post_init__(self) -> None:
         self.bounds = LowerBounds(self.spec, self.cluster)
 
-    def fastest(self, plans: list[Plan], share: float = MARGIN, limit_s: float | None = None) -> list[Plan]:
-        """Those that take at most ``share`` of the memory and may be as fast as any, with their seconds, in the order
-        of ``plans``; with a ``limit_s``, those that were below it and the fastest when they were looked at. Each plan
-        is looked at when no other has a lower bound: at first a rough one, then a better one, then its price. What
-        recomputes more than one that fits, and is as it otherwise, is no faster."""
+    def fastest(
+        self, plans: list[Plan], share: float = MARGIN, limit_s: float = float("inf"), others: Sequence[Plan] = ()
+    ) -> list[Plan]:
+        """Those that take at most ``share`` of the memory and may be as fast as any, as what takes ``limit_s``, and as
+        ``others``, with their seconds, in the order of ``plans``. Each plan is looked at when no other has a lower
+        bound: at first a rough one, then better ones, then its price. What recomputes more than one that fits, and is
+        as it otherwise, is no faster."""
         found: dict[int, Plan] = {}
         modes: dict[tuple[object, ...], int] = {}
-        best_s, bounds, tie = limit_s or float("inf"), self.bounds, 0.0 if limit_s else TIE
-        easy: list[tuple[float, tuple[object, ...], int]] = []  # of what was found, seconds and how simple it is
+        bounds = self.bounds
+        easy = [(seconds(plan).step_s, simplicity(plan), -1) for plan in others]  # of what was found
+        best_s = min([limit_s, *(step_s for step_s, _, _ in easy)])
         standing = [(i, plan) for i, plan in enumerate(plans) if bounds.stand(plan, share)]
         waiting = [(bounds.roughly(plan), 0, i) for i, plan in standing]
         heapify(waiting)
         while waiting:
             bound_s, looked, i = heappop(waiting)
-            if bound_s > (1 + tie) * best_s:
+            if bound_s > (1 + TIE) * best_s:
                 break
             own, mode = _but_for_recomputation(plans[i]), MODES.index(plans[i].remat.mode)
             if modes.get(own, mode) < mode:
                 continue
             if bound_s > best_s and any(
-                step_s <= (1 + tie) * best_s and (simple, at) < (simplicity(plans[i]), i) for step_s, simple, at in easy
+                step_s <= (1 + TIE) * best_s and (simple, at) < (simplicity(plans[i]), i) for step_s, simple, at in easy
             ):
                 continue  # it is not the fastest, nor would it be taken for being as fast
             if not looked and (rough_s := bounds.roughly(plans[i])) > bound_s:  # since more is known by now
                 heappush(waiting, (rough_s, 0, i))
             elif not looked:
                 heappush(waiting, (bounds.seconds(plans[i]), 1, i))
+            elif looked == 1 and plans[i].layout.pp > 1:
+                heappush(waiting, (bounds.replayed(plans[i]), 2, i))
             elif peak_share(priced := self.priced(plans[i], share)) <= share:
                 modes[own], found[i] = mode, self.timed(priced)
                 best_s = min(best_s, seconds(found[i]).step_s)
@@ -180,8 +193,14 @@ class Comparison:
 
     def smallest(self, plans: list[Plan]) -> Plan:
         """The plan whose fullest rank holds the least; where it is the host that is full, of the device."""
-        held = map(self.priced, smallest_ones(plans))
-        return min(held, key=lambda plan: (peak_share(plan), plan.estimate.peak_bytes))
+        waiting = sorted((self.bounds.share(plan), i, plan) for i, plan in enumerate(smallest_ones(plans)))
+        found: list[tuple[float, int, int, Plan]] = []
+        for least, i, plan in waiting:
+            if found and least > found[0][0]:
+                break
+            held = self.priced(plan)
+            found = [min([*found, (peak_share(held), held.estimate.peak_bytes, i, held)], key=lambda one: one[:3])]
+        return found[0][-1]
 
     def priced(self, plan: Plan, most: float = float("inf")) -> Plan:
         """The plan with its estimate of memory and traffic, made once; of a pipeline that takes more than ``most`` of
@@ -190,7 +209,12 @@ class Comparison:
             return self.prices[plan]
         if plan in self.too_large and peak_share(self.too_large[plan]) > most:
             return self.too_large[plan]
-        made = price(self.spec, plan, self.cluster, most=most)
+        twin = _zero1_of(plan)
+        made = (
+            replace(plan, estimate=self.priced(twin).estimate)
+            if twin
+            else price(self.spec, plan, self.cluster, most=most)
+        )
         whole = plan.layout.pp == 1 or peak_share(made) <= most
         (self.prices if whole else self.too_large)[plan] = made
         return made
@@ -198,7 +222,11 @@ class Comparison:
     def timed(self, priced: Plan) -> Plan:
         """The same with seconds."""
         if priced not in self.times:
-            self.times[priced] = timed(self.spec, priced, self.cluster)
+            if twin := _zero1_of(priced):
+                made = replace(priced, estimate=self.timed(self.priced(twin)).estimate)
+            else:
+                made = timed(self.spec, priced, self.cluster)
+            self.times[priced] = made
         return self.times[priced]
 
     def with_larger_chunks(self, plan: Plan) -> Plan:

@@ -17,8 +17,9 @@ from shardwise.planner.passes import recomputed
 from shardwise.planner.price import unstaged
 from shardwise.planner.seconds import step
 from shardwise.planner.seconds.rates import own_traits
-from shardwise.planner.sheets import sheet_of
+from shardwise.planner.sheets import even, sheet_of
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.place import place_of
 from shardwise.spec.plan import BYTES, Dtype, Plan
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
 from shardwise.techniques import offload, optim
@@ -95,20 +96,27 @@ class Standing(NamedTuple):
 
 @dataclass
 class PlanFigures:
-    """Those of the plans of one model on one cluster."""
+    """Those of the plans of one model on one cluster. Sheets and sizes are those of all searches for the model."""
 
     spec: ModelSpec
     cluster: Cluster
-    known_sheets: dict[object, Sheet] = field(default_factory=dict)
-    known_sizes: dict[object, Sizes] = field(default_factory=dict)
     known_states: dict[object, Standing] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.known_sheets, self.known_sizes = _of_model(self.spec)
+
     def sheet(self, plan: Plan) -> Sheet:
-        """The sheet of a plan that computes the same, without stages."""
-        key = plan.batch.micro_batch_size, alike(plan)  # rows of experts are of a micro-batch
+        """The sheet of a plan that computes the same, without stages, in micro-batches of another size unless these are
+        divided unevenly."""
+        key = 0 if even(plan) else plan.batch.micro_batch_size, alike(plan)
         if key not in self.known_sheets:
             self.known_sheets[key] = costed_of(self.spec, unstaged(plan))
         return self.known_sheets[key]
+
+    def own_sheet(self, plan: Plan) -> Sheet:
+        """The same where the first rank of the plan without stages is."""
+        whole = unstaged(plan)
+        return self.sheet(plan).at(place_of(0, whole.layout, whole.stages(self.spec.num_hidden_layers)), whole)
 
     def sizes(self, plan: Plan) -> Sizes:
         """Return the sizes of all that compute the same, in micro-batches of whatever size."""
@@ -150,11 +158,15 @@ class PlanFigures:
         """Return what the plan holds without stages, whatever its micro-batches."""
         key = plan.layout.fsdp, alike(plan)
         if key not in self.known_states:
-            whole = unstaged(plan)
-            costed = costed_of(self.spec, whole)
+            whole, costed = unstaged(plan), self.own_sheet(plan)
             once_s = step.once_s(costed, whole, self.cluster, own_traits())
             self.known_states[key] = Standing(sum(on_device(costed, whole).values()), once_s)
         return self.known_states[key]
+
+
+@cache
+def _of_model(spec: ModelSpec) -> tuple[dict[object, Sheet], dict[object, Sizes]]:
+    return {}, {}
 
 
 def costed_of(spec: ModelSpec, whole: Plan) -> Sheet:

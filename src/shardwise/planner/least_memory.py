@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from shardwise.methods.head import loss_bytes
-from shardwise.planner.figures import Own, PlanFigures, Sizes, alike, costed_of, on_device
+from shardwise.planner.figures import Own, PlanFigures, Sizes, alike, on_device
 from shardwise.planner.overhead import fixed_bytes
 from shardwise.planner.passes import recomputed
 from shardwise.planner.price import unstaged
@@ -39,8 +40,16 @@ class LeastMemory:
     blocks: dict[object, tuple[float, float, float, Unit]] = field(default_factory=dict)
 
     def stand(self, plan: Plan, share: float) -> bool:
-        """Return whether weights, moments, and gradients or gathered weights leave room in the memory: most plans of
-        large models need no more to be ruled out."""
+        """Return whether that is at most ``share`` of the device's memory."""
+        return all(needed <= share for needed in self._needed(plan))
+
+    def share(self, plan: Plan) -> float:
+        """The share of the device's memory that the plan needs at least."""
+        return max(self._needed(plan))
+
+    def _needed(self, plan: Plan) -> Iterator[float]:
+        """Yield shares of the memory that the plan needs. First weights, moments, and gradients or gathered weights:
+        most plans of large models need no more to be ruled out."""
         sizes, slices = self.figures.sizes(plan), plan.layout.fsdp if plan.sharded else 1
         gathered = sizes.gathered * (plan.shard.strategy in ("zero1", "zero2"))
         gradients = sizes.trained * BYTES[plan.precision.weights] // slices
@@ -48,14 +57,11 @@ class LeastMemory:
         gradients += sizes.trained_experts * BYTES[plan.precision.weights] // experts
         if leave_early(plan) and (plan.batch.accumulation == 1 or plan.offload.sums == "host"):
             gradients = sizes.stays * BYTES[plan.precision.weights] // slices
-        room = share * self.figures.cluster.device.memory_bytes - sum(fixed_bytes(plan, self.figures.cluster).values())
-        state = self.figures.state(plan).held
-        held = state + max(gradients, gathered)
-        if held > room * plan.layout.pp:
-            return False
-        if plan.layout.pp > 1:
-            return self._first_rank_bytes(plan) <= room
-        return state + self._passes_bytes(plan, sizes, gradients) <= room
+        memory, fixed = self.figures.cluster.device.memory_bytes, sum(fixed_bytes(plan, self.figures.cluster).values())
+        state, staged = self.figures.state(plan).held, plan.layout.pp > 1
+        yield (fixed + (state + max(gradients, gathered)) / plan.layout.pp) / memory
+        most = self._first_rank_bytes(plan) if staged else state + self._passes_bytes(plan, sizes, gradients)
+        yield (fixed + most) / memory
 
     def _passes_bytes(self, plan: Plan, sizes: Sizes, gradients: int) -> int:
         """Return what the last micro-batch holds at least of a plan without stages, besides its state: when the loss is
@@ -111,7 +117,7 @@ class LeastMemory:
         whole, batch = unstaged(plan), plan.batch
         key = plan.layout.fsdp, plan.shard, batch.micro_batch_size, alike(plan)
         if key not in self.blocks:
-            costed = costed_of(self.figures.spec, whole)
+            costed = self.figures.own_sheet(plan)
             least = min(costed.blocks, key=lambda one: _kept_bytes(one, batch.micro_batch_size, plan.row_tokens))
             state, gathered = sum(on_device(costed.with_ends(stem=False, head=False), whole).values()), 0
             times = Counter(costed.order)

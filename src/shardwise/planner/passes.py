@@ -31,6 +31,7 @@ from shardwise.planner.overhead import attention_bytes
 from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen, under_way
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.cluster import Kind
+from shardwise.spec.hash_once import hash_once
 from shardwise.spec.plan import BYTES, Dtype, Plan
 from shardwise.spec.sheet import KEPT_UNITS, SEND, At, Cut, Op, Sheet, Unit, Within
 
@@ -39,6 +40,7 @@ Piece = Event | WeightsCall
 """Of a pass: an event, or a point at which the weights add theirs."""
 
 
+@hash_once
 @dataclass(frozen=True)
 class Passes:
     """The passes of a model's units, and all that they depend on besides the unit: plans with equal passes share what
@@ -66,7 +68,7 @@ class Passes:
     @classmethod
     def of(cls, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None = None) -> Passes:
         units = [sheet.stem, *(sheet.blocks[block] for block in sorted(set(sheet.order)))]
-        return cls(
+        made = cls(
             stem=sheet.stem,
             tail=sheet.tail,
             tied=sheet.tied,
@@ -82,6 +84,7 @@ class Passes:
             loss=_loss(sheet, plan, kind, rates) if sheet.place.head else ((), ()),
             apart=plan.sharded and plan.layout.ep > 1,
         )
+        return _same(made)
 
     def forward(self, unit: Unit) -> Iterator[Piece]:
         """A unit under recompute keeps what its ``saved_ops`` made, any other what it saved."""
@@ -215,6 +218,12 @@ class Passes:
             yield local.free(unit.input)
 
 
+@lru_cache(maxsize=32 * KEPT_UNITS)
+def _same(passes: Passes) -> Passes:
+    """Return those that were made first of all that are equal."""
+    return passes
+
+
 def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """What the loss of a micro-batch does forward and backward."""
     left: dict[str, int] = {}  # the bytes of what forward leaves
@@ -320,7 +329,7 @@ def meanwhile(ops: tuple[Op, ...], takes: Sequence[Duration], left_out: Set[int]
     return {i: sum(takes[k].device_ns for k in during if k not in left_out) for i, during in under_way(ops).items()}
 
 
-@lru_cache(maxsize=KEPT_UNITS)
+@lru_cache(maxsize=8 * KEPT_UNITS)
 def put_off(unit: Unit) -> frozenset[int]:
     """The operations of a block's backward that its second half runs where it comes in two: the products that give the
     gradients of linear layers' weights, and what casts them. Those of experts and routers are not put off."""

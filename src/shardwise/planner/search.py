@@ -96,19 +96,18 @@ class Search:
         return Pipelines(self.recipe, self.spec, self.cluster, whole, self.pinned)
 
     def piped(self, limit_s: float = float("inf"), share: float = MARGIN, tp: bool | None = None) -> list[Plan]:
-        """The pipelines that take less than ``limit_s`` and were the fastest so far when they were looked at, as
-        :func:`fastest` goes through those of one schedule. ``tp``: only those with tensor parallelism, or without."""
+        """The pipelines that may be as fast as any, and as what takes ``limit_s``. ``tp``: only those with tensor
+        parallelism, or without."""
         waiting = list[tuple[float, int]]()
         for i, degrees in enumerate(self.pipelines):
             able = self._able(degrees, share) if tp in (None, degrees.staged.layout.tp > 1) else None
-            if able is not None and (bound_s := self.known.bounds.degrees_s(able)) <= limit_s:
-                waiting.append((bound_s, i))
+            if able is not None:
+                waiting.append((self.known.bounds.degrees_s(able), i))
         found: list[Plan] = []
         for bound_s, i in sorted(waiting):
-            if bound_s > limit_s:
+            if bound_s > (1 + TIE) * min([limit_s, *(seconds(plan).step_s for plan in found)]):
                 break
-            found += self.known.fastest(self._pipelines.plans(self.pipelines[i]), share, limit_s)
-            limit_s = min([limit_s, *(seconds(plan).step_s for plan in found)])
+            found += self.known.fastest(self._pipelines.plans(self.pipelines[i]), share, limit_s, found)
         return sorted(found, key=simplicity)
 
     def _lean_pipelines(self, tp: bool) -> list[Plan]:

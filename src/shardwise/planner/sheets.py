@@ -71,7 +71,7 @@ def sheet_of(spec: ModelSpec, plan: Plan, place: Place | None = None, units: Uni
     all symbols but ``b`` and ``s``. ``units``: where they come from, by default :func:`units_of`."""
     where = place or place_of(0, plan.layout, plan.stages(spec.num_hidden_layers))
     inside = acting = techniques.inside(plan)
-    if _even(acting):
+    if even(acting):
         acting = replace(acting, batch=replace(acting.batch, micro_batch_size=1))
     rank = acting.layout.rank({"tp": where.coordinate("tp")})
     if plan.layout.pp == 1:
@@ -86,7 +86,7 @@ def sheet_of(spec: ModelSpec, plan: Plan, place: Place | None = None, units: Uni
     return replace(ends, copied=copied, trained=trained, inside=inside)
 
 
-def _even(acting: Plan) -> bool:
+def even(acting: Plan) -> bool:
     """Return whether every rank has as many tokens of each row as others, so that units grow evenly with the rows and
     one sheet holds for micro-batches of all sizes."""
     return acting.row_tokens % acting.layout.tp == 0
@@ -108,7 +108,7 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
             variants[key] = chosen(spec, plan, place, number)
         each.append(variants[key])
     found = units([made.variant for made in (*ends, *variants.values())])
-    known = {id(made): (found[made.variant], *_numbers(made, even=_even(plan))) for made in (*ends, *variants.values())}
+    known = {id(made): (found[made.variant], *_numbers(made, even=even(plan))) for made in (*ends, *variants.values())}
     stem, tail = (_bound(*known[id(made)], None) for made in ends)
     blocks = [
         _bound(*known[id(made)], kinds[order[number]].window) for made, number in zip(each, place.blocks, strict=True)

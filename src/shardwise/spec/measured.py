@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.spec.hash_once import hash_once
+
 
 @dataclass(frozen=True)
 class Product:
@@ -50,6 +52,7 @@ class Sent:
     seconds: float
 
 
+@hash_once
 @dataclass(frozen=True)
 class Measured:
     """``ranks``: how many processes of the machine measured at the same time, since they share memory, cores and disk;

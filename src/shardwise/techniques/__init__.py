@@ -89,13 +89,15 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 def _unserved(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Problem | None:
     """Refuses a pinned attention kernel that can compute no layer, whether rows hold one document or several."""
+    if plan.attention == "auto":
+        return None
     device = cluster.device
     kind = cluster.kind if cluster.kind == "cpu" or device.capability else "rocm"
     case = kernels.Case(kind, plan.precision.compute, spec.head_dim, device.capability or (0, 0))
     case = replace(case, deterministic=plan.deterministic)
     asked = kernels.cases(spec, case, plan.batch.seq_len).values()
     served = {row.name for row in kernels.KERNELS for case in asked if row.serves(case)}
-    if plan.attention in ("auto", *served):
+    if plan.attention in served:
         return None
     of = f"{plan.precision.compute} with heads of {spec.head_dim} on {device.name}"
     what = f"`attention: {plan.attention}` serves no layer of {spec.name} in {of}"
@@ -193,7 +195,7 @@ def cuts(sheet: Sheet, plan: Plan) -> dict[str, set[int]]:
     return found
 
 
-@lru_cache(maxsize=KEPT_UNITS)
+@lru_cache(maxsize=8 * KEPT_UNITS)
 def _cuts(unit: Unit) -> frozenset[tuple[str, int]]:
     return frozenset((group, int(weight.shape[dim])) for weight in unit.weights for group, dim in weight.shards)
 

@@ -87,7 +87,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return replace(sheet, blocks=tuple(_fused(block) for block in sheet.blocks))
 
 
-@lru_cache(maxsize=KEPT_UNITS)
+@lru_cache(maxsize=8 * KEPT_UNITS)
 def _fused(block: Unit) -> Unit:
     """A recomputed block's gated product, of silu(gate) and up, is made in one kernel with the gradients of both: it
     lives until then, and not only until the next layer's gradients have been made of it."""

@@ -79,7 +79,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return dataclasses.replace(sheet, blocks=sheet.blocks + treated_kinds, order=order)
 
 
-@lru_cache(maxsize=KEPT_UNITS)
+@lru_cache(maxsize=8 * KEPT_UNITS)
 def _recomputing(block: Unit, *, selective: bool) -> Unit:
     """A block without a backward saves nothing, with or without recomputation."""
     if not block.backward:

@@ -46,6 +46,8 @@ class Duration:
 
 
 NOTHING = Duration()
+_number = lru_cache(maxsize=2**16)(number)
+"""Many operations have the same dims."""
 
 
 @lru_cache(maxsize=32 * KEPT_UNITS)
@@ -75,7 +77,7 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
     if op.kind == SEND or op.name.startswith((*EMPTY, WAIT)):
         return NOTHING
     if op.kind == "attention":
-        groups, queries, keys, head_dim = (number(dim, sizes) for dim in op.dims[:4])
+        groups, queries, keys, head_dim = (_number(dim, sizes) for dim in op.dims[:4])
         window = unit.window
         pairs = groups * queries * (keys if window is None or window >= keys else 2 * window)
         flops = op.flops * sizes[0] * sizes[1] ** 2 * seen(keys, window) / keys**2
@@ -87,7 +89,7 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
             kernels = ranks * (kernels + JOINS)
         return _timed(seconds, rates, "attention", kernels=kernels)
     if op.kind == "matmul":
-        groups, m, n, k = (number(dim, sizes) for dim in op.dims)
+        groups, m, n, k = (_number(dim, sizes) for dim in op.dims)
         if op.name not in (GROUPED, GROUPED_OUTER):
             return _timed(rates.product_s(groups, m, n, k), rates, "products")
         outer = op.name == GROUPED_OUTER
@@ -95,16 +97,16 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
         made = _timed(rates.grouped_s(groups, rows, matrix, outer=outer), rates, "products")
         waited_ns = round(1e9 * rates.experts_s / GROUPED_PRODUCTS) if rates.cuda else 0
         return replace(made, host_ns=made.host_ns + waited_ns)
-    moved = sum(number(dim, sizes) for dim in (*op.read, *op.written))
+    moved = sum(_number(dim, sizes) for dim in (*op.read, *op.written))
     if op.name == LOOK_UP:
-        moved = 2 * sum(number(dim, sizes) for dim in op.written)  # it reads the rows that it looks up, not the table
+        moved = 2 * sum(_number(dim, sizes) for dim in op.written)  # it reads the rows that it looks up, not the table
     if op.name == DEQUANTISE and rates.dequantised:
-        rows, columns = (number(dim, sizes) for dim in op.dims)
+        rows, columns = (_number(dim, sizes) for dim in op.dims)
         moved += round(rates.dequantised * rows * columns)
         rounds = -(-rows // nf4_rows_at_once(rows, columns))
         return _timed(rates.pointwise_s(moved), rates, "pointwise", kernels=DEQUANTISE_KERNELS * rounds)
-    extra = rates.product_s(*(number(dim, sizes) for dim in op.dims)) if len(op.dims) == 4 else 0.0
-    made = _pointwise([moved], rates, transcendental=op.name.removeprefix("aten.").startswith(TRANSCENDENTAL))
+    extra = rates.product_s(*(_number(dim, sizes) for dim in op.dims)) if len(op.dims) == 4 else 0.0
+    made = _kernel(moved, rates, transcendental=op.name.removeprefix("aten.").startswith(TRANSCENDENTAL))
     return Duration(made.device_ns + round(1e9 * extra), made.host_ns) if extra else made
 
 
@@ -120,6 +122,11 @@ def _pointwise(moved: list[int], rates: Rates, times: int = 1, *, transcendental
     """Kernels that move so many bytes each, so many ``times``."""
     seconds = times * sum(rates.pointwise_s(each, transcendental=transcendental) for each in moved)
     return _timed(seconds, rates, "pointwise", kernels=times * len(moved))
+
+
+@lru_cache(maxsize=2**14)
+def _kernel(moved: int, rates: Rates, *, transcendental: bool) -> Duration:
+    return _pointwise([moved], rates, transcendental=transcendental)
 
 
 def _runs(ops: tuple[Op, ...]) -> Iterator[list[int]]:
@@ -146,7 +153,7 @@ def _fused(run: list[int], ops: tuple[Op, ...], unit: Unit, kept: Set[int], size
     touched = {tensor for op in inside for tensor in (*op.reads, *op.writes)}
     later = {tensor for op in ops[run[-1] + 1 :] for tensor in (*op.reads, *op.writes)} | kept
     read = sum(unit.tensors[tensor].bytes(*sizes) for tensor in touched - made)
-    read += sum(number(dim, sizes) for op in inside if op.weight and not op.reads for dim in op.read)  # a cast of it
+    read += sum(_number(dim, sizes) for op in inside if op.weight and not op.reads for dim in op.read)  # a cast of it
     sums = [op for op in inside if op.name.startswith(SUM) and op.allocates and _small(op, unit)]
     summed = {tensor for op in sums for tensor in op.allocates}
     wrote = {tensor for op in inside for tensor in (*op.allocates, *op.writes)} & later - summed

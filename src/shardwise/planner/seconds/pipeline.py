@@ -48,7 +48,7 @@ class StageTimes:
     opening_s: float
     closing_s: float
     after_s: tuple[float, float]
-    passes: tuple[Elapsed, Elapsed, Elapsed]
+    passes: tuple[Elapsed, ...]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.devices import measured_on
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.hash_once import hash_once
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
 from shardwise.spec.plan import BYTES, Plan
 
@@ -74,6 +75,7 @@ def own_traits() -> Traits:
     return Traits(known["own era"], known["own step_s"], fused_loss=True, dequantised=DEQUANTISED_BYTES, measured=True)
 
 
+@hash_once
 @dataclass(frozen=True)
 class Rates:
     """Of one process. ``flops_per_s``: of the best products in the dtype that is computed in; ``attention_per_s``:
@@ -202,7 +204,17 @@ def _beside(cluster: Cluster) -> dict[str, Any]:
 
 
 def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
-    """Those of one process of the cluster for what the plan computes. The caller says which ``traits``."""
+    """Those of one process of the cluster for what the plan computes: the same object where they were asked for before,
+    so that what rests on them is found without a look at all of them. The caller says which ``traits``."""
+    return _same(_made(plan, cluster, traits))
+
+
+@lru_cache(maxsize=256)
+def _same(rates: Rates) -> Rates:
+    return rates
+
+
+def _made(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
     known, device, dtype, cuda = shipped(), cluster.device, plan.precision.compute, cluster.kind == "cuda"
     blocks: Blocks = traits.blocks or ("compiled" if plan.compile else "eager")
     launch_s = known["launch_s"] if cuda else CPU_LAUNCH_S

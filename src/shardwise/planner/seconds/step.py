@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import exp, hypot, log, log2
 
 from shardwise.models.config import ModelSpec
 from shardwise.planner.events import Send
-from shardwise.planner.passes import Passes
+from shardwise.planner.passes import Passes, put_off
 from shardwise.planner.price import at_places
 from shardwise.planner.schedule import Step
 from shardwise.planner.seconds.clock import Elapsed, StepClock, waited_s
 from shardwise.planner.seconds.constants import shipped
+from shardwise.planner.seconds.kernels import durations
 from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import Rates, Traits, own_traits, rates_of
 from shardwise.planner.seconds.wires import Wires, wires_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan, Seconds
-from shardwise.spec.sheet import Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques import offload
 from shardwise.techniques.offload import updated
 from shardwise.techniques.offload.legal import return_beside
@@ -142,10 +144,12 @@ def straggling(cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class Least:
-    """What the passes of a unit take at least: seconds of the device forward and backward, and of the host."""
+    """What the passes of a unit take at least: seconds of the device forward and backward, of which those that a
+    backward in two halves puts off, and of the host."""
 
     forward_s: float
     backward_s: float
+    later_s: float
     host_s: float
 
 
@@ -158,17 +162,28 @@ def least(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> tuple[
     for unit in costed.units:
         device_s, host_ns = [], 0
         for backward in (False, True):
-            busy_ns, sent = 0, Counter[Send]()
-            for piece in passes.computed(unit, backward=backward):
-                if isinstance(piece, Send):
-                    sent[piece] += 1
-                elif piece.device_ns:
-                    busy_ns += piece.device_ns
-                    host_ns += piece.host_ns
+            busy_ns, launched_ns, sent = _computed(passes, unit, backward=backward)
+            host_ns += launched_ns
             waits_s = sum(n * waited_s(send, wires, traits.hidden) for send, n in sent.items())
             device_s.append(busy_ns / 1e9 + waits_s)
-        found.append(Least(device_s[0], device_s[1], host_ns / 1e9))
+        later = put_off(unit)
+        takes = durations(unit, "backward", rates, passes.b, passes.s) if later else ()
+        later_s = sum(takes[i].device_ns for i in later) / 1e9
+        found.append(Least(device_s[0], device_s[1], later_s, host_ns / 1e9))
     return tuple(found)
+
+
+@lru_cache(maxsize=32 * KEPT_UNITS)
+def _computed(passes: Passes, unit: Unit, *, backward: bool) -> tuple[int, int, Counter[Send]]:
+    """Nanoseconds that a pass of a unit computes, and that the host launches; and what it sends."""
+    busy_ns, host_ns, sent = 0, 0, Counter[Send]()
+    for piece in passes.computed(unit, backward=backward):
+        if isinstance(piece, Send):
+            sent[piece] += 1
+        elif piece.device_ns:
+            busy_ns += piece.device_ns
+            host_ns += piece.host_ns
+    return busy_ns, host_ns, sent
 
 
 def once_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> float:

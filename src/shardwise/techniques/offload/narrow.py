@@ -66,7 +66,7 @@ def keep_gradients(part: nn.Module, plan: Plan) -> None:
         sum_gradients_in(part, wide)
 
 
-@lru_cache(maxsize=KEPT_UNITS)
+@lru_cache(maxsize=8 * KEPT_UNITS)
 def narrowed(block: Unit, compute: Dtype, *, sharded: bool) -> Unit:
     """A block on paper with its trained weights in the dtype of compute. FSDP2 gives them out in that dtype anyhow;
     else layers have nothing to cast in forward."""

@@ -11,7 +11,7 @@ from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques.offload.legal import return_beside
 
 
-@lru_cache(maxsize=KEPT_UNITS)
+@lru_cache(maxsize=8 * KEPT_UNITS)
 def staying(unit: Unit) -> Unit:
     """The unit, which the device updates."""
     return replace(unit, stays=True)
@@ -22,7 +22,7 @@ def elsewhere(sheet: Sheet) -> Sheet:
     return sheet.rewritten(_moved) if any(unit.stays for unit in sheet.units) else sheet
 
 
-@lru_cache(maxsize=KEPT_UNITS)
+@lru_cache(maxsize=8 * KEPT_UNITS)
 def _moved(unit: Unit) -> Unit:
     return replace(unit, weights=()) if unit.stays else unit
 

@@ -5,12 +5,13 @@ Plans that share a schedule share it; what :func:`replay.replay` finds with the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
-from shardwise.techniques.pp.actions import SEND, Action, Kind, Lists, Message, actions
+from shardwise.techniques.pp.actions import Kind, Lists, actions
 
 NONE, NOBODY = 0, 1
 """Where a computation that takes nothing looks, and one that gives nothing leaves it."""
@@ -53,74 +54,92 @@ class Program:
                 at[target] = end - after
                 ends.append(end)
             else:
-                free[rank] = at[target] = max(at[source], ends[-1 - kind], free[rank]) + transfer_s
+                start = at[source]
+                if ends[-1 - kind] > start:
+                    start = ends[-1 - kind]
+                if free[rank] > start:
+                    start = free[rank]
+                free[rank] = at[target] = start + transfer_s
         return clock
+
+
+Coded = tuple[int, int, int, int]
+"""Of a computation -1, its kind, and the messages that it takes and gives, which are numbers, 0 for none. Of one side
+of a transfer the peer, the channel, what is sent, 0 where that is received, and 0."""
 
 
 class _Code:
     """The parts of a :class:`Program`, of the lists of all ranks, in an order in which each action can be timed."""
 
     def __init__(self, lists: Lists) -> None:
-        whole = [action for order in lists for action in order if action.computes]
+        self.kinds: dict[Computation, int] = {}
+        self.channels: dict[tuple[int, int], int] = {}
+        self.code: list[tuple[int, int, int, int]] = []
+        self.places = 2
+        steps = [*self._coded(lists)]
+        computed = [step for order in steps for step in order if step[0] < 0]
+        self.made = {gives: NOBODY for _, _, _, gives in computed}  # where a message is
+        self.come = {takes: NONE for _, _, takes, _ in computed if not takes or takes not in self.made}  # where taken
+        self.sent = {message for order in steps for peer, _, message, _ in order if peer >= 0}
+        self._order(steps)
+
+    def _coded(self, lists: Lists) -> Iterator[list[Coded]]:
+        whole = [action for order in lists for action in order if action.peer < 0]
         first = {action.stage: action for action in reversed(whole) if action.kind == "F"}
         last = {action.stage: action for action in whole if action.kind != "F"}
         given = {action.stage: action for action in whole if action.kind in ("B", "I")}
-        self.marked = [set(each.values()) for each in (first, last, given)]
-        self.known = {action.gives for action in whole} - {None}
-        self.kinds: dict[Computation, int] = {}
-        self.code: list[tuple[int, int, int, int]] = []
-        self.places = 2
-        self.ready: list[dict[Message | None, int]] = [{} for _ in lists]  # where a rank has what has come to it
-        self.channels: dict[tuple[int, int], tuple[int, deque[Message], deque[int]]] = {}
-        self.latest, self.ended = [*range(len(lists))], len(lists)  # of each rank the number of its last end
-        steps, awake = [0] * len(lists), dict.fromkeys(range(len(lists)))
+        micros = 1 + max((action.micro for action in whole), default=0)
+        for rank, order in enumerate(lists):
+            found = list[Coded]()
+            for action in order:
+                kind, stage, micro, peer = action
+                forward = 2 * stage * micros + micro + 1  # what the stage takes, and its backward
+                backward = forward + 3 * micros
+                moved = (
+                    (forward, forward + 2 * micros) if kind in ("F", "SEND_F") else (backward, backward - 2 * micros)
+                )
+                if peer < 0:
+                    marks = first.get(stage) == action, last.get(stage) == action, given.get(stage) == action
+                    number = self.kinds.setdefault(Computation(kind, stage, *marks), len(self.kinds))
+                    found.append((-1, number, *(moved if kind != "W" else (0, 0))))
+                else:
+                    sends = kind in ("SEND_F", "SEND_B")
+                    way = (rank, peer) if sends else (peer, rank)
+                    found.append((peer, self.channels.setdefault(way, len(self.channels)), moved[1] * sends, 0))
+            yield found
+
+    def _order(self, steps: list[list[Coded]]) -> None:
+        code, made, come, ended = self.code, self.made, self.come, len(steps)
+        latest, done = [*range(len(steps))], [0] * len(steps)  # latest: of each rank the number of its last end
+        waiting = [(deque[int](), deque[int]()) for _ in self.channels]
+        awake = dict.fromkeys(range(len(steps)))
         while awake:
             del awake[rank := next(iter(awake))]
-            order, step = lists[rank], steps[rank]
-            while step < len(order):
-                action = order[step]
-                if action.peer >= 0:
-                    if (to := self.moves(rank, action)) not in (None, rank):
-                        awake[to] = None
-                elif not self.computes(rank, action):
-                    break
-                step += 1
-            steps[rank] = step
-        if any(step < len(order) for step, order in zip(steps, lists, strict=True)):
+            for peer, which, takes, gives in islice(steps[rank], done[rank], None):
+                if peer < 0:
+                    if takes not in come:
+                        break
+                    if gives:
+                        made[gives] = self.places
+                        self.places += 1
+                        if gives not in self.sent:
+                            come[gives] = made[gives]
+                    code.append((rank, which, come[takes], made[gives] if gives else NOBODY))
+                    latest[rank] = ended
+                    ended += 1
+                else:
+                    sent, posted = waiting[which]
+                    (sent if takes else posted).append(takes or latest[rank])
+                    if sent and posted:
+                        message = sent.popleft()
+                        code.append((which, -1 - posted.popleft(), made[message], self.places))
+                        come[message] = self.places
+                        self.places += 1
+                        if takes:
+                            awake[peer] = None
+                done[rank] += 1
+        if any(step < len(order) for step, order in zip(done, steps, strict=True)):
             raise ValueError("the ranks of a pipeline wait for one another for ever")
-
-    def computes(self, rank: int, action: Action) -> bool:
-        """Return whether what it takes has come, so that it could be timed."""
-        takes, gives, ready = action.takes, action.gives, self.ready[rank]
-        source = ready.get(takes, NONE)
-        if source == NONE and takes in self.known:
-            return False
-        kind = Computation(action.kind, action.stage, *(action in each for each in self.marked))
-        target = NOBODY
-        if gives:
-            target = ready[gives] = self.places
-            self.places += 1
-        self.code.append((rank, self.kinds.setdefault(kind, len(self.kinds)), source, target))
-        self.latest[rank] = self.ended
-        self.ended += 1
-        return True
-
-    def moves(self, rank: int, action: Action) -> int | None:
-        """One side of a message; if the other was there before, which rank it has come to."""
-        sends = action.kind in SEND.values()
-        way = (rank, action.peer) if sends else (action.peer, rank)
-        number, sent, posted = self.channels.setdefault(way, (len(self.channels), deque(), deque()))
-        if sends and action.gives:
-            sent.append(action.gives)
-        else:
-            posted.append(self.latest[rank])
-        if not (sent and posted):
-            return None
-        message = sent.popleft()
-        self.code.append((number, -1 - posted.popleft(), self.ready[way[0]][message], self.places))
-        self.ready[way[1]][message] = self.places
-        self.places += 1
-        return way[1]
 
 
 @lru_cache(maxsize=128)

@@ -77,7 +77,7 @@ def _stages_needed(blocks: Sequence[int], head: int, most: int) -> int:
     return count
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def trained_stages(spec: ModelSpec, plan: Plan) -> tuple[bool, ...]:
     """Of each stage, whether any of its weights is trained."""
     stages = plan.stages(spec.num_hidden_layers)

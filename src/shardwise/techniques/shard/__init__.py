@@ -114,7 +114,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     return sheet.rewritten(lambda unit: _cut_over_ranks(unit, spread=spread)) if plan.sharded else sheet
 
 
-@lru_cache(maxsize=KEPT_UNITS)
+@lru_cache(maxsize=8 * KEPT_UNITS)
 def _cut_over_ranks(unit: Unit, *, spread: bool) -> Unit:
     """``spread``: ranks have different experts."""
     groups = ("expert_fsdp" if spread and is_expert(weight.name) else "fsdp" for weight in unit.weights)
