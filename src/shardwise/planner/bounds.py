@@ -37,9 +37,6 @@ class BlockSeconds(NamedTuple):
     replicas: float = 0.0
 
 
-NOTHING = BlockSeconds()
-
-
 @dataclass(frozen=True)
 class Through:
     """What a micro-batch takes at least, up to each block and with the last block to the end: ``forward_s``,
@@ -99,29 +96,20 @@ class Through:
             after_s = (last_s * (dial.strategy in ("zero2", "zero3")), last_s) if not in_two else (0.0, 0.0)
             yield StageTimes(each_s, waiting_s, opening_s, closing_s, after_s, ())
 
-    def step_s(
-        self, plan: Plan, micro_batches: int, parts: int, message_s: float, block_s: BlockSeconds = NOTHING
-    ) -> float:
+    def step_s(self, plan: Plan, micro_batches: int, parts: int, message_s: float) -> float:
         """Of a pipeline: until the first micro-batch has come to a rank, all that the rank computes, and until the last
         has left the ranks before it; or the way of its micro-batches to the last stage and back, of which only some are
         under way at a time; for the rank of which that is most. Micro-batches are so many ``parts`` of one.
-        ``message_s``: from a rank to the next. ``block_s``: of a block, what the first forward waits for its weights,
-        and a rank's own last backward for the sum of its gradients, if that is longer than what it computes."""
+        ``message_s``: from a rank to the next."""
         layout, most = plan.layout, 0.0
         halved = plan.pipeline.spec.splits_backward
         stages, f, b = stages_of(plan.pipeline.split), self.forward_s, self.backward_s
         for rank in range(layout.pp):
             own = {n: blocks for n, blocks in enumerate(stages) if stage_rank(layout, n) == rank}
             busy = sum(f[one.stop] - f[one.start] + b[one.stop] - b[one.start] for one in own.values())
-            before, after = own[rank].start, own[rank].stop
-            fills, opens = rank * message_s + f[before], 0.0
-            if rank == 0 or plan.shard.strategy == "zero3":  # others gather while they wait
-                fills = max(fills, rank * message_s + before * block_s.gathered)
-                opens = max(0.0, (after - before) * block_s.gathered - (f[after] - f[before]))
-            drains = 0.0 if halved else b[before]
-            closes = 0.0 if halved else max(0.0, (after - before) * block_s.reduced - (b[after] - b[before]))
-            drains += rank * message_s * (b[before] > 0)
-            most = max(most, fills + opens + micro_batches * busy + closes + drains)
+            before = own[rank].start
+            drains = (0.0 if halved else b[before]) + rank * message_s * (b[before] > 0)
+            most = max(most, rank * message_s + f[before] + micro_batches * busy + drains)
             if b[own[rank].stop] > 0:
                 borders = sum(len(stages) - 1 - n - (layout.v_shaped and n < layout.pp) for n in own)
                 away = sum(f[-1] - f[one.start] + b[-1] - b[one.start] for one in own.values())
@@ -171,7 +159,7 @@ class LowerBounds:
         batch, ranks = plan.batch, plan.layout.pp
         if ranks > 1:
             through, once_s = self._through(plan), self.figures.state(plan).once_s
-            step_s = through.step_s(plan, batch.accumulation, 1, self._message_s(plan), self._block_s(plan))
+            step_s = through.step_s(plan, batch.accumulation, 1, self._message_s(plan))
             return max(self.slower * step_s + once_s / ranks, self.roughly(plan))
         block_s = self._block_s(plan)
         whole = next(self._through(plan).stages(plan, (True,), block_s))
