@@ -205,8 +205,8 @@ ALL_BUT_NORM = ("embed.*", "layers.*", "head.*")
 def test_a_step_that_meets_a_switch_is_not_taken() -> None:
     """The loss has a bend where the first step ends, and none within the second."""
     one = job(UNTIED, frozen=ALL_BUT_NORM)
-    curve = slopes.Curve(one)
-    at = float(curve.weights[NORM][0] + 0.6 * slopes.STEPS[0] * curve.direction(NORM, 0)[0])
+    landscape = slopes.Landscape(one)
+    at = float(landscape.weights[NORM][0] + 0.6 * slopes.STEPS[0] * landscape.direction(NORM, 0)[0])
 
     def bent(model: Model, weights: Any, *given: Any) -> Tensor:
         return plain_loss(model, weights, *given) + (weights[NORM][0] - at).abs()

@@ -26,13 +26,15 @@ from shardwise.data.batch import collate
 from shardwise.models.blocks import blocks
 from shardwise.models.hf_model import Model, model_of
 from shardwise.prove.balance import plain_balance
-from shardwise.prove.module import Widened
 from shardwise.prove.parity import merged, plain_loss, plain_parameters
+from shardwise.prove.widened import Widened
 from shardwise.prove.workload import Workload
 
 STEPS = (1e-4, 2e-5, 5e-4)
 """Lengths of a step, for a direction whose elements are as large as the tensor's. The first serves unless the loss is
 not smooth there."""
+ROWS = 2
+"""At most so many: more make every evaluation of the loss longer, and show nothing else."""
 DIRECTIONS = 3
 """How many of one tensor are tried, of which one must be smooth."""
 SMOOTH = 1e-4
@@ -72,9 +74,11 @@ class Slope:
 def prove(job: Workload) -> list[Slope]:
     """A slope for each tensor, in the order in which backward comes to them: the first that is wrong is the nearest to
     the cause."""
-    curve = Curve(replace(job, compute="fp64", weights="fp64", figures=()))
-    loss, gradients = curve.gradients()
-    return [_slope(curve, loss, name, gradients[name]) for name in reversed(curve.order) if name in curve.wanted]
+    landscape = Landscape(replace(job, rows=min(ROWS, job.rows), compute="fp64", weights="fp64", figures=()))
+    loss, gradients = landscape.gradients()
+    return [
+        _slope(landscape, loss, name, gradients[name]) for name in reversed(landscape.order) if name in landscape.wanted
+    ]
 
 
 def prove_on_rank(rank: int, world: int, job: Workload) -> list[Slope]:
@@ -83,7 +87,7 @@ def prove_on_rank(rank: int, world: int, job: Workload) -> list[Slope]:
     return prove(job)
 
 
-class Curve:
+class Landscape:
     """The loss of the first step as a function of a point: the weights, and what is added to hidden states."""
 
     def __init__(self, job: Workload) -> None:
@@ -174,13 +178,13 @@ def _size(value: Tensor) -> float:
     return float(value.square().mean().sqrt()) or 1.0
 
 
-def _slope(curve: Curve, loss: float, name: str, gradient: Tensor) -> Slope:
-    length = float(gradient.norm()) * curve.sizes[name]
+def _slope(landscape: Landscape, loss: float, name: str, gradient: Tensor) -> Slope:
+    length = float(gradient.norm()) * landscape.sizes[name]
     if not math.isfinite(length + loss):
         return Slope(name, found=length, error=math.inf)
     for attempt, step in product(range(DIRECTIONS), STEPS):
-        direction = curve.direction(name, attempt)
-        ahead, behind, far, farther = (curve.at(name, way * step * direction) for way in (1, -1, 2, -2))
+        direction = landscape.direction(name, attempt)
+        ahead, behind, far, farther = (landscape.at(name, way * step * direction) for way in (1, -1, 2, -2))
         near, wide = (ahead - behind) / (2 * step), (far - farther) / (4 * step)
         bend, twice = (ahead + behind - 2 * loss) / step, (far + farther - 2 * loss) / (2 * step)
         scale = max(length, abs(near), FLOOR * abs(loss))
