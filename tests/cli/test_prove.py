@@ -34,8 +34,8 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_certificate(made: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", made, *SETTINGS]) == 0
     told = capfd.readouterr().out
-    for proof in ("drift", "parity", "dtypes", "checkpoint"):
-        assert f"{proof:<10}  holds" in told
+    for proof in ("drift", "derivatives", "parity", "dtypes", "checkpoint"):
+        assert f"{proof:<11}  holds" in told
     [directory] = Path("certificates").iterdir()
     assert directory.name.startswith("mine-") and f"holds; written: {directory}/certificate.md and .json" in told
     page = (directory / "certificate.md").read_text()
@@ -43,7 +43,14 @@ def test_a_certificate(made: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert "## What this does not show" in page and "vocab_size 320 -> 67" in page
     kept = json.loads((directory / "certificate.json").read_text())
     assert kept["holds"] and kept["plan"]["shard"]["strategy"] == "zero3"
-    assert [check["proof"] for check in kept["checks"]] == ["drift", "drift", "parity", "dtypes", "checkpoint"]
+    assert [check["proof"] for check in kept["checks"]] == [
+        "drift",
+        "drift",
+        "derivatives",
+        "parity",
+        "dtypes",
+        "checkpoint",
+    ]
     assert directory.name == f"mine-{kept['digests']['plan'][:8]}" and len(kept["digests"]["code"]) == 64
     assert "drawn at random" in kept["rows"]  # of a directory that nobody has prepared
 
@@ -84,8 +91,8 @@ def test_what_fails_is_named_with_the_smallest_layout(made: str, capfd: pytest.C
     told = capfd.readouterr().out
     seen = "all_reduce of 24 bytes on world: 1 predicted, 2 measured"
     least = "the smallest layout in which drift fails: dp_replicate 2; it passes without dp_replicate 2"
-    assert told.count(f"drift       fails  rank 1 of 2 (dp_shard 1): {seen}") == 1
-    assert least in told and "parity      holds" in told
+    assert told.count(f"drift        fails  rank 1 of 2 (dp_shard 1): {seen}") == 1
+    assert least in told and "parity       holds" in told
     assert "does not hold: drift failed; written" in told
     [page] = Path("certificates").rglob("*.md")
     assert f"| **fails**: {seen} |" in page.read_text() and f"* {least}" in page.read_text()
@@ -101,7 +108,7 @@ def test_a_machine_too_small_for_the_ranks(
     assert main(["prove", made, *SETTINGS]) == 0
     told = capfd.readouterr().out
     assert "what could be shown holds" in told
-    assert "parity, checkpoints and dtypes: 2 ranks are the fewest with this layout" in told
+    assert "derivatives, parity, checkpoints and dtypes: 2 ranks are the fewest with this layout" in told
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ class Options(Foreign, Common):
     """Prove a recipe and its layout on this machine, without GPUs, and write a certificate.
 
     What its ranks send and hold is compared with the plan at its own size, in a fake world; what they compute, with one
-    process, on CPU ranks at a small size; a checkpoint is loaded under another layout. Exit code 1 if anything differs.
+    process, on CPU ranks at a small size; gradients, with differences of the loss; a checkpoint is loaded under another
+    layout. Exit code 1 if anything differs.
     """
 
     arguments: RecipeWords = field(default_factory=list)
@@ -106,7 +107,7 @@ def _shown(*, hidden: bool) -> Callable[[Check], None]:
 
     def show(check: Check) -> None:
         mark = coloured("fails", "red") if check.problems else coloured("holds", "green")
-        say(f"{check.proof:<10}  {mark}  {check.case}: {result(check)}  [{show_seconds(check.seconds)}]")
+        say(f"{check.proof:<11}  {mark}  {check.case}: {result(check)}  [{show_seconds(check.seconds)}]")
 
     return (lambda check: None) if hidden else show
 

@@ -16,6 +16,7 @@ from shardwise.prove.certify import OWN_DTYPES, Certification, Check, Effort, mi
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE
 from shardwise.prove.parity import TOLERANCE
 from shardwise.prove.shrink import Shrunk
+from shardwise.prove.slopes import TOLERANCE as SLOPE_TOLERANCE
 from shardwise.prove.smallest import Smallest
 from shardwise.spec.load import dump_plan
 from shardwise.spec.plan import Plan
@@ -59,12 +60,16 @@ class Certificate:
         """What it does not show."""
         plan, small = self.subject.plan, self.subject.small
         looked = len(places(plan.layout, self.facts.effort))
-        found = [f"parity, checkpoints and dtypes: {self.subject.why}"] if small is None else []
+        found = [f"derivatives, parity, checkpoints and dtypes: {self.subject.why}"] if small is None else []
         if looked < plan.layout.world:
             found.append(f"drift on {plan.layout.world - looked:,} of {plan.layout.world:,} ranks")
         if (run := micro_batches(plan)) < plan.batch.accumulation:
             after = f"after the first {run} of {plan.batch.accumulation}, which they repeat"
             found.append(f"drift of micro-batches {after}")
+        for check in self.checks:
+            if missed := int(check.figures.get("not judged", 0)):
+                of = counted(int(check.figures["tensors"]), "tensor")
+                found.append(f"derivatives along {missed} of {of}: the loss is not smooth in any direction tried")
         if self.facts.effort == "quick" and small is not None:
             found.append("a step in the plan's own dtypes (left out by --quick)")
         return [*found, *(small.unseen if small else ()), ALWAYS_UNSEEN]
@@ -89,7 +94,12 @@ class Certificate:
             "shrunk": {"changed": small.changed, "blocks": small.blocks, "plan": asdict(small.plan)} if small else None,
             "rows": self.subject.rows,
             "not_shown": self.unseen(),
-            "tolerances": {"float64": TOLERANCE, "own dtypes": OWN_DTYPES, "peak": PEAK_TOLERANCE},
+            "tolerances": {
+                "derivatives": SLOPE_TOLERANCE,
+                "float64": TOLERANCE,
+                "own dtypes": OWN_DTYPES,
+                "peak": PEAK_TOLERANCE,
+            },
             "versions": versions(),
             "digests": self.digests(),
         }
@@ -130,7 +140,7 @@ class Certificate:
     def smaller(self, small: Shrunk) -> str:
         """What the small runs were of."""
         blocks = ", ".join(map(str, small.blocks))
-        lines = ["For parity, dtypes and checkpoints:", "", *(f"* {line}" for line in small.changed)]
+        lines = ["For derivatives, parity, dtypes and checkpoints:", "", *(f"* {line}" for line in small.changed)]
         lines += [f"* the small model's {len(small.blocks)} blocks stand for the model's blocks {blocks}"]
         return "\n".join([*lines, f"* rows: {self.subject.rows}"])
 
@@ -145,6 +155,8 @@ COARSE = ", ".join(f"{most:g} in {dtype}" for dtype, most in OWN_DTYPES.items() 
 TOLERANCES = f"""\
 * drift: every collective, byte of state and saved byte is equal; a peak of {show_bytes(PEAK_FROM_BYTES)} and more is
   within {100 * PEAK_TOLERANCE:g} %
+* derivatives: within {SLOPE_TOLERANCE:g} (relative to the gradient), and what rounding of the loss makes of its
+  differences
 * parity: losses and what is reported with them, norms, first gradients and last weights within {TOLERANCE:g}
   (relative); what several ranks hold of a weight is equal to the bit after every step
 * dtypes: loss, norm and 1 - cosine of each gradient within {COARSE}
@@ -161,6 +173,10 @@ def result(check: Check) -> str:
     if check.proof == "drift":
         sent = counted(int(found["collectives"]), "collective")
         return f"equal: {sent}, {show_bytes(found['sent bytes'])} sent, {show_bytes(found['state bytes'])} of state"
+    if check.proof == "derivatives":
+        missed = int(found["not judged"])
+        judged = counted(int(found["tensors"]) - missed, "tensor") + f", {missed} more not judged" * (missed > 0)
+        return f"within {found['derivative']:.0e} of the loss's differences: {judged}"
     if check.proof == "checkpoint":
         return f"{counted(int(found['tensors']), 'tensor')} equal, losses within {found['loss']:.0e}"
     return f"within {max(found.values()):.0e}"

@@ -1,9 +1,10 @@
 """What is proved of a plan that somebody is about to run, before it runs.
 
 ``drift``: at the plan's own degrees and dimensions, in a fake world, what its ranks send, hold and save, against what
-the plan says. ``parity``: the plan and its model made small (prove/shrink.py), trained on CPU ranks in float64, against
-a plain loop in one process. ``dtypes``: the same for a step in the plan's own dtypes. ``checkpoint``: a run that is
-saved and goes on under another layout. Where one fails, the smallest layout that fails is looked for.
+the plan says. ``derivatives``: of the plan's model made small (prove/shrink.py), the plain loop's gradients against
+differences of its loss, in float64. ``parity``: the small plan and model, trained on CPU ranks in float64, against this
+plain loop in one process. ``dtypes``: the same for a step in the plan's own dtypes. ``checkpoint``: a run that is saved
+and goes on under another layout. Where one fails, the smallest layout that fails is looked for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal
 
 from shardwise.errors import ShardwiseError, first_line
 from shardwise.models.config import ModelSpec
-from shardwise.prove import moves, parity
+from shardwise.prove import moves, parity, slopes
 from shardwise.prove.drift import drift
 from shardwise.prove.moves import SavedRun
 from shardwise.prove.parity import COMPARED, TOLERANCE
@@ -26,7 +27,7 @@ from shardwise.prove.shrink import Shrunk, real_name, shrink
 from shardwise.prove.smallest import Outcome, Smallest, smallest
 from shardwise.prove.workload import STEPS, Setting, job_of, setting_of
 from shardwise.spec.layout import MESH, Axis, Layout
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Recipe
 
 Effort = Literal["quick", "normal", "thorough"]
@@ -46,7 +47,7 @@ class Check:
     """One proof of one case: it holds if there are no ``problems``. ``figures`` are what was compared. ``raised``: it
     did not come to an end."""
 
-    proof: Literal["drift", "parity", "dtypes", "checkpoint"]
+    proof: Literal["drift", "derivatives", "parity", "dtypes", "checkpoint"]
     case: str
     problems: tuple[str, ...]
     seconds: float
@@ -74,7 +75,7 @@ class Certification:
     def cases(self, effort: Effort) -> list[tuple[str, int]]:
         """The proofs to be run, in their order, with the rank whose drift is looked at."""
         ranks = [("drift", rank) for rank in places(self.plan.layout, effort)]
-        proofs = ["parity", "checkpoint"] if effort == "quick" else ["parity", "dtypes", "checkpoint"]
+        proofs = [proof for proof in PROOFS if proof != "dtypes" or effort != "quick"]
         return ranks + [(proof, 0) for proof in proofs if self.small is not None]
 
 
@@ -167,6 +168,8 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
     assert subject.small is not None
     world = subject.small.plan.layout.world
     those = f"{world} CPU rank" + "s" * (world > 1)
+    if proof == "derivatives":
+        return "float64, one CPU rank, a random direction of each trained weight and of hidden states at each block"
     if proof == "parity":
         return f"float64, {those}, {STEPS} steps of {subject.plan.optim.spec.title} and one of SGD"
     if proof == "dtypes":
@@ -197,6 +200,14 @@ def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) ->
     figures["peak bytes"] = found.measured.peak_bytes
     figures["peak error"] = found.peak_error
     return found.differences()
+
+
+def _derivatives(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
+    """Of the first step's loss, in the plain loop that parity trusts."""
+    [found] = ranks.run(slopes.prove_on_rank, job_of(small.spec, small.plan, 1, setting), world=1, timeout_s=300)
+    figures["derivative"] = max(slope.error for slope in found)
+    figures["tensors"], figures["not judged"] = len(found), sum(not slope.judged for slope in found)
+    return [str(slope) for slope in found if not slope.error <= slope.allowed]
 
 
 def _parity(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
@@ -244,7 +255,7 @@ def _checkpoint(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str
 
 
 PROOFS: dict[str, Callable[[Shrunk, Setting, Ranks, dict[str, float]], Iterable[str]]]
-PROOFS = {"parity": _parity, "dtypes": _dtypes, "checkpoint": _checkpoint}
+PROOFS = {"derivatives": _derivatives, "parity": _parity, "dtypes": _dtypes, "checkpoint": _checkpoint}
 
 
 def _named(small: Shrunk, line: str) -> str:
@@ -253,6 +264,15 @@ def _named(small: Shrunk, line: str) -> str:
     name = words[words.find("layers.") :] if words else ""
     real = real_name(name, small.blocks) if name and small.blocks else name
     return line if real == name else f"{line}; it stands for {real}"
+
+
+def _started(small: Shrunk, proof: str) -> Plan:
+    """What is made smaller: of derivatives a plan of one rank, since its layout is no part of them."""
+    plan = small.own if proof in ("drift", "dtypes") else small.plan
+    if proof != "derivatives":
+        return plan
+    batch = Batch(plan.batch.global_batch_size(plan.layout.dp), 1, plan.batch.seq_len)
+    return Plan(Layout(), batch, precision=plan.precision, frozen=plan.frozen, lora=plan.lora, loss=plan.loss)
 
 
 def smallest_failing(subject: Certification, failed: Check, ranks: Ranks) -> Smallest | None:
@@ -271,7 +291,7 @@ def smallest_failing(subject: Certification, failed: Check, ranks: Ranks) -> Sma
             return "fails" if failed.raised else "fails otherwise"
         return "passes" if not found else "fails otherwise" if failed.raised else "fails"
 
-    cases = [(small.spec, small.own if failed.proof in ("drift", "dtypes") else small.plan)] if small else []
+    cases = [(small.spec, _started(small, failed.proof))] if small else []
     if drifts and failed.seconds < SOON_S:
         cases.append((subject.spec, replace(subject.plan, compile=False, attention="auto")))
     return next((smallest(*case, outcome) for case in cases if outcome(*case) == "fails"), None)

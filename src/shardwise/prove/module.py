@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.distributed.meshes import meshes
 from shardwise.errors import Problem, UsageError
 from shardwise.prove.parity import TOLERANCE, Parity, Trace, compare, full
 from shardwise.prove.pool import RankPool, Ranks
 from shardwise.prove.shrink import EXACT
+from shardwise.prove.widened import Widened
 from shardwise.runtime import own
 from shardwise.spec.plan import Plan
 
@@ -109,16 +109,6 @@ def certify_on(ranks: Ranks, plan: Plan, loop: OwnLoop) -> ModuleProof:
     traces = ranks.run(_on_rank, plan, loop, world=plan.layout.world, timeout_s=600)
     proof = ModuleProof(plan, compare(_plain(loop), traces))
     return proof if proof else replace(proof, random=_draws(loop))
-
-
-class Widened(TorchDispatchMode):
-    """A mode in which tensors that a module casts to, or makes in, a narrower floating point type are float64."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if isinstance(dtype := given.get("dtype"), torch.dtype) and dtype.is_floating_point:
-            given["dtype"] = torch.float64
-        return func(*args, **given)
 
 
 def _draws(loop: OwnLoop) -> bool:

@@ -312,22 +312,30 @@ def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def merged(parameters: Mapping[str, Tensor], job: Workload) -> dict[str, Tensor]:
-    """The weights that the model computes with: where there is an adapter, W + scale * B A, as one matrix."""
+def merged(
+    parameters: Mapping[str, Tensor], job: Workload, held: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The weights that the model computes with: where there is an adapter, W + scale * B A, as one matrix. No gradient
+    goes through the norms by which magnitudes divide: they are those of ``held``, if given."""
     whole = {}
     for name, value in parameters.items():
         layer = name.removesuffix("weight")
         if job.lora is not None and f"{layer}lora_a.weight" in parameters:
-            factor = job.lora.alpha / (job.lora.rank**0.5 if job.lora.rslora else job.lora.rank)
-            count = job.spec.experts if is_stacked(name) else 1
-            up, down = (parameters[f"{layer}{word}.weight"].chunk(count) for word in ("lora_b", "lora_a"))
-            value = value + factor * torch.cat([b @ a for b, a in zip(up, down, strict=True)])
+            value = _adapted(parameters, layer, job)
             if job.lora.dora:
-                norm = value.detach().norm(dim=1)
+                norm = _adapted(held or parameters, layer, job).detach().norm(dim=1)
                 value = value * (parameters[f"{layer}lora_m"] / norm).unsqueeze(1)
         if not is_adapter(name):
             whole[name] = value
     return whole
+
+
+def _adapted(parameters: Mapping[str, Tensor], layer: str, job: Workload) -> Tensor:
+    assert job.lora is not None
+    factor = job.lora.alpha / (job.lora.rank**0.5 if job.lora.rslora else job.lora.rank)
+    count = job.spec.experts if is_stacked(f"{layer}weight") else 1
+    up, down = (parameters[f"{layer}{word}.weight"].chunk(count) for word in ("lora_b", "lora_a"))
+    return parameters[f"{layer}weight"] + factor * torch.cat([b @ a for b, a in zip(up, down, strict=True)])
 
 
 def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, job: Workload) -> Tensor:
