@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.prove.pool import RankPool
+from shardwise.spec.pipelines import PIPELINES
 from tests.parity import drawn, test_dpo
-from tests.parity.pipes import CASES, EVERY, MODELS, SCHEDULES, Case
+from tests.parity.pipes import CASES, EVERY, MODELS, Case
 from tests.parity.test_fp64 import holds
 
 STEPS = 2
@@ -19,7 +20,7 @@ FEW = {(case.schedule, case.model, case.strategy): case for case in CASES if cas
 def test_every_pair_is_met() -> None:
     met = set().union(*(case.pairs() for case in CASES))
     assert met == set().union(*(case.pairs() for case in EVERY))
-    assert len(CASES) <= len(SCHEDULES) * len(MODELS) + 4  # at least each schedule with each model
+    assert len(CASES) <= len(PIPELINES) * len(MODELS) + 4  # at least each schedule with each model
     assert {case.plan.layout.world for case in CASES} == {2, 4, 8}
     assert len(FEW) == sum(case.plan.layout.world <= 4 for case in CASES)
 
