@@ -22,6 +22,7 @@ from shardwise.cli.app import main
 from shardwise.errors import ConfigError, DataError, Problem, TrainingError
 from shardwise.launch import local
 from shardwise.spec.plan import Estimate, Plan
+from tests.runtime.small_run import write_text
 from tests.style.source import ROOT
 
 TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -37,9 +38,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    Path("text").mkdir()
-    for number in range(10):
-        Path(f"text/{number}.txt").write_text(f"def f{number}(x):\n    return x + {number}\n" * 30)
+    write_text(Path("text"))
 
 
 def test_type_checkers_see_the_same_names() -> None:

@@ -41,6 +41,7 @@ def test_transformers_reads_what_was_written_and_what_is_exported(
     for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"):
         monkeypatch.delitem(vars(transformers), name, raising=False)
     assert main(["export", str(tmp_path), "--step", "1"]) == 0
+    assert main(["export", str(tmp_path), "--adapter"]) == 2
     assert main(["export", str(tmp_path), "--best", "-o", str(tmp_path / "best")]) == 0
     for directory in ("saved", "hf", "best"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / directory)

@@ -54,7 +54,7 @@ def run(options: Options) -> None:
         raise misused("--dtype for the model of an own loop", "`shardwise.save_pretrained(model.to(dtype), ...)`")
     recipe = None if own else load_recipe(recipe_file(options.run))
     if options.adapter:
-        _check_adapter(recipe, options.dtype)
+        _check_adapter(recipe, options)
     target = options.out or options.run / ("adapter" if options.adapter else "hf")
     if options.out is not None:
         rundir.check_new(options.out)
@@ -94,8 +94,10 @@ def run(options: Options) -> None:
         say(f"measure  lm_eval --model hf --model_args {arguments} --tasks hellaswag --batch_size auto")
 
 
-def _check_adapter(recipe: Recipe | None, dtype: str | None) -> None:
-    if recipe is None or recipe.lora.rank is None:
+def _check_adapter(recipe: Recipe | None, options: Options) -> None:
+    if recipe is None:
+        raise misused("--adapter for checkpoints of an own loop", "`shardwise.save_pretrained(model, ...)` in the loop")
+    if recipe.lora.rank is None:
         raise misused("--adapter, but this run trains no adapter", "leave it out: `shardwise export` writes the model")
-    if dtype is not None:
+    if options.dtype is not None:
         raise misused("--adapter and --dtype: an adapter keeps the dtype in which it was trained", "drop --dtype")

@@ -20,7 +20,7 @@ COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 
 def verdict(estimate: Estimate) -> str:
-    """Whether it fits, coloured."""
+    """Say in colour whether it fits."""
     return coloured(explain.verdict(estimate), COLOURS[fit(estimate)[0]])
 
 

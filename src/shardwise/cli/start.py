@@ -43,9 +43,9 @@ from shardwise.techniques import lora
 
 @dataclass(frozen=True)
 class How:
-    """How a run is started. ``plan``, or its file, runs unchanged, without a search. ``stem``: the recipe names no run,
-    so that its name is this with the first free number. ``fresh``: it may start over where no checkpoint is intact.
-    ``hidden``: nothing but errors is told, and results as JSON."""
+    """The settings of a run's start. ``plan``, or its file, runs unchanged, without a search. ``stem``: the recipe
+    names no run, so that its name is this with the first free number. ``fresh``: it may start over where no checkpoint
+    is intact. ``hidden``: nothing but errors is told, and results as JSON."""
 
     plan: Plan | Path | None = None
     stem: str | None = None
@@ -137,7 +137,7 @@ def _start(recipe: Recipe, directory: Path, how: How) -> Ended | None:
 
 
 def _tell_dry_run(recipe: Recipe, spec: ModelSpec, plan: Plan, facts: dict[str, int | None], how: How) -> None:
-    """What a dry run found; raises what would keep the run from writing, or from reading its data."""
+    """Tell what a dry run found; raises what would keep the run from writing, or from reading its data."""
     directory = Path(recipe.run.out) / recipe.run.name
     rundir.check_writable(rundir.nearest(directory))
     counts = _read_some(recipe, spec, plan)

@@ -94,7 +94,7 @@ def _load(options: Options, words: Words) -> Loaded:
 
 
 def _stem(words: Words, recipe: Recipe) -> str:
-    """What the run's name begins with, where none is given."""
+    """Return what the run's name begins with, where none is given."""
     return words.path.stem if words.path else Path(recipe.model.path or "quickstart").name
 
 

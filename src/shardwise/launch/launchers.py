@@ -1,4 +1,4 @@
-"""What a launcher is given, and what it answers. Its row is in spec/launchers.py, its program ``launch`` in a module of
+"""A launcher's question and answer. Its row is in spec/launchers.py, its program ``launch`` in a module of
 its name beside this one, or in another package."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be started: ``python -m shardwise`` with these ``words``, ``nproc`` times on each of ``nodes``
+    """The ranks to be started: ``python -m shardwise`` with these ``words``, ``nproc`` times on each of ``nodes``
     machines, all of which see ``directory``, the run's. ``port``: of the first node, where ranks of several meet.
     ``gpus``: each of these has one. ``saves``: asked to stop, ranks may save first."""
 

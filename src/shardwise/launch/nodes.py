@@ -1,4 +1,4 @@
-"""Which ports torchrun leaves open (docs/security.md)."""
+"""The ports that torchrun leaves open (docs/security.md)."""
 
 from __future__ import annotations
 

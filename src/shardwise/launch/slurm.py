@@ -17,7 +17,7 @@ FIRST = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 def launch(asked: Launch) -> list[str]:
     """Write the script into the run's directory; the lines say how it is submitted."""
-    options = {"job-name": asked.directory.name, "nodes": asked.nodes, "ntasks-per-node": asked.nproc}
+    options = {"job-name": asked.directory.name or asked.words[0], "nodes": asked.nodes, "ntasks-per-node": asked.nproc}
     options |= {"gpus-per-node": asked.nproc} if asked.gpus else {}
     options["signal"] = f"USR1@{WARNING_S}"
     settings = [f"{name}={value}" for name, value in SAFE_PATH.items()]
@@ -29,7 +29,7 @@ def launch(asked: Launch) -> list[str]:
         f"export MASTER_ADDR={FIRST} MASTER_PORT={asked.port} {' '.join(settings)}",
         f'srun bash -c \'{PLACES} exec "$0" "$@"\' {command}',
     ]
-    script = asked.directory / "job.sbatch"
+    script = asked.directory / f"{asked.words[0]}.sbatch"  # of doctor, where the user stands
     script.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return [
         f"\nwritten: {script}",

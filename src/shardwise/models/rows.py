@@ -40,7 +40,7 @@ def rows_for(data: Data, lora: LoraSection, rows: int) -> int:
 
 
 def told(data: Data) -> str:
-    """What a run says of tokens that are added: how many are new, and which the tokenizer had before."""
+    """Return what a run says of tokens that are added: how many are new, and which the tokenizer had before."""
     if not adds_tokens(data):
         return ""
     ids = _ids_of(data.tokenizer)

@@ -169,7 +169,7 @@ class LowerBounds:
         return max(step_s + self.figures.state(plan).once_s, self.roughly(plan))
 
     def replayed(self, plan: Plan) -> float:
-        """The same of a pipeline, its schedule replayed with what its stages take at least."""
+        """Return the same of a pipeline, its schedule replayed with what its stages take at least."""
         trained = trained_stages(self.spec, plan)
         stages = tuple(self._through(plan).stages(plan, trained, self._block_s(plan)))
         line = PipelineReplay(plan, trained, stages, self._message_s(plan), plan.sharded)
@@ -177,7 +177,7 @@ class LowerBounds:
         return max(self.slower * step_s + self.figures.state(plan).once_s / plan.layout.pp, self.seconds(plan))
 
     def _rates(self, plan: Plan) -> Rates:
-        """Those of all plans that compute the same."""
+        """Return the rates of all plans that compute the same."""
         key = alike(plan)
         if key not in self.rates:
             self.rates[key] = rates_of(plan, self.cluster, own_traits())
@@ -188,7 +188,8 @@ class LowerBounds:
         return wires_of(plan.layout, self.cluster).message_s(border_bytes(self.figures.sheet(plan), plan))
 
     def _block_s(self, plan: Plan) -> BlockSeconds:
-        """Of a block of the mean size; of a stage, whose blocks may be smaller than others, of the smallest."""
+        """Return the seconds of a block of the mean size; of a stage, whose blocks may be smaller than others, those of
+        the smallest."""
         sizes, wires = self.figures.sizes(plan), wires_of(plan.layout, self.cluster)
         count = self.spec.num_hidden_layers
         mean, staged = sizes.blocks / count, plan.layout.pp > 1

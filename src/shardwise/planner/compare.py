@@ -102,7 +102,7 @@ def same_program(one: Plan, other: Plan) -> bool:
 
 
 def _zero1_of(plan: Plan) -> Plan | None:
-    """Of a plan with zero2 and one micro-batch, the same program with zero1."""
+    """Return, of a plan with zero2 and one micro-batch, the same program with zero1; None of any other."""
     if plan.shard.strategy != "zero2" or plan.batch.accumulation > 1 or plan.layout.pp > 1:
         return None
     return replace(plan, shard=replace(plan.shard, strategy="zero1"), estimate=Estimate())
@@ -156,10 +156,10 @@ class Comparison:
     def fastest(
         self, plans: list[Plan], share: float = MARGIN, limit_s: float = float("inf"), others: Sequence[Plan] = ()
     ) -> list[Plan]:
-        """Those that take at most ``share`` of the memory and may be as fast as any, as what takes ``limit_s``, and as
-        ``others``, with their seconds, in the order of ``plans``. Each plan is looked at when no other has a lower
-        bound: at first a rough one, then better ones, then its price. What recomputes more than one that fits, and is
-        as it otherwise, is no faster."""
+        """Return the plans that take at most ``share`` of the memory and may be as fast as any, as what takes
+        ``limit_s``, and as ``others``, with their seconds, in the order of ``plans``. Each plan is looked at when no
+        other has a lower bound: at first a rough one, then better ones, then its price. What recomputes more than one
+        that fits, and is as it otherwise, is no faster."""
         found: dict[int, Plan] = {}
         modes: dict[tuple[object, ...], int] = {}
         bounds = self.bounds

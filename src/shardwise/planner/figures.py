@@ -96,7 +96,7 @@ class Standing(NamedTuple):
 
 @dataclass
 class PlanFigures:
-    """Those of the plans of one model on one cluster. Sheets and sizes are those of all searches for the model."""
+    """The figures of the plans of one model on one cluster. All searches for the model share its sheets and sizes."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -114,7 +114,7 @@ class PlanFigures:
         return self.known_sheets[key]
 
     def own_sheet(self, plan: Plan) -> Sheet:
-        """The same where the first rank of the plan without stages is."""
+        """Return the same sheet at the first rank of the plan without stages."""
         whole = unstaged(plan)
         return self.sheet(plan).at(place_of(0, whole.layout, whole.stages(self.spec.num_hidden_layers)), whole)
 

@@ -203,7 +203,7 @@ def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) ->
 
 
 def _derivatives(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
-    """Of the first step's loss, in the plain loop that parity trusts."""
+    """Judge the gradients of the first step's loss, in the plain loop that parity trusts."""
     [found] = ranks.run(slopes.prove_on_rank, job_of(small.spec, small.plan, 1, setting), world=1, timeout_s=300)
     figures["derivative"] = max(slope.error for slope in found)
     figures["tensors"], figures["not judged"] = len(found), sum(not slope.judged for slope in found)
@@ -267,7 +267,7 @@ def _named(small: Shrunk, line: str) -> str:
 
 
 def _started(small: Shrunk, proof: str) -> Plan:
-    """What is made smaller: of derivatives a plan of one rank, since its layout is no part of them."""
+    """Return what is made smaller: of derivatives a plan of one rank, since its layout is no part of them."""
     plan = small.own if proof in ("drift", "dtypes") else small.plan
     if proof != "derivatives":
         return plan

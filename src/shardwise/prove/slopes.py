@@ -54,8 +54,8 @@ expert is decided by rounding."""
 
 @dataclass(frozen=True)
 class Slope:
-    """Of one tensor, how the loss changes along a direction by its differences (``expected``) and by the gradient
-    (``found``). ``judged`` is False where the loss was smooth along no direction."""
+    """A tensor's derivative: how the loss changes along a direction, by its differences (``expected``) and by the
+    gradient (``found``). ``judged`` is False where the loss was smooth along no direction."""
 
     what: str
     expected: float = math.nan
@@ -82,8 +82,8 @@ def prove(job: Workload) -> list[Slope]:
 
 
 def prove_on_rank(rank: int, world: int, job: Workload) -> list[Slope]:
-    """The same on a rank of a pool, which computes in one thread: with more, small tensors take several times as
-    long."""
+    """Run :func:`prove` on a rank of a pool, which computes in one thread: with more, small tensors take several times
+    as long."""
     return prove(job)
 
 
@@ -115,8 +115,9 @@ class Landscape:
         return found
 
     def loss(self, point: Mapping[str, Tensor]) -> Tensor:
-        """With the losses of routers. The norms by which magnitudes divide, through which no gradient goes, stay.
-        Modules of transformers compute norms and softmax in fp32, in which differences would drown: that is widened."""
+        """Return the loss at a point, with those of routers. The norms by which magnitudes divide, through which no
+        gradient goes, stay. Modules of transformers compute norms and softmax in fp32, in which differences would
+        drown: that is widened."""
         whole = merged({name: point[name] for name in self.weights}, self.job, self.weights)
         wide = nullcontext() if self.job.spec.hf_model is None else Widened()
         with wide, self._adding(point), plain_balance(self.model) as balance:

@@ -1,6 +1,6 @@
 """For a user's own training loop: any ``nn.Module``, one plan, and these functions around a plain loop.
 
-    plan = shardwise.make_plan("zero3", compute="bf16")           # the strategy is one word
+    plan = shardwise.make_plan("zero3", compute="bf16")      # the strategy is one word
     with shardwise.world(plan) as mesh:
         shardwise.parallelize(model, plan, mesh)              # in place
         optimizer = shardwise.optimizer(model, learning_rate=3e-4)

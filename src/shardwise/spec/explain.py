@@ -158,7 +158,7 @@ def words_of(kind: str) -> str:
 
 
 def text(plan: Plan) -> str:
-    """All of it, as ``shardwise plan --plan`` prints it."""
+    """Return all of it, as ``shardwise plan --plan`` prints it."""
     if not plan.estimate.memory:
         return "\n".join([f"{label(plan)} · {execution(plan)}", "nothing is estimated of it", *why_part(plan)])
     lines = [sentence(plan), "", execution(plan), "", "memory of the fullest rank at its peak"]

@@ -35,7 +35,7 @@ class PipelineSpec:
         return max(1, self.least_micro_batches_per_rank * ranks)
 
     def most_alive(self, ranks: int, rank: int, stages: int, micro_batches: int) -> int:
-        """At most so many forwards has a rank with so many stages done whose gradients are not."""
+        """Return how many forwards at most a rank with so many stages has done whose gradients are not."""
         whole = micro_batches * stages
         return whole if self.alive is None else min(whole, self.alive(ranks, rank, stages))
 

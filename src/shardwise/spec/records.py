@@ -1,4 +1,4 @@
-"""What rows of the tables are: a method's, an optimizer's, a launcher's and a schedule's of the learning rate. Other
+"""The rows of the tables: a method's, an optimizer's, a launcher's and a schedule's of the learning rate. Other
 packages import them from here, for rows of their own (docs/extending.md)."""
 
 from __future__ import annotations

@@ -204,8 +204,8 @@ def _beside(cluster: Cluster) -> dict[str, Any]:
 
 
 def rates_of(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
-    """Those of one process of the cluster for what the plan computes: the same object where they were asked for before,
-    so that what rests on them is found without a look at all of them. The caller says which ``traits``."""
+    """Return the rates of one process of the cluster for what the plan computes: the same object where they were asked
+    for before, so that what rests on them is found without a look at all of them. The caller says which ``traits``."""
     return _same(_made(plan, cluster, traits))
 
 

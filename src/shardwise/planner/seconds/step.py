@@ -144,7 +144,7 @@ def straggling(cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class Least:
-    """What the passes of a unit take at least: seconds of the device forward and backward, of which those that a
+    """The least that the passes of a unit take: seconds of the device forward and backward, of which those that a
     backward in two halves puts off, and of the host."""
 
     forward_s: float

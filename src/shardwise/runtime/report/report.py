@@ -26,19 +26,19 @@ KEPT = "report.json"
 
 @dataclass(frozen=True)
 class _StepLoss(Numbered):
-    """What is read of a line of metrics.jsonl."""
+    """The loss in a line of metrics.jsonl."""
 
     loss: float | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did, in ``seconds`` since step ``since``, beside the plan's ``estimate``. ``step_s``: the seconds of a
-    typical step; ``traffic``: what rank 0 sent in one, by axis and kind; ``memory``: its bytes. Parts that were not
-    measured, because the run was too short, are 0, None or empty. ``unsaved``: why the
-    last step has no checkpoint; None if it has one. ``expert_imbalance``: how many times its share of rows the fullest
-    of ranks with different experts got at most; 0 where there are none. Of ``tokens`` so many are ``supervised``, and
-    ``padding`` are not among them. ``pairs``: what training on pairs of answers has come to over the last steps."""
+    """A run's results, in ``seconds`` since step ``since``, beside the plan's ``estimate``. ``step_s``: the seconds of
+    a typical step; ``traffic``: what rank 0 sent in one, by axis and kind; ``memory``: its bytes. Parts that were not
+    measured, because the run was too short, are 0, None or empty. ``unsaved``: why the last step has no checkpoint;
+    None if it has one. ``expert_imbalance``: how many times its share of rows the fullest of ranks with different
+    experts got at most; 0 where there are none. Of ``tokens`` so many are ``supervised``, and ``padding`` are not among
+    them. ``pairs``: what training on pairs of answers has come to over the last steps."""
 
     directory: Path
     steps: int

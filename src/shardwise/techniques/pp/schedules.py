@@ -26,7 +26,7 @@ class Corner(NamedTuple):
 
 
 def turns(spec: PipelineSpec, at: Corner) -> list[Turn]:
-    """What the rank computes, in order, under the schedule of this row."""
+    """Return what the rank computes, in order, under the schedule of this row."""
     order: list[Turn] = globals()[spec.turns](spec, at)
     return order
 
