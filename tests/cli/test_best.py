@@ -83,7 +83,7 @@ def test_it_is_exported_and_the_newest_is_still_what_resume_takes(
         assert main(["generate", str(run), "--prompt", "line ", "--tokens", "3", "--json", *flags]) == 0
     assert main(["export", str(run), "--best", "--step", "4"]) == 2
     assert main(["export", str(run), "--best", "--adapter"]) == 2
-    assert "--adapter, but this run trains no adapter" in capsys.readouterr().err
+    assert "has trained no adapter here" in capsys.readouterr().err
     assert main(["export", str(run), "--step", "3"]) == 66
     said = capsys.readouterr().err
     assert said.startswith("error[CKPT001]: ") and "step 3\n" in said and "`--step 12`" in said and "12, 9, 4" in said

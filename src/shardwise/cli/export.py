@@ -77,7 +77,6 @@ def run(options: Options) -> None:
             merged = "the adapter"
         else:
             merged = export_run(source, recipe, spec, tokenizer, target, options.dtype)
-    if not own:
         write_card(options.run, target)
     address = None if options.push is None else push(target, options.push)
     if options.json:
@@ -95,9 +94,8 @@ def run(options: Options) -> None:
 
 
 def _check_adapter(recipe: Recipe | None, options: Options) -> None:
-    if recipe is None:
-        raise misused("--adapter for checkpoints of an own loop", "`shardwise.save_pretrained(model, ...)` in the loop")
-    if recipe.lora.rank is None:
-        raise misused("--adapter, but this run trains no adapter", "leave it out: `shardwise export` writes the model")
+    if recipe is None or recipe.lora.rank is None:
+        fix = "leave it out, for the model" if recipe else "`shardwise.save_pretrained` in the loop"
+        raise misused("--adapter, but `shardwise train` has trained no adapter here", fix)
     if options.dtype is not None:
         raise misused("--adapter and --dtype: an adapter keeps the dtype in which it was trained", "drop --dtype")
