@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.methods.head import forward_tensors
 from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
-from shardwise.planner.compare import MARGIN, fits, kind, peak_share, seconds
+from shardwise.planner.compare import MARGIN, fits, kind, peak_share, seconds, smallest_ones
 from shardwise.planner.price import price
 from shardwise.planner.search import Search, choose
 from shardwise.planner.sheets import sheet_of
@@ -343,3 +343,16 @@ def test_compiled_blocks_are_planned_with_what_eager_ones_take() -> None:
     plans = [choose(recipe(compile=compile), ONE_B, H100S) for compile in (True, False)]
     compiled, eager = (replace(plan.estimate, seconds=None) for plan in plans)
     assert compiled == eager and seconds(plans[0]).pointwise_s < seconds(plans[1]).pointwise_s
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_the_smallest_is_that_of_all_however_loose_its_bound(loose: bool) -> None:
+    """A 70B on eight GPUs of 24 GiB, where nothing fits: with bounds that say nothing every plan has to be priced."""
+    search = Search(recipe(), SEVENTY_B, parse_cluster("8xRTX-4090"))
+    known, plans = search.known, smallest_ones(search.all)
+    held = [known.priced(plan) for plan in plans]
+    assert all(known.bounds.share(plan) <= peak_share(one) for plan, one in zip(plans, held, strict=True))
+    if loose:
+        known.bounds.share = lambda plan: 0.0
+    expected = min(held, key=lambda one: (peak_share(one), one.estimate.peak_bytes))
+    assert known.smallest(search.all) == expected != held[0] and peak_share(expected) > 1
