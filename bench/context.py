@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from shardwise.distributed.meshes import meshes
 from shardwise.models.attention import Attention, MaskSpec
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import MAX_STEPS, OPTIM, job_of
@@ -44,7 +44,7 @@ from shardwise.spec.recipe import Recipe, Run
 from shardwise.techniques import cp
 
 WORLD, HEADS, KEY_HEADS, HEAD_DIM = 2, 8, 2, 64
-SPEC = ModelSpec("context", 2048, 256, 640, 4, 4, 2, 64, max_position_embeddings=1 << 20)
+SPEC = model_spec("context", 2048, 256, 640, 4, 4, 2, 64, max_position_embeddings=1 << 20)
 aten = torch.ops.aten
 Side = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 """From q, k, v and the gradient of the output, of a rank's tokens: the output and the gradients."""
@@ -52,7 +52,7 @@ Side = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 def ours(kind: str, tokens: int) -> Side:
     layout = Layout(cp=WORLD, ulysses=WORLD if kind == "ulysses" else 1)
-    module = Attention(ModelSpec("seam", 1, HEADS * HEAD_DIM, 8, 1, HEADS, KEY_HEADS, HEAD_DIM))
+    module = Attention(model_spec("seam", 1, HEADS * HEAD_DIM, 8, 1, HEADS, KEY_HEADS, HEAD_DIM))
     cp.apply([module], Plan(layout, cp_kind=kind), meshes(layout, "cpu"))  # type: ignore[arg-type]
     mask = MaskSpec(row_length=tokens)
 

@@ -19,7 +19,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +30,7 @@ from torch.nn import functional
 
 from shardwise.distributed.meshes import meshes
 from shardwise.distributed.slices import local
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.models.moe import MoE
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
@@ -40,8 +39,10 @@ from shardwise.techniques import ep
 
 WORLD = 2
 HIDDEN, WIDTH, EXPERTS, TOP = 512, 256, 16, 4
-SPEC = ModelSpec("experts", 64, HIDDEN, WIDTH, 1, 8, 2, 64, experts=EXPERTS, experts_per_token=TOP, expert_size=WIDTH)
-SHARED = replace(SPEC, shared_expert_size=4 * WIDTH, shared_expert_gate=True)
+SPEC = model_spec(
+    "experts", 64, HIDDEN, WIDTH, 1, 8, 2, 64, num_experts=EXPERTS, experts_per_token=TOP, expert_size=WIDTH
+)
+SHARED = with_fields(SPEC, shared_expert_size=4 * WIDTH, shared_expert_gate=True)
 LINK = 2e8
 Side = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 """From hidden states [n,d] and the gradient of what comes out: that, and the gradients of input and weights."""

@@ -41,7 +41,7 @@ from shardwise.methods.loss import Output, linear_cross_entropy, losses_and_grad
 from shardwise.models import attention, grouped
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec, with_fields
 from shardwise.models.hf_model import model_of
 from shardwise.models.kernels import able
 from shardwise.models.resolve import resolve
@@ -56,7 +56,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Offload, Plan, Precision, Remat
 from shardwise.techniques.pp.later import LaterProduct, WeightGradients
 
-ONE = ModelSpec("gpu-first", 8192, 512, 1280, 6, 8, 2, 64)
+ONE = model_spec("gpu-first", 8192, 512, 1280, 6, 8, 2, 64)
 ERRORS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 """Of the largest element: a few roundings of the type (fp32: of its products), of probabilities above all."""
 Lines = Iterator[str]
@@ -492,7 +492,7 @@ def loss_chunks(on: Device) -> Lines:
 
 def halves(on: Device) -> Lines:
     """A backward in two halves, as zero-bubble pipelines make it, beside a whole one: gradients, time, and peak."""
-    spec = replace(ONE, vocab_size=300, hidden_size=64, intermediate_size=96, head_dim=8) if on.rehearse else ONE
+    spec = with_fields(ONE, vocab_size=300, hidden_size=64, intermediate_size=96, head_dim=8) if on.rehearse else ONE
     rows, tokens = (1, 32) if on.rehearse else (4, 2048)
     torch.manual_seed(0)
     model = model_of(spec).to(on.device, torch.bfloat16)

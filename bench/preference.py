@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods.loss import Finish, Loss, Output
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.runtime.build import build
 from shardwise.runtime.fit import longest_batch
 from shardwise.runtime.passes import finish_of
@@ -31,7 +31,7 @@ from shardwise.runtime.step import StepRules, step
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 
-SPEC = ModelSpec("preference", 8192, 256, 704, 6, 8, 4, 32)
+SPEC = model_spec("preference", 8192, 256, 704, 6, 8, 4, 32)
 
 
 def without(finish: partial[Loss]) -> Finish:

@@ -47,7 +47,7 @@ import versions
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import meshes
 from shardwise.models import hf, init
-from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes, to_hf
+from shardwise.models.config import model_spec, parameter_count, parameter_shapes, to_hf
 from shardwise.planner import search
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.build import build
@@ -58,7 +58,7 @@ from shardwise.spec.cluster import local_cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection, Parallel, PrecisionSection, Recipe, Recompute, Run, Train
 
-SPEC = ModelSpec("bench", 8192, 512, 1280, 8, 8, 8, 64, max_position_embeddings=512)
+SPEC = model_spec("bench", 8192, 512, 1280, 8, 8, 8, 64, max_position_embeddings=512)
 SEQ_LEN = 512
 WORLD = 2
 BATCHES = 4

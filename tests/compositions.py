@@ -10,7 +10,7 @@ from itertools import combinations, product
 from typing import Any
 
 from shardwise import techniques
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, flat, with_fields
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Lora, Plan, Precision, Remat
 from shardwise.techniques.pp.actions import SCHEDULES
@@ -45,7 +45,7 @@ FEATURES: dict[str, Holds] = {
     "Ulysses": lambda spec, plan: plan.layout.ulysses > 1,
     "gather": lambda spec, plan: plan.layout.cp > 1 and plan.cp_kind == "gather",
     **{name: (lambda spec, plan, name=name: _staged(plan, name)) for name in SCHEDULES},
-    "experts": lambda spec, plan: spec.experts > 0,
+    "experts": lambda spec, plan: spec.experts.num_experts > 0,
     "ep": lambda spec, plan: plan.layout.ep > 1,
     "selective": lambda spec, plan: plan.remat.mode == "selective",
     "full": lambda spec, plan: plan.remat.mode == "full",
@@ -215,10 +215,10 @@ def _drift() -> Iterator[Source]:
     ]
     for model, schedule, _ in test_pp.SCHEDULED:
         settings = dict(test_pp.MODELS[model])
-        features = {key: settings.pop(key) for key in list(settings) if key in ModelSpec.__dataclass_fields__}
+        features = {key: settings.pop(key) for key in list(settings) if key in flat(test_pp.SPEC)}
         turn = list(test_pp.MODELS).index(model) + list(SCHEDULES).index(schedule)
         dial, tensor = (list(each)[turn % len(each)] for each in (test_pp.DIALS, test_pp.TENSOR))
-        staged.append((replace(test_pp.SPEC, **features), test_pp.plan_of(schedule, dial, tensor, **settings)))  # type: ignore[arg-type]
+        staged.append((with_fields(test_pp.SPEC, **features), test_pp.plan_of(schedule, dial, tensor, **settings)))  # type: ignore[arg-type]
     yield Source("tests/drift/test_pp.py", staged, drift=True)
     compiled = [(test_compile.SPEC, replace(test_compile.plan_of(*case), compile=True)) for case in test_compile.QUICK]
     yield Source("tests/drift/test_compile.py", compiled, drift=True)

@@ -190,7 +190,7 @@ def test_sequences_beyond_the_positions_are_told_with_what_to_set() -> None:
     assert "`train.seq_len=32768`, or stretch them: `model.rope_scaling=" in warning
     asked = load_recipe(None, ["model=mistralai/Mistral-7B-v0.3", warning.split("`")[-2]])
     stretched = resolve(asked)
-    assert stretched.rope_scaling is not None and stretched.rope_scaling.factor == 2
+    assert stretched.positions.rope_scaling is not None and stretched.positions.rope_scaling.factor == 2
     assert beyond(recipe, stretched) is None
     assert beyond(load_recipe(None, ["model=m", "train.seq_len=32k"]), mistral) is None
 

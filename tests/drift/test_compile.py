@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.planner.trace import traced_here
 from shardwise.prove import parity
 from shardwise.prove.drift import predict
@@ -20,7 +20,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from tests.drift import compiled
 
-SPEC = ModelSpec("compiled", 601, 48, 100, 2, 6, 2, 8, initializer_range=0.1)
+SPEC = model_spec("compiled", 601, 48, 100, 2, 6, 2, 8, initializer_range=0.1)
 PRECISIONS = {"fp32": Precision(), "bf16": Precision("bf16")}
 REMATS = {"none": Remat(), "full": Remat("full")}
 STRATEGIES = ("ddp", "zero2", "zero3")

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.prove.drift import drift, predict
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
 from tests.parity.rings import CASES, Case
 
-SPEC = ModelSpec("drift-cp", 601, 64, 96, 2, 8, 2, 8)
+SPEC = model_spec("drift-cp", 601, 64, 96, 2, 8, 2, 8)
 BF16 = Precision(compute="bf16")
 
 
@@ -26,7 +26,7 @@ def test_every_setting_that_it_meets(case: Case) -> None:
         assert drift(case.spec, case.plan, rank).differences() == []
 
 
-LONG = ModelSpec("drift-cp-long", 1024, 2048, 2048, 2, 16, 16, 128)
+LONG = model_spec("drift-cp-long", 1024, 2048, 2048, 2, 16, 16, 128)
 """Long enough for a step of more than a GiB, whose peak counts."""
 
 
@@ -38,7 +38,7 @@ def test_peaks_of_the_first_a_middle_and_the_last_rank(
     kind: str, ulysses: int, precision: Precision, window: int | None
 ) -> None:
     """Within a thousandth, where 3 % are allowed elsewhere: the steps of a ring are told one by one."""
-    spec = replace(LONG, sliding_window=window)
+    spec = with_fields(LONG, sliding_window=window)
     plan = planned(kind, ulysses, 4, 2**17, precision)
     for rank in (0, 2, 3):
         found = drift(spec, plan, rank)
@@ -67,7 +67,7 @@ def weights(kind: str, size: int, spec: ModelSpec, plan: Plan) -> bool:
 
 
 def gathered_keys(spec: ModelSpec, plan: Plan) -> tuple[int, int]:
-    whole = 2 * spec.num_key_value_heads * spec.head_dim * plan.batch.seq_len
+    whole = 2 * spec.attention.num_key_value_heads * spec.attention.head_dim * plan.batch.seq_len
     return 2 * whole, 4 * whole
 
 
@@ -89,7 +89,7 @@ def test_a_ring_sends_nothing_that_no_query_sees() -> None:
     are one rank before it and one behind; of the first and the last rank one of them is itself."""
     keys, sums = 2 * TOKENS * KEYS, 4 * TOKENS * KEYS
     for rank, others in ((0, 1), (1, 2), (2, 2), (3, 1)):
-        found = sent(planned("ring", 1, 4, 4 * TOKENS), rank, replace(SPEC, sliding_window=100))
+        found = sent(planned("ring", 1, 4, 4 * TOKENS), rank, with_fields(SPEC, sliding_window=100))
         expected = {(kind, size): n for kind in ("send", "recv") for size, n in ((keys, 2 * others), (sums, others))}
         assert found == expected, rank
 

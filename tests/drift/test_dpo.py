@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.planner.price import price
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.cluster import parse_cluster
@@ -58,7 +58,7 @@ def test_tied_and_recomputed() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_peak_of_a_large_model(strategy: str, lora: Lora | None) -> None:
     """Above 1 GiB, where the peak too is among the differences when it is not within 3 %."""
-    spec = ModelSpec("large", 32_000, 2048, 5632, 3, 16, 8, 128)
+    spec = model_spec("large", 32_000, 2048, 5632, 3, 16, 8, 128)
     plan = plan_of(strategy, 8, batch=Batch(2, 1, 2048, 1024), precision=Precision("bf16"), loss="dpo")
     plan = replace(plan, lora=lora, shard=Shard(strategy))  # type: ignore[arg-type]
     found = drift(spec, plan, 0)

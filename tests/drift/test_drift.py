@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec
 from shardwise.prove.drift import drift
 from shardwise.prove.world import measure
 from shardwise.spec.layout import Layout
@@ -14,7 +14,7 @@ from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from tests.covering import pairwise
 
 # Sizes that 8 and 512 do not divide, so that padding is at work.
-SPEC = ModelSpec("drift", 600, 48, 100, 2, 6, 2, 8)
+SPEC = model_spec("drift", 600, 48, 100, 2, 6, 2, 8)
 DIALS = ("ddp", "zero1", "zero2", "zero3", "hsdp-zero1", "hsdp-zero2", "hsdp-zero3")
 PRECISIONS = {
     "fp32": Precision(),
@@ -134,7 +134,9 @@ def test_fp16_and_fp64(dial: str) -> None:
 def test_peak_of_a_gigabyte(dial: str, remat: str) -> None:
     """In fp32 and bf16 by turns: every strategy and every recomputation meets both."""
     turn = DIALS.index(dial) + ["none", "selective", "full"].index(remat)
-    check_peak(ModelSpec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128), dial, remat, "bf16" if turn % 2 else "fp32")
+    check_peak(
+        model_spec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128), dial, remat, "bf16" if turn % 2 else "fp32"
+    )
 
 
 @pytest.mark.big
@@ -142,7 +144,7 @@ def test_peak_of_a_gigabyte(dial: str, remat: str) -> None:
 @pytest.mark.parametrize("dial", DIALS)
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_peak_of_a_gigabyte_and_eight_blocks(dial: str, remat: str, precision: str) -> None:
-    check_peak(ModelSpec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64), dial, remat, precision)
+    check_peak(model_spec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64), dial, remat, precision)
 
 
 def check_peak(spec: ModelSpec, dial: str, remat: str, precision: str) -> None:
@@ -157,7 +159,7 @@ def check_peak(spec: ModelSpec, dial: str, remat: str, precision: str) -> None:
 @pytest.mark.parametrize("chunk", [3072, 3584])
 def test_peak_of_a_gigabyte_with_chunks_of_unequal_sizes(chunk: int) -> None:
     """4,096 tokens: the first chunk of the loss is the larger, and makes the peak."""
-    spec = ModelSpec("logits", 49_152, 576, 1536, 2, 9, 3, 64, tie_word_embeddings=True)
+    spec = model_spec("logits", 49_152, 576, 1536, 2, 9, 3, 64, tie_word_embeddings=True)
     found = drift(spec, Plan(batch=Batch(2, 2, 2048, chunk), precision=PRECISIONS["bf16"]))
     assert found.measured.peak_bytes > 2**30
     assert abs(found.peak_error) < 0.001 and not found.differences()

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from shardwise.models.blocks import ends
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec
 from shardwise.models.decoder import Decoder
 from shardwise.models.load import read_spec
 from shardwise.planner.sheets import sheet_of
@@ -89,7 +89,7 @@ def test_ends_of_other_models_are_the_roots() -> None:
 @pytest.mark.parametrize("dial", DIALS[1:])
 def test_the_peak_with_wide_ends(dial: str) -> None:
     """Half of the weights are in the ends: what is kept of them decides the peak."""
-    spec = ModelSpec("wide-ends", 64_000, 1024, 2816, 4, 8, 4, 128)
+    spec = model_spec("wide-ends", 64_000, 1024, 2816, 4, 8, 4, 128)
     for compute, accumulation in (("bf16", 1), ("fp32", 2)):
         plan = plan_of(dial, 8, batch=Batch(1, accumulation, 512, 256), precision=PRECISIONS[compute])
         found = drift(spec, replace(plan, shard=Shard(plan.shard.strategy)), 0)
@@ -121,7 +121,7 @@ def test_several_micro_batches_gather_nothing_for_nothing(precision: Precision) 
 def test_nobody_holds_what_an_fp32_norm_read_while_the_loss_runs(strategy: str) -> None:
     """The last norm saves its input as it was cast, and what it was cast from, 4 x 512 x 512 numbers in bf16, is freed
     before the logits, at whose peak the step's is."""
-    spec = ModelSpec("wide", 8192, 512, 64, 1, 4, 4, 128)
+    spec = model_spec("wide", 8192, 512, 64, 1, 4, 4, 128)
     types = Precision("bf16", "bf16" if strategy == "ddp" else "fp32", modules=(("*norm", "fp32"),))
     layout = Layout(2) if strategy == "ddp" else Layout(1, 2)
     plan = Plan(layout, Batch(4, 1, 512, 1024), Shard(strategy), types, Remat("full"))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from shardwise import techniques
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.models.roles import is_expert
 from shardwise.planner.events import Send
 from shardwise.planner.schedule import folded, schedule
@@ -37,9 +37,11 @@ def test_every_setting_that_they_meet(case: Case) -> None:
         assert drift(case.spec, plan, rank).differences() == []
 
 
-LARGE = ModelSpec("drift-ep-large", 4096, 1024, 2048, 4, 16, 4, 64, experts=16, experts_per_token=4, expert_size=1024)
-SHARED = replace(LARGE, shared_expert_size=2048, shared_expert_gate=True, dense_layers=(0,))
-BIASED = replace(LARGE, expert_bias=True, router_bias=True, activation="clamped_swiglu")
+LARGE = model_spec(
+    "drift-ep-large", 4096, 1024, 2048, 4, 16, 4, 64, num_experts=16, experts_per_token=4, expert_size=1024
+)
+SHARED = with_fields(LARGE, shared_expert_size=2048, shared_expert_gate=True, dense_layers=(0,))
+BIASED = with_fields(LARGE, expert_bias=True, router_bias=True, activation="clamped_swiglu")
 SPREAD, STAGES = Layout(dp_shard=4, ep=2), Layout(dp_shard=4, pp=2, ep=2)
 ZBV = replace(STAGES, v_shaped=True)
 PEAKS: dict[str, tuple[ModelSpec, Layout, str, str, int]] = {
@@ -75,7 +77,9 @@ def test_peaks_of_the_first_and_the_last_rank(name: str) -> None:
 
 
 WIDTH, INNER, EXPERTS, CHOSEN = 64, 48, 16, 3
-SPEC = ModelSpec("drift-ep", 1024, WIDTH, 96, 2, 4, 2, 16, experts=EXPERTS, experts_per_token=CHOSEN, expert_size=INNER)
+SPEC = model_spec(
+    "drift-ep", 1024, WIDTH, 96, 2, 4, 2, 16, num_experts=EXPERTS, experts_per_token=CHOSEN, expert_size=INNER
+)
 ROWS, LENGTH = 2, 128
 TOKENS = ROWS * LENGTH
 """Of a micro-batch of a rank without tp."""
@@ -162,7 +166,7 @@ def test_what_no_other_rank_has_is_neither_gathered_nor_summed() -> None:
     assert sent(plan, "dp_replicate") == Counter({("all_reduce", 4 * whole): 1})
 
 
-COMMON = replace(SPEC, shared_expert_size=32, shared_expert_gate=True)
+COMMON = with_fields(SPEC, shared_expert_size=32, shared_expert_gate=True)
 
 
 @pytest.mark.prove
@@ -218,11 +222,11 @@ def test_what_is_multiplied(layout: Layout) -> None:
     for remat, forward in (("none", 1), ("full", 2)):
         plan = planned(layout, remat=remat)
         few = operations(SPEC, plan)
-        more = operations(replace(SPEC, experts_per_token=CHOSEN + 1), plan)
+        more = operations(with_fields(SPEC, experts_per_token=CHOSEN + 1), plan)
         assert more - few == each * 2 * MATRICES * (forward + 2)
-        others = operations(replace(SPEC, experts=2 * EXPERTS), plan)
+        others = operations(with_fields(SPEC, num_experts=2 * EXPERTS), plan)
         assert others - few == each * 2 * WIDTH * EXPERTS * (forward + 2)
-    dense = replace(SPEC, experts=0, experts_per_token=0, expert_size=0, intermediate_size=CHOSEN * INNER)
+    dense = with_fields(SPEC, num_experts=0, experts_per_token=0, expert_size=0, intermediate_size=CHOSEN * INNER)
     plan = planned(Layout(dp_shard=8))
     routers = layers * TOKENS * 2 * WIDTH * EXPERTS * 3
     assert operations(SPEC, plan) - operations(dense, plan) == routers

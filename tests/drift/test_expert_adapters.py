@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Pipeline, Plan, Precision, Remat, Shard
 
-MIX = ModelSpec(
+MIX = model_spec(
     "mix",
     101,
     64,
@@ -21,7 +21,7 @@ MIX = ModelSpec(
     4,
     2,
     32,
-    experts=8,
+    num_experts=8,
     experts_per_token=2,
     expert_size=64,
     expert_bias=True,
@@ -80,7 +80,7 @@ LARGE = Lora(16, 32.0, frozen="bf16")
 def test_the_peak_of_large_experts(ep: int, lora: Lora) -> None:
     """Above 1 GiB, where it is among the differences when it is not within 3 %. What is gathered of a block is many
     times its activations; in 4 bits a matrix of experts is there whole while it is used, and not saved."""
-    spec = ModelSpec("big", 32_000, 4096, 1536, 2, 16, 8, 128, experts=64, experts_per_token=4, expert_size=1536)
+    spec = model_spec("big", 32_000, 4096, 1536, 2, 16, 8, 128, num_experts=64, experts_per_token=4, expert_size=1536)
     plan = Plan(Layout(dp_shard=8, ep=ep), Batch(2, 1, 1024, 1024), Shard("zero3"), BF16)
     found = drift(spec, replace(plan, lora=lora), 0)
     assert found.measured.peak_bytes >= PEAK_FROM_BYTES and not found.differences()

@@ -11,7 +11,7 @@ import torch
 
 from shardwise import techniques
 from shardwise.distributed.meshes import meshes
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.planner.price import traffic
 from shardwise.planner.schedule import folded
 from shardwise.planner.sheets import sheet_of
@@ -30,11 +30,11 @@ from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import OptimSection, Recipe
 from tests.runtime.rank_work import rules_of
 
-PLAIN = ModelSpec(
-    "drift-experts", 67, 64, 96, 2, 4, 4, 16, experts=6, experts_per_token=2, expert_size=40, shared_expert_size=24
+PLAIN = model_spec(
+    "drift-experts", 67, 64, 96, 2, 4, 4, 16, num_experts=6, experts_per_token=2, expert_size=40, shared_expert_size=24
 )
-SPEC = replace(PLAIN, router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
-DEEP = replace(SPEC, num_hidden_layers=4, dense_layers=(2,))
+SPEC = with_fields(PLAIN, router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
+DEEP = with_fields(SPEC, num_hidden_layers=4, dense_layers=(2,))
 BF16 = Precision("bf16")
 
 
@@ -58,13 +58,13 @@ PLANS: dict[str, tuple[ModelSpec, Plan]] = {
     "cp x tp": (SPEC, plan(Layout(cp=2, tp=2), remat="selective")),
     "pp": (DEEP, replace(plan(Layout(pp=2), batch=MANY), pipeline=Pipeline("1f1b", 1, (2, 2)))),
     "zbv": (DEEP, replace(plan(Layout(pp=2, v_shaped=True), batch=MANY), pipeline=Pipeline("zbv", 2, (1,) * 4))),
-    "a capacity": (replace(SPEC, expert_capacity=1.25), plan(Layout(dp_shard=2), "zero3", "full")),
+    "a capacity": (with_fields(SPEC, expert_capacity=1.25), plan(Layout(dp_shard=2), "zero3", "full")),
     "a capacity, pp": (
-        replace(DEEP, expert_capacity=1.25),
+        with_fields(DEEP, expert_capacity=1.25),
         replace(plan(Layout(pp=2), batch=MANY), pipeline=Pipeline("1f1b", 1, (2, 2))),
     ),
     "a capacity, ep": (
-        replace(SPEC, expert_capacity=1.25),
+        with_fields(SPEC, expert_capacity=1.25),
         replace(plan(Layout(dp_shard=2, ep=2), "zero3", "selective"), expert_imbalance=1.0),
     ),
     "counted alone": (PLAIN, plan(Layout(tp=2), remat="full")),
@@ -98,7 +98,7 @@ def test_what_the_losses_send_by_hand() -> None:
 def test_a_capacity_sends_what_it_drops_with_the_figures() -> None:
     """8 bytes a layer. What experts compute on paper is what they do without: an even routing has room."""
     of = plan(Layout(dp_replicate=2))
-    more, less = (predict(spec, of) for spec in (replace(SPEC, expert_capacity=1.0), SPEC))
+    more, less = (predict(spec, of) for spec in (with_fields(SPEC, expert_capacity=1.0), SPEC))
     figures = 16 + 8 * (1 + 2 + 2 * 6)
     assert [size for _, _, size in (more.sent - less.sent)] == [figures + 8 * 2]
     assert [size for _, _, size in (less.sent - more.sent)] == [figures]
@@ -111,9 +111,9 @@ def test_variants_say_whether_a_loss_is_there_not_its_coefficient() -> None:
     def variant(spec: ModelSpec, block: int) -> object:
         return chosen(spec, Plan(), Place(Layout(), 0, range(4)), block).variant
 
-    other = replace(DEEP, router_aux_loss_coef=0.25)
-    assert variant(DEEP, 0) == variant(other, 0) != variant(replace(DEEP, router_aux_loss_coef=0.0), 0)
-    assert variant(DEEP, 2) == variant(replace(DEEP, router_aux_loss_coef=0.0, router_z_loss_coef=0.0), 2)
+    other = with_fields(DEEP, router_aux_loss_coef=0.25)
+    assert variant(DEEP, 0) == variant(other, 0) != variant(with_fields(DEEP, router_aux_loss_coef=0.0), 0)
+    assert variant(DEEP, 2) == variant(with_fields(DEEP, router_aux_loss_coef=0.0, router_z_loss_coef=0.0), 2)
 
 
 def sent(rank: int, world: int, spec: ModelSpec, plans: list[Plan]) -> list[dict[tuple[str, str], tuple[int, int]]]:
@@ -135,7 +135,7 @@ def sent(rank: int, world: int, spec: ModelSpec, plans: list[Plan]) -> list[dict
 @pytest.mark.parametrize("experts", [2, 6])
 def test_a_report_compares_what_is_alike(ranks: RankPool, experts: int) -> None:
     """Of few experts the counts of rows, or the figures of a step, are small enough to pass for control messages."""
-    spec = replace(SPEC, num_hidden_layers=1, experts=experts)
+    spec = with_fields(SPEC, num_hidden_layers=1, num_experts=experts)
     plans = [plan(layout) for layout in (Layout(dp_replicate=2), Layout(tp=2), Layout(cp=2))]
     for place, measured in enumerate(ranks.run(sent, spec, plans, world=2)[0]):
         predicted: Counter[tuple[str, str]] = Counter()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.cluster import parse_cluster
@@ -45,7 +45,7 @@ def test_every_family(family: str) -> None:
 @pytest.mark.parametrize("plan", [*PLANS, "tp"])
 def test_blocks_of_one_model_may_differ_in_width(plan: str) -> None:
     """The first two are wider than the others: each is bound to numbers of its own."""
-    spec = ModelSpec("uneven", 600, 48, 160, 12, 6, 2, 8, intermediate_sizes=(160,) * 2 + (96,) * 10)
+    spec = model_spec("uneven", 600, 48, 160, 12, 6, 2, 8, intermediate_sizes=(160,) * 2 + (96,) * 10)
     cut = Plan(Layout(dp_replicate=2, tp=2), Batch(2, 1, 32, 24), sequence_parallel=True, lora=Lora(4, 8.0))
     made = drift(spec, PLANS.get(plan, cut), 1)
     assert not made.differences()
@@ -72,7 +72,7 @@ def test_types_by_module_are_right_or_refused(family: str) -> None:
 @pytest.mark.parametrize("number", [BF16, Precision()])
 def test_peak_with_capped_logits(number: Precision) -> None:
     """More than a gigabyte, most of it logits: those of a chunk are kept until their gradient is made."""
-    spec = ModelSpec(
+    spec = model_spec(
         "capped",
         64_000,
         256,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.planner.price import price
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.cluster import parse_cluster
@@ -37,7 +37,7 @@ def test_entropies_under_every_kind_of_layout(name: str, cap: float | None) -> N
 def test_the_peak_of_a_large_model(of: Layout) -> None:
     """Above 1 GiB, where the peak too is among the differences when it is not within 3 %: of the last stage, whose loss
     is its peak."""
-    spec = ModelSpec("large", 64_000, 2048, 2048, 2, 16, 8, 128)
+    spec = model_spec("large", 64_000, 2048, 2048, 2, 16, 8, 128)
     plan = Plan(of, Batch(2, 1, 4096, 8192), Shard("zero3"), Precision("bf16"), entropy=True)
     found = drift(spec, plan, 0)
     assert found.measured.peak_bytes >= PEAK_FROM_BYTES and not found.differences()

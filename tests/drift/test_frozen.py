@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from shardwise import techniques
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.prove.drift import drift
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Batch, Plan, Precision, Shard
@@ -17,7 +17,7 @@ from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of
 
 TIED = replace(SPEC, tie_word_embeddings=True)
 DEEP = replace(SPEC, num_hidden_layers=4)
-BIASED = replace(SPEC, attention_bias=True, mlp_bias=True)
+BIASED = with_fields(SPEC, attention_bias=True, mlp_bias=True)
 FROZEN: dict[str, tuple[ModelSpec, tuple[str, ...]]] = {
     "embedding": (SPEC, ("embed.*",)),
     "feed-forward layers": (SPEC, ("*.mlp.*",)),
@@ -95,7 +95,7 @@ def test_together_with_types_by_module(dial: str) -> None:
     pairwise(("first block and embedding", "all but norms"), ("ddp", "zero3"), ("none", "full")),
 )
 def test_peak(what: str, dial: str, remat: str) -> None:
-    spec = ModelSpec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128)
+    spec = model_spec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128)
     plan = replace(frozen_plan(dial, FROZEN[what][1], "bf16", remat, 2), batch=Batch(8, 2, 1024, 1024))
     plan = replace(plan, shard=Shard(plan.shard.strategy))
     found = drift(spec, plan, 0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.models.load import read_spec
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
@@ -14,7 +14,7 @@ from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of
 from tests.drift.test_frozen import BIASED, DIALS, TIED
 from tests.models.hf_models import config_of
 
-WIDE = ModelSpec("wide", 600, 64, 192, 2, 8, 2, 8)
+WIDE = model_spec("wide", 600, 64, 192, 2, 8, 2, 8)
 """Rows of whole blocks of 64."""
 ADAPTERS: dict[str, tuple[ModelSpec, Lora]] = {
     "all-linear": (SPEC, Lora(4, 8.0)),
@@ -35,7 +35,7 @@ ADAPTERS: dict[str, tuple[ModelSpec, Lora]] = {
     "the other end": (BIASED, Lora(4, 8.0, ("q", "down"), frozen="bf16", modules_to_save=("embed",))),
     "bf16 base": (BIASED, Lora(4, 8.0, frozen="bf16")),
     "nf4": (WIDE, Lora(4, 8.0, frozen="bf16", nf4=True)),
-    "nf4, biases": (replace(WIDE, attention_bias=True), Lora(4, 8.0, ("q", "down"), nf4=True)),
+    "nf4, biases": (with_fields(WIDE, attention_bias=True), Lora(4, 8.0, ("q", "down"), nf4=True)),
 }
 GRID = [("fp32", "none", 1), ("bf16", "none", 2), ("bf16", "selective", 1), ("bf16", "full", 2), ("fp32", "full", 1)]
 
@@ -86,7 +86,7 @@ LARGE = {
 @pytest.mark.parametrize("kind", LARGE)
 def test_the_peak_of_a_large_model(kind: str, strategy: str, remat: str) -> None:
     """Above 1 GiB, where the peak too is among the differences when it is not within 3 %."""
-    spec = ModelSpec("large", 32_000, 2048, 5632, 3, 16, 8, 128)
+    spec = model_spec("large", 32_000, 2048, 5632, 3, 16, 8, 128)
     rows = 8 if remat == "full" else 2
     plan = plan_of(strategy, 8, batch=Batch(rows, 1, 2048, 1024), precision=Precision("bf16"), remat=REMATS[remat])
     plan = replace(plan, lora=LARGE[kind], shard=Shard(strategy))  # type: ignore[arg-type]

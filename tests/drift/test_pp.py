@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, flat, model_spec, with_fields
 from shardwise.prove.drift import PEAK_TOLERANCE, drift, predict
 from shardwise.prove.world import measure
 from shardwise.spec.layout import Axis
@@ -18,9 +18,9 @@ from tests.covering import pairwise
 from tests.drift.test_drift import PRECISIONS, REMATS
 from tests.parity.pipes import layout_of, stages_per_rank
 
-SPEC = ModelSpec("drift-pp", 601, 48, 100, 6, 6, 2, 8)
+SPEC = model_spec("drift-pp", 601, 48, 100, 6, 6, 2, 8)
 """Sizes that ranks do not divide."""
-LARGE = ModelSpec("drift-pp-large", 32_000, 1024, 2816, 6, 16, 4, 64)
+LARGE = model_spec("drift-pp-large", 32_000, 1024, 2816, 6, 16, 4, 64)
 RANKS, MIDDLE = 3, 1
 OTHER_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp")
 PLACES = {"first": 0, "middle": MIDDLE, "last": RANKS - 1}
@@ -109,10 +109,10 @@ def test_models(model: str, schedule: str, place: str) -> None:
     turn = list(MODELS).index(model) + list(SCHEDULES).index(schedule)
     dial, tensor = list(DIALS)[turn % len(DIALS)], list(TENSOR)[turn % len(TENSOR)]
     settings = dict(MODELS[model])
-    features = {key: settings.pop(key) for key in list(settings) if key in ModelSpec.__dataclass_fields__}
-    spec = replace(SPEC, **features)  # type: ignore[arg-type]
+    features = {key: settings.pop(key) for key in list(settings) if key in flat(SPEC)}
+    spec = with_fields(SPEC, **features)
     if "nf4" in model:
-        spec = replace(spec, hidden_size=128, intermediate_size=256, head_dim=64)
+        spec = with_fields(spec, hidden_size=128, intermediate_size=256, head_dim=64)
     plan = plan_of(schedule, dial, tensor, **settings)
     if model == "uneven":
         spec = replace(spec, num_hidden_layers=7)

@@ -13,7 +13,7 @@ import torch
 from shardwise import techniques
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import meshes
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import fold
@@ -26,7 +26,7 @@ from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import OptimSection, Recipe
 from tests.runtime.rank_work import rules_of
 
-SPEC = ModelSpec("real-steps", 2048, 256, 704, 6, 8, 4, 32)
+SPEC = model_spec("real-steps", 2048, 256, 704, 6, 8, 4, 32)
 ADAPTERS = Lora(rank=8, alpha=16.0)
 CASES = {
     "one rank": Plan(Layout(), Batch(4, 1, 256, 512)),

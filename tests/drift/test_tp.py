@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.planner import passes
 from shardwise.prove.drift import PEAK_TOLERANCE, drift
 from shardwise.spec.layout import Layout
@@ -17,11 +17,13 @@ from shardwise.spec.sheet import SEND, Op, Unit
 from tests.covering import pairwise
 from tests.drift.test_drift import PRECISIONS, REMATS
 
-SPEC = ModelSpec("drift-tp", 601, 48, 104, 2, 8, 4, 8)
+SPEC = model_spec("drift-tp", 601, 48, 104, 2, 8, 4, 8)
 """The vocabulary is odd, so the last rank has fewer rows of it; of 8 ranks two share a key head."""
-WIDE = replace(SPEC, name="drift-tp-wide", hidden_size=128, intermediate_size=1024, num_attention_heads=8, head_dim=64)
+WIDE = with_fields(
+    SPEC, name="drift-tp-wide", hidden_size=128, intermediate_size=1024, num_attention_heads=8, head_dim=64
+)
 """Of whose rows eight ranks have whole blocks of 64."""
-LONG = replace(SPEC, name="drift-tp-long", intermediate_size=2048, head_dim=256)
+LONG = with_fields(SPEC, name="drift-tp-long", intermediate_size=2048, head_dim=256)
 """Of whose rows eight ranks have whole blocks of 256."""
 SEQUENCE = {"whole": False, "sequence": True}
 RANKS = ("first", "last")
@@ -98,7 +100,7 @@ def test_every_strategy_type_and_recomputation(dial: str, precision: str, remat:
 
 
 def of_model(model: str, dial: str, sequence: str, remat: str, rank: str) -> None:
-    spec = replace(SPEC, **MODELS[model])  # type: ignore[arg-type]
+    spec = with_fields(SPEC, **MODELS[model])
     check(spec, plan_of(dial, sequence, remat=REMATS[remat]), rank)
 
 
@@ -113,7 +115,7 @@ def test_models(model: str, dial: str, sequence: str, remat: str, rank: str) -> 
 def beside(other: str, dial: str, sequence: str, remat: str, rank: str) -> None:
     spec = WIDE if "nf4" in other else LONG if "8 bits" in other else SPEC
     if "biased" in other:
-        spec = replace(spec, attention_bias=True, mlp_bias=True)
+        spec = with_fields(spec, attention_bias=True, mlp_bias=True)
     check(spec, plan_of(dial, sequence, remat=REMATS[remat], **OTHERS[other]), rank)
 
 
@@ -143,7 +145,7 @@ def test_every_combination(dial: str, sequence: str) -> None:
 @pytest.mark.parametrize("sequence", SEQUENCE)
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_peak_of_a_gigabyte(remat: str, sequence: str) -> None:
-    spec = ModelSpec("drift-tp-large", 32_000, 2048, 5632, 3, 16, 4, 128)
+    spec = model_spec("drift-tp-large", 32_000, 2048, 5632, 3, 16, 4, 128)
     for strategy, layout in (("ddp", Layout(tp=4)), ("zero3", Layout(dp_shard=4, tp=2))):
         plan = Plan(layout, Batch(8, 2, 1024, 1024), Shard(strategy), PRECISIONS["bf16"], Remat(remat))  # type: ignore[arg-type]
         found = drift(spec, replace(plan, sequence_parallel=SEQUENCE[sequence]))
@@ -156,7 +158,7 @@ def test_peak_of_a_gigabyte(remat: str, sequence: str) -> None:
 @pytest.mark.parametrize("sequence", SEQUENCE)
 def test_peak_of_a_tied_model(sequence: str) -> None:
     """Where the two gradients of the tied weight are added the peak is, and the loss's is not far from it."""
-    spec = ModelSpec("drift-tied", 4096, 352, 960, 3, 4, 2, 64, tie_word_embeddings=True)
+    spec = model_spec("drift-tied", 4096, 352, 960, 3, 4, 2, 64, tie_word_embeddings=True)
     plan = Plan(Layout(tp=2), Batch(4, 1, 256, 1024), sequence_parallel=SEQUENCE[sequence])
     assert abs(drift(spec, plan).peak_error) < 0.001
 

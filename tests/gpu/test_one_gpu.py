@@ -17,7 +17,7 @@ from shardwise.methods.loss import Output, linear_cross_entropy, losses_and_grad
 from shardwise.models import attention, blockwise, kernels
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule, Saved
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec
 from shardwise.models.layers import RMSNorm
 from shardwise.prove import parity
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE, predict
@@ -59,8 +59,8 @@ ERRORS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.
 APART = [(320, 320, 320, None), (64, 512, 512, None), (640, 128, 200, None), (100, 160, 160, 120), (40, 90, 130, 100)]
 """Queries, keys, how far behind the first key the first query stands, and the window, which each query sees some of."""
 REMATS = [Remat(), Remat("selective"), Remat("full")]
-ONE = ModelSpec("gpu", 8192, 512, 1280, 6, 8, 2, 64)
-LARGE = ModelSpec("gpu-large", 32_000, 2048, 5632, 6, 16, 4, 128)
+ONE = model_spec("gpu", 8192, 512, 1280, 6, 8, 2, 64)
+LARGE = model_spec("gpu-large", 32_000, 2048, 5632, 6, 16, 4, 128)
 """A step of this takes several gibibytes, of which the workspaces of matrix libraries (tens of MiB) are little."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.models import hf
-from shardwise.models.config import ModelSpec, from_hf
+from shardwise.models.config import ModelSpec, from_hf, with_fields
 from shardwise.models.decoder import Decoder
 from shardwise.models.families import FULL, SLIDING
 from shardwise.models.hf_names import locations, tensors
@@ -263,11 +263,13 @@ def routed(model: nn.Module, chosen: list[Routing] | None = None) -> list[Routin
 
 def without(spec: ModelSpec, feature: str) -> ModelSpec:
     """``spec`` with one feature as if it were not there."""
-    if feature == "partial_rotary_factor" and spec.rope_scaling is not None:
-        longer = {key: asdict(spec.rope_scaling)[key] + (14.0, 15.0) for key in ("short_factor", "long_factor")}
-        spec = replace(spec, rope_scaling=replace(spec.rope_scaling, **longer))
+    if feature == "partial_rotary_factor" and spec.positions.rope_scaling is not None:
+        longer = {
+            key: asdict(spec.positions.rope_scaling)[key] + (14.0, 15.0) for key in ("short_factor", "long_factor")
+        }
+        spec = with_fields(spec, rope_scaling=replace(spec.positions.rope_scaling, **longer))
     more = {"shared_expert_gate": False} if feature == "shared_expert_size" else {}
-    return replace(spec, **{feature: NEUTRAL[feature]} | more)
+    return with_fields(spec, **{feature: NEUTRAL[feature]} | more)
 
 
 NEUTRAL: dict[str, Any] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from shardwise.models import balance
 from shardwise.models.balance import RowPlaces, Tally
+from shardwise.models.config import with_fields
 from shardwise.models.moe import MoE
 from tests.parity.experts import MOE
 
@@ -22,7 +22,7 @@ WIDTH = MOE.hidden_size
 
 def layer(**changes: Any) -> MoE:
     torch.manual_seed(0)
-    made = MoE(replace(MOE, **changes)).double()
+    made = MoE(with_fields(MOE, **changes)).double()
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return made
@@ -30,7 +30,7 @@ def layer(**changes: Any) -> MoE:
 
 def told(module: MoE, auxiliary: float = 0.0, z: float = 0.0) -> Tally:
     factors = torch.tensor([auxiliary, z], dtype=torch.float64)
-    module.tally = Tally(torch.zeros(MOE.experts).double(), torch.zeros(2).double(), factors)
+    module.tally = Tally(torch.zeros(MOE.experts.num_experts).double(), torch.zeros(2).double(), factors)
     return module.tally
 
 
@@ -56,7 +56,9 @@ def test_of_one_row_and_one_layer_it_is_transformers_loss() -> None:
     with_loss = gradients(module, x)
     x.grad = None
     module.zero_grad()
-    theirs = load_balancing_loss_func((module.router(x.flatten(0, 1)),), MOE.experts, MOE.experts_per_token)
+    theirs = load_balancing_loss_func(
+        (module.router(x.flatten(0, 1)),), MOE.experts.num_experts, MOE.experts.experts_per_token
+    )
     assert isinstance(theirs, Tensor)
     (0.7 * theirs).backward()
     assert float(tally.losses[0]) == pytest.approx(float(theirs.detach()), rel=1e-6), "theirs is in fp32"
@@ -115,7 +117,7 @@ def test_a_router_without_a_gradient_breaks_nothing(frozen: str) -> None:
     if out.requires_grad:
         out.sum().backward()
         assert module.experts.expert_gate.weight.grad is not None
-    assert tally.loads.sum() == 2 * 12 * MOE.experts_per_token and (tally.losses > 0).all()
+    assert tally.loads.sum() == 2 * 12 * MOE.experts.experts_per_token and (tally.losses > 0).all()
 
 
 @pytest.mark.parametrize("what_is_trained", ["all", "what follows"])

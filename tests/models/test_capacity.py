@@ -15,15 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.models.balance import RowPlaces, Tally
 from shardwise.models.capacity import within_capacity
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.layers import GATES
 from shardwise.models.moe import Experts, MoE
 from shardwise.models.room import expert_room
 from tests.parity.experts import MOE
 from tests.parity.mixtures import GPT_OSS
 
-CAPPED = replace(MOE, expert_capacity=1.0, router_aux_loss_coef=0.0, router_z_loss_coef=0.0)
-BIASED = replace(GPT_OSS, expert_capacity=1.25)
+CAPPED = with_fields(MOE, expert_capacity=1.0, router_aux_loss_coef=0.0, router_z_loss_coef=0.0)
+BIASED = with_fields(GPT_OSS, expert_capacity=1.25)
 
 
 def layer(spec: ModelSpec, dtype: torch.dtype = torch.float64) -> MoE:
@@ -54,17 +54,17 @@ def rows(count: int, length: int = 12, dtype: torch.dtype = torch.float64) -> Te
 def by_hand(module: MoE, spec: ModelSpec, x: Tensor, filled: Tensor | None = None) -> tuple[Tensor, int]:
     """What the layer makes of x [b,s,d], and how many choices it drops. Of each row the first ``filled`` tokens are
     more than padding, which experts leave alone."""
-    assert spec.expert_capacity is not None
-    length, k, count = x.shape[1], spec.experts_per_token, 0
-    room = math.ceil(spec.expert_capacity * length * k / spec.experts)
+    assert spec.experts.expert_capacity is not None
+    length, k, count = x.shape[1], spec.experts.experts_per_token, 0
+    room = math.ceil(spec.experts.expert_capacity * length * k / spec.experts.num_experts)
     made = []
     for number, row in enumerate(x):
         tokens = length if filled is None else int(filled[number])
         scores = linear(row, module.router.weight, module.router.bias).softmax(-1)
         best = scores.topk(k)
-        weights = best.values / best.values.sum(-1, keepdim=True) if spec.normalised_top_k else best.values
+        weights = best.values / best.values.sum(-1, keepdim=True) if spec.experts.normalised_top_k else best.values
         out = [torch.zeros_like(row[0]) for _ in range(length)]
-        for expert in range(spec.experts):
+        for expert in range(spec.experts.num_experts):
             asking = [(t, j) for t in range(tokens) for j in range(k) if best.indices[t, j] == expert]
             asking.sort(key=lambda place: (-weights[place].bfloat16().item(), place[0]))
             count += len(asking[room:])
@@ -79,8 +79,8 @@ def by_hand(module: MoE, spec: ModelSpec, x: Tensor, filled: Tensor | None = Non
 
 def of_expert(experts: Experts, spec: ModelSpec, expert: int, token: Tensor) -> Tensor:
     def product(of: Any, value: Tensor) -> Tensor:
-        bias = None if of.bias is None else of.bias.chunk(spec.experts)[expert]
-        return linear(value, of.weight.chunk(spec.experts)[expert], bias)
+        bias = None if of.bias is None else of.bias.chunk(spec.experts.num_experts)[expert]
+        return linear(value, of.weight.chunk(spec.experts.num_experts)[expert], bias)
 
     gate, up = product(experts.expert_gate, token), product(experts.expert_up, token)
     return product(experts.expert_down, GATES[spec.activation](gate, up))
@@ -101,7 +101,7 @@ def outcome(module: MoE, x: Tensor, out: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("spec", [CAPPED, BIASED], ids=["shared", "biases"])
 def test_it_is_a_loop_over_rows_experts_and_tokens(spec: ModelSpec, capacity: float, dtype: torch.dtype) -> None:
     """Values and gradients; of fp32 by one product for all experts, whose rows are all some expert's."""
-    spec = replace(spec, expert_capacity=capacity, router_aux_loss_coef=0.0, router_z_loss_coef=0.0)
+    spec = with_fields(spec, expert_capacity=capacity, router_aux_loss_coef=0.0, router_z_loss_coef=0.0)
     module, x, computed = layer(spec, dtype), rows(3, dtype=dtype), []
     products = module.experts.products
 
@@ -116,12 +116,12 @@ def test_it_is_a_loop_over_rows_experts_and_tokens(spec: ModelSpec, capacity: fl
     for name, value in outcome(module, x, made).items():
         torch.testing.assert_close(found[name], value, rtol=1e-10 if dtype == torch.float64 else 1e-4, atol=1e-5)
     assert dropped(module) == count and (count > 0) == (capacity < 100)
-    assert computed == [3 * 12 * spec.experts_per_token - count]
+    assert computed == [3 * 12 * spec.experts.experts_per_token - count]
 
 
 @pytest.mark.prove
 def test_gradients_by_finite_differences() -> None:
-    small = replace(CAPPED, hidden_size=4, expert_size=3, shared_expert_size=2)
+    small = with_fields(CAPPED, hidden_size=4, expert_size=3, shared_expert_size=2)
     module, x = layer(small), rows(1, 10)[..., :4].detach().requires_grad_()
     names, values = zip(*module.named_parameters(), strict=True)
 
@@ -181,7 +181,7 @@ def test_the_same_is_dropped_in_any_micro_batch(together: int) -> None:
         module(x, filled)
         for rows_, ends in zip(x.split(together), filled.split(together), strict=True):
             module(rows_, ends)
-    assert torch.equal(found[0], torch.cat(found[1:])) and (found[0] == spec.experts).any()
+    assert torch.equal(found[0], torch.cat(found[1:])) and (found[0] == spec.experts.num_experts).any()
 
 
 def test_outside_a_training_step_nothing_is_dropped() -> None:
@@ -190,7 +190,7 @@ def test_outside_a_training_step_nothing_is_dropped() -> None:
     cut = module(x)
     module.tally = None
     whole = module(x)
-    assert torch.equal(whole, layer(replace(CAPPED, expert_capacity=None))(x)) and not torch.equal(whole, cut)
+    assert torch.equal(whole, layer(with_fields(CAPPED, expert_capacity=None))(x)) and not torch.equal(whole, cut)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -237,7 +237,7 @@ def test_padding_that_takes_room_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_room_is_rounded_up_from_what_is_written(capacity: float, tokens: int, room: int) -> None:
     """1.1 times 400 is 440, not the 441 to which binary fractions round up."""
-    assert expert_room(replace(MOE, expert_capacity=capacity), tokens) == room
+    assert expert_room(with_fields(MOE, expert_capacity=capacity), tokens) == room
 
 
 def test_no_tokens_at_all() -> None:

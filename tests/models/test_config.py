@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers import LlamaConfig
 
 from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, ShardwiseError
 from shardwise.models import known
-from shardwise.models.config import RopeScaling, active_parameter_count, from_hf, parameter_count, to_hf
+from shardwise.models.config import RopeScaling, active_parameter_count, from_hf, parameter_count, to_hf, with_fields
 from shardwise.models.load import load_spec, read_spec
 from tests.models.llama import random_config
 
@@ -96,7 +95,7 @@ def test_built_in_mixtures_of_experts_have_the_published_sizes(name: str) -> Non
     embedding = spec.vocab_size * spec.hidden_size if spec.family == "gpt_oss" else 0
     assert parameter_count(spec) / 1e9 == pytest.approx(total, rel=0.004)
     assert (active_parameter_count(spec) - embedding) / 1e9 == pytest.approx(active, rel=0.02)
-    dense = replace(spec, experts=0, dense_layers=(), shared_expert_gate=False)
+    dense = with_fields(spec, num_experts=0, dense_layers=(), shared_expert_gate=False)
     assert active_parameter_count(dense) == parameter_count(dense)
 
 
@@ -180,10 +179,10 @@ def test_rope_of_transformers_4_and_5_are_read_alike() -> None:
     old = from_hf(SMALL | {"rope_theta": 5e5, "rope_scaling": rope | {"rope_type": "llama3"}}, "x")
     new = from_hf(SMALL | {"rope_parameters": rope | {"rope_type": "llama3", "rope_theta": 5e5}}, "x")
     assert old == new
-    assert (old.rope_theta, old.rope_scaling) == (5e5, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192))
-    assert from_hf(SMALL | {"rope_scaling": {"type": "linear", "factor": 2}}, "x").rope_scaling == RopeScaling(
-        "linear", 2.0
-    )
+    assert (old.positions.rope_theta, old.positions.rope_scaling) == (5e5, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192))
+    assert from_hf(
+        SMALL | {"rope_scaling": {"type": "linear", "factor": 2}}, "x"
+    ).positions.rope_scaling == RopeScaling("linear", 2.0)
 
 
 @pytest.mark.parametrize(

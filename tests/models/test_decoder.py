@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec, RopeScaling, parameter_shapes
+from shardwise.models.config import RopeScaling, model_spec, parameter_shapes, with_fields
 from shardwise.models.decoder import Block, Decoder
 from shardwise.models.hf_names import to_hf_name
 from shardwise.models.layers import RMSNorm, geglu, rotate, rounded, swiglu
@@ -19,7 +19,7 @@ from shardwise.models.roles import role
 from shardwise.models.rotary import rotary_tables
 from tests.models.llama import pair, random_config, random_model, relative, tokens
 
-SPEC = ModelSpec(
+SPEC = model_spec(
     name="test",
     vocab_size=61,
     hidden_size=32,
@@ -60,15 +60,15 @@ def test_the_random_configs_use_every_feature() -> None:
     assert any(kv == 1 for kv, _ in groups) and any(kv == h for kv, h in groups) and any(1 < kv < h for kv, h in groups)
 
 
-@pytest.mark.parametrize("scaling", [None, RopeScaling("linear", 4.0), SPEC.rope_scaling])
+@pytest.mark.parametrize("scaling", [None, RopeScaling("linear", 4.0), SPEC.positions.rope_scaling])
 def test_rope_scaling_changes_the_logits(scaling: RopeScaling | None) -> None:
     """So that the comparison above could not pass with scaling left out."""
     ids, positions = tokens(SPEC.vocab_size)
     model = random_model(SPEC)
     reference = model(ids, positions, MaskSpec())
-    model.spec = replace(SPEC, rope_scaling=scaling)
+    model.spec = with_fields(SPEC, rope_scaling=scaling)
     same = relative(model(ids, positions, MaskSpec()), reference) < 1e-6
-    assert same == (scaling == SPEC.rope_scaling)
+    assert same == (scaling == SPEC.positions.rope_scaling)
 
 
 def test_documents_are_separate_sequences() -> None:
@@ -136,12 +136,15 @@ def test_a_block_saves_a_minimal_set_the_same_on_fake_tensors(dtype: torch.dtype
     n = 2 * 24
     d, f, q, kv = SPEC.hidden_size, SPEC.intermediate_size, 32, 16
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    tables = [(dtype, n * SPEC.head_dim // 2)] * 2
+    tables = [(dtype, n * SPEC.attention.head_dim // 2)] * 2
     norms = [(dtype, n * d), (wide, n)] * 2
     expected = [*tables, *norms]
     expected += [(dtype, n * d)]  # the normed input of q, k, v
     expected += [(dtype, n * q), (dtype, n * kv), (dtype, n * kv)]  # rotated q and k; v
-    expected += [(dtype, n * q), (wide, n * SPEC.num_attention_heads)]  # attention's output, also the input of o; lse
+    expected += [
+        (dtype, n * q),
+        (wide, n * SPEC.attention.num_attention_heads),
+    ]  # attention's output, also the input of o; lse
     expected += [(dtype, n * d)]  # the normed input of gate and up
     expected += [(dtype, n * f)] * 3  # gate, up, and their product, the input of down
     real = random_model(SPEC, dtype=dtype)
@@ -195,7 +198,7 @@ def test_gradients_of_the_primitives() -> None:
     rotary = rotary_tables(SPEC, torch.randint(0, 90, (2, 5)), torch.float64)
     heads = torch.randn(2, 5, 3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: rotate(x, rotary), (heads,))
-    part = rotary_tables(replace(SPEC, partial_rotary_factor=0.5), torch.randint(0, 90, (2, 5)), torch.float64)
+    part = rotary_tables(with_fields(SPEC, partial_rotary_factor=0.5), torch.randint(0, 90, (2, 5)), torch.float64)
     assert torch.autograd.gradcheck(lambda x: rotate(x, part), (heads,))
     assert torch.equal(rotate(heads, part)[..., 4:], heads[..., 4:])
 

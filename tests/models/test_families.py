@@ -16,7 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwise.errors import ConfigError, DataError, PolicyError
 from shardwise.models import hf
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec, from_hf, layer_kinds, parameter_shapes, to_hf
+from shardwise.models.config import (
+    HEADS,
+    SIZES,
+    ModelSpec,
+    flat,
+    from_hf,
+    layer_kinds,
+    parameter_shapes,
+    to_hf,
+    with_fields,
+)
 from shardwise.models.decoder import Decoder
 from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.models.hf_names import to_hf_name
@@ -68,8 +78,8 @@ def test_logits_and_gradients_are_those_of_transformers(family: str, seed: int) 
 
 
 def has(spec: ModelSpec, feature: str) -> bool:
-    neutral = spec.experts == 0 if feature == "experts_per_token" else False
-    return bool(getattr(spec, feature) != NEUTRAL[feature]) and not neutral
+    neutral = spec.experts.num_experts == 0 if feature == "experts_per_token" else False
+    return bool(flat(spec)[feature] != NEUTRAL[feature]) and not neutral
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -90,13 +100,21 @@ def test_each_feature_changes_the_logits(family: str) -> None:
 def test_all_features_are_at_work_somewhere() -> None:
     specs = [spec_of(family, seed) for family in OTHERS for seed in range(3)]
     assert {f for f in NEUTRAL if any(has(spec, f) for spec in specs)} == NEUTRAL.keys()
-    kinds = {spec.rope_scaling.kind for spec in specs if spec.rope_scaling is not None}
+    kinds = {spec.positions.rope_scaling.kind for spec in specs if spec.positions.rope_scaling is not None}
     assert kinds == {"linear", "dynamic", "llama3", "yarn", "longrope"}
-    assert {spec.attention_output_bias for spec in specs} == {None, False}
-    longest = {spec.rope_scaling.original_max_position_embeddings for spec in specs if spec.family == "phi3"}
+    assert {spec.attention.attention_output_bias for spec in specs} == {None, False}
+    longest = {spec.positions.rope_scaling.original_max_position_embeddings for spec in specs if spec.family == "phi3"}
     assert longest == {16, 48}, "longrope within the trained range and beyond it"
-    features = {field.name for field in fields(ModelSpec)} - {f.name for f in fields(ModelSpec)[:21]}
-    others = {"attention_output_bias", "hf_model", "intermediate_sizes", "experts", "expert_size", "expert_capacity"}
+    of_all = {*(field.name for field in fields(ModelSpec)[:17]), *SIZES, *HEADS, "rope_theta", "rope_scaling"}
+    features = flat(specs[0]).keys() - of_all - {"attention_bias"}
+    others = {
+        "attention_output_bias",
+        "hf_model",
+        "intermediate_sizes",
+        "num_experts",
+        "expert_size",
+        "expert_capacity",
+    }
     assert features <= NEUTRAL.keys() | others | {"router_aux_loss_coef", "router_z_loss_coef", "output_router_logits"}
 
 
@@ -222,9 +240,9 @@ def test_a_window_that_holds_the_sequence_is_none() -> None:
 
 def test_long_and_short_factors_are_chosen_by_sequence() -> None:
     """transformers chooses once for a batch; here what is in the other rows changes nothing."""
-    spec = replace(spec_of("phi3"), sliding_window=None)
-    assert spec.rope_scaling is not None
-    spec = replace(spec, rope_scaling=replace(spec.rope_scaling, original_max_position_embeddings=16))
+    spec = with_fields(spec_of("phi3"), sliding_window=None)
+    assert spec.positions.rope_scaling is not None
+    spec = with_fields(spec, rope_scaling=replace(spec.positions.rope_scaling, original_max_position_embeddings=16))
     model = random_model(spec, dtype=torch.float64)
     ids, positions = tokens(spec.vocab_size, rows=2, length=LENGTH)
     positions = torch.stack([positions[0], positions[0] % 10])
@@ -292,11 +310,18 @@ def test_ropes_of_old_configs() -> None:
     phi = {"rope_theta": 1e4, "rope_scaling": {"type": "su", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}}
     old = {k: v for k, v in config_of("phi3").items() if k != "rope_parameters"} | {"partial_rotary_factor": 0.75}
     spec = from_hf(old | phi | {"original_max_position_embeddings": 32}, "x")
-    assert spec.rope_scaling is not None and spec.rope_scaling.kind == "longrope"
-    assert (spec.rope_scaling.factor, spec.rope_scaling.original_max_position_embeddings) == (2.0, 32)
-    assert spec.partial_rotary_factor == 0.75
+    assert spec.positions.rope_scaling is not None and spec.positions.rope_scaling.kind == "longrope"
+    assert (spec.positions.rope_scaling.factor, spec.positions.rope_scaling.original_max_position_embeddings) == (
+        2.0,
+        32,
+    )
+    assert spec.positions.partial_rotary_factor == 0.75
     gemma = {k: v for k, v in config_of("gemma3_text").items() if k not in ("rope_parameters", "layer_types")}
     gemma |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     spec = from_hf(gemma | {"sliding_window_pattern": 2}, "x")
-    assert (spec.rope_theta, spec.local_rope_theta, spec.rope_scaling) == (1e6, 1e4, RopeScaling("linear", 8.0))
-    assert spec.layer_types == (SLIDING, FULL, SLIDING)
+    assert (spec.positions.rope_theta, spec.positions.local_rope_theta, spec.positions.rope_scaling) == (
+        1e6,
+        1e4,
+        RopeScaling("linear", 8.0),
+    )
+    assert spec.attention.layer_types == (SLIDING, FULL, SLIDING)

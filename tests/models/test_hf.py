@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from shardwise.errors import DataError, MissingInputError, PolicyError, ShardwiseError
 from shardwise.models import hf, tensorfile
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import parameter_shapes
+from shardwise.models.config import parameter_shapes, with_fields
 from shardwise.models.hf_names import locations, tensors, to_hf_name
 from shardwise.models.load import load_spec
 from tests.models.growth import grown
@@ -108,7 +108,7 @@ def test_rows_of_new_tokens_begin_as_the_mean(tmp_path: Path, rows: slice, monke
     assert torch.equal(value, whole[rows, 4:20])
     with pytest.raises(DataError, match=r"tensors differ: `embed\.weight`"):
         next(hf.read_weights(tmp_path, wanted, spec))
-    narrow = replace(spec, hidden_size=16, num_attention_heads=2)
+    narrow = with_fields(spec, hidden_size=16, num_attention_heads=2)
     with pytest.raises(DataError, match="tensors differ"):
         next(hf.read_weights(tmp_path, wanted, narrow, grown=True))
 

@@ -78,13 +78,15 @@ def test_packed_documents_give_what_each_gives_alone(kind: str) -> None:
 
 def test_what_a_spec_says_is_what_the_model_is() -> None:
     found = {kind: spec_of(kind) for kind in CONFIGS}
-    assert {kind for kind, spec in found.items() if spec.sliding_window == 7 and spec.layer_types} == {
+    assert {
+        kind for kind, spec in found.items() if spec.attention.sliding_window == 7 and spec.attention.layer_types
+    } == {
         "olmo3",
         "cohere2",
         "exaone4",
         "vaultgemma",
     }
-    assert found["starcoder2"].sliding_window == 7 and not found["starcoder2"].layer_types
+    assert found["starcoder2"].attention.sliding_window == 7 and not found["starcoder2"].attention.layer_types
     assert found["cohere2"].logits_scaling == 4.0 and found["vaultgemma"].final_soft_cap == 3.0
     assert [kind for kind, spec in found.items() if hf_names.transposed(spec)] == ["gpt2"]
     layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -93,7 +95,12 @@ def test_what_a_spec_says_is_what_the_model_is() -> None:
     }
     assert parameter_shapes(found["gpt2"])["layers.2.mlp.c_fc.weight"] == (256, 64)
     for spec in found.values():
-        assert (spec.vocab_size, spec.hidden_size, spec.num_hidden_layers, spec.num_attention_heads) == (90, 64, 3, 4)
+        assert (spec.vocab_size, spec.hidden_size, spec.num_hidden_layers, spec.attention.num_attention_heads) == (
+            90,
+            64,
+            3,
+            4,
+        )
         for name, shape in parameter_shapes(spec).items():
             assert (len(shape) == 1) == (role(name) in ("norm", "bias")), name
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.models import attention as module
 from shardwise.models import blockwise, efficient, flash, flex, kernels
 from shardwise.models.blockwise import Rule, Saved
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.kernels import Case, choose
 from shardwise.models.layers import accumulation_dtype
 from tests.parity.cases import FLASH, GEMMA, SEQ_LEN
@@ -95,7 +95,7 @@ def test_flash_attention_3_is_for_hopper(
     assert activated == expected
 
 
-LOCAL = replace(GEMMA, head_dim=256, sliding_window=4096)
+LOCAL = with_fields(GEMMA, head_dim=256, sliding_window=4096)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ LOCAL = replace(GEMMA, head_dim=256, sliding_window=4096)
         (FLASH, Case("cuda", "bf16", 16, (9, 0), documents=True), 500, "flash"),
         (LOCAL, Case("cuda", "bf16", 256, (9, 0), documents=True), 8192, "flex"),
         (
-            replace(LOCAL, attention_soft_cap=None),
+            with_fields(LOCAL, attention_soft_cap=None),
             Case("cpu", "fp32", 256, documents=True),
             8192,
             "flash (full attention), blockwise (windows of 4,096)",
         ),
-        (replace(LOCAL, attention_soft_cap=None), Case("cpu", "fp32", 256, documents=True), 4096, "flash"),
+        (with_fields(LOCAL, attention_soft_cap=None), Case("cpu", "fp32", 256, documents=True), 4096, "flash"),
     ],
 )
 def test_a_run_says_what_computes_its_attention(spec: ModelSpec, case: Case, seq_len: int, expected: str) -> None:
@@ -123,7 +123,7 @@ def test_a_run_says_what_computes_its_attention(spec: ModelSpec, case: Case, seq
 def test_bf16_on_several_gpus_is_proved_with_the_kernel_that_runs() -> None:
     """Heads of the model of tests/gpu/test_many_gpus.py, and its length, on every card that flash is for."""
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
-        case = Case("cuda", "bf16", FLASH.head_dim, capability, documents=True, odd_length=SEQ_LEN % 64 != 0)
+        case = Case("cuda", "bf16", FLASH.attention.head_dim, capability, documents=True, odd_length=SEQ_LEN % 64 != 0)
         assert choose(case, present=frozenset({"cudnn"})) == choose(replace(case, documents=False)) == "flash"
 
 

@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.models import layers
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.models.decoder import Decoder
 from shardwise.models.layers import RMSNorm
 from shardwise.models.rotary import rotary_tables
 from shardwise.spec.plan import Plan, Precision
 from shardwise.techniques import precision
 
-SPEC = ModelSpec("layers", 64, 32, 64, 2, 4, 2, 8)
+SPEC = model_spec("layers", 64, 32, 64, 2, 4, 2, 8)
 VIEWS = {"view", "_unsafe_view", "t", "transpose", "unbind", "unsqueeze", "select", "detach", "expand", "alias"}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.errors import ConfigError
 from shardwise.models import layers
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec, from_hf
+from shardwise.models.config import ModelSpec, from_hf, with_fields
 from shardwise.models.grouped import grouped, served
 from shardwise.models.moe import Experts, MoE, Routing, added_up, counted, logits
 from tests.models.families import LENGTH, config_of, mixtures, pair, random_model, routed, spec_of
@@ -58,14 +58,14 @@ def test_tokens_go_to_the_experts_that_transformers_chooses(family: str, seed: i
     for routing, (weights, chosen) in zip(found, expected, strict=True):
         assert torch.equal(routing.ids, chosen)
         torch.testing.assert_close(routing.weights, weights, rtol=1e-4, atol=1e-6)
-        assert torch.equal(routing.counts, chosen.flatten().bincount(minlength=ours.spec.experts))
+        assert torch.equal(routing.counts, chosen.flatten().bincount(minlength=ours.spec.experts.num_experts))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_that_add_up_to_one_matter(family: str) -> None:
     spec = spec_of(family)
     ids, positions = tokens(spec.vocab_size, length=LENGTH)
-    both = [random_model(replace(spec, normalised_top_k=on))(ids, positions, MaskSpec()) for on in (True, False)]
+    both = [random_model(with_fields(spec, normalised_top_k=on))(ids, positions, MaskSpec()) for on in (True, False)]
     assert relative(*both) > 1e-3
 
 
@@ -88,8 +88,8 @@ def sent(spec: ModelSpec, where: Any, dtype: torch.dtype) -> Routing:
     """Of each token to these experts, [n,k], with random weights."""
     ids = torch.as_tensor(where)
     weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    logits = torch.zeros(len(ids), spec.experts)
-    return Routing(ids, weights.requires_grad_(), counted(ids, spec.experts), logits, logits.softmax(-1))
+    logits = torch.zeros(len(ids), spec.experts.num_experts)
+    return Routing(ids, weights.requires_grad_(), counted(ids, spec.experts.num_experts), logits, logits.softmax(-1))
 
 
 def token_by_token(spec: ModelSpec, experts: Experts, x: Tensor, routing: Routing) -> Tensor:
@@ -126,7 +126,7 @@ ROUTES = {
 @pytest.mark.parametrize("width", [24, 23])
 def test_experts_are_a_loop_over_tokens(family: str, route: str, dtype: torch.dtype, width: int) -> None:
     """Values and gradients, by one call for all experts and, where a row is not whole 16 bytes, by one for each."""
-    spec = replace(spec_of(family), hidden_size=32, experts=4, expert_size=width)
+    spec = with_fields(spec_of(family), hidden_size=32, num_experts=4, expert_size=width)
     gradients = []
     for compute in (Experts.forward, lambda *given: token_by_token(spec, *given)):
         experts = experts_of(spec, dtype)
@@ -148,7 +148,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
     experts(x, sent(spec, [[0, 2], [2, 4], [4, 0]], torch.float64)).sum().backward()
     for name, parameter in experts.named_parameters():
         assert parameter.grad is not None
-        alive = parameter.grad.unflatten(0, (spec.experts, -1)).flatten(1).abs().sum(1) > 0
+        alive = parameter.grad.unflatten(0, (spec.experts.num_experts, -1)).flatten(1).abs().sum(1) > 0
         assert alive.tolist() == [True, False, True, False, True, False], name
 
 
@@ -259,7 +259,7 @@ def test_a_layer_is_a_mixture_or_dense() -> None:
     """As mlp_only_layers and decoder_sparse_step say together."""
     config = config_of("qwen2_moe") | {"num_hidden_layers": 6, "layer_types": None}
     spec = from_hf(config | {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "x")
-    assert spec.dense_layers == (0, 1, 2, 4) and spec.expert_layers == 2
+    assert spec.experts.dense_layers == (0, 1, 2, 4) and spec.expert_layers == 2
     kinds = [type(layer.mlp) for layer in random_model(spec).layers]
     assert kinds == [layers.MLP, layers.MLP, layers.MLP, MoE, layers.MLP, MoE]
 

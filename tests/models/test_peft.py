@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from shardwise.errors import DataError, MissingInputError
 from shardwise.models import hf
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec
 from shardwise.models.hf_model import Model, model_of
 from shardwise.models.peft import read_adapter, write_adapter
 from shardwise.models.resolve import with_adapter
@@ -31,7 +31,7 @@ from tests.models import families, hf_models
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
-SPEC = ModelSpec("small", 96, 32, 48, 2, 4, 2, 8, attention_bias=True)
+SPEC = model_spec("small", 96, 32, 48, 2, 4, 2, 8, attention_bias=True)
 STACKED = families.spec_of("phi3")
 TURNED = hf_models.spec_of("gpt2")
 IDS = torch.arange(40).remainder(96).view(2, 20)

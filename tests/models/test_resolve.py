@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.errors import ConfigError, DataError, MissingInputError
 from shardwise.models import resolve as resolving
-from shardwise.models.config import to_hf
+from shardwise.models.config import to_hf, with_fields
 from shardwise.models.families import FAMILIES
 from shardwise.models.known import configs
 from shardwise.models.load import load_spec, read_spec
@@ -82,10 +82,18 @@ def test_a_recipe_stretches_positions(
 ) -> None:
     """Of a trained model, whichever way its config tells them; what is exported says so too."""
     plain, spec = load_spec(name), resolve(load_recipe(None, [f"model={name}", *words]))
-    assert (spec.rope_scaling.kind if spec.rope_scaling else None, spec.rope_theta) == (kind, theta)
-    assert spec.max_position_embeddings == reaches and spec.local_rope_theta == plain.local_rope_theta
+    assert (spec.positions.rope_scaling.kind if spec.positions.rope_scaling else None, spec.positions.rope_theta) == (
+        kind,
+        theta,
+    )
+    assert (
+        spec.max_position_embeddings == reaches and spec.positions.local_rope_theta == plain.positions.local_rope_theta
+    )
     again = read_spec(to_hf(spec), name)
-    assert (again.rope_theta, again.rope_scaling) == (spec.rope_theta, spec.rope_scaling)
+    assert (again.positions.rope_theta, again.positions.rope_scaling) == (
+        spec.positions.rope_theta,
+        spec.positions.rope_scaling,
+    )
 
 
 def test_positions_of_a_new_model_are_its_config_s() -> None:
@@ -96,13 +104,15 @@ def test_positions_of_a_new_model_are_its_config_s() -> None:
 
 def test_a_recipe_sets_the_losses_of_routers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The auxiliary loss of the model's config holds unless the recipe has one, which may be 0."""
-    experts = replace(load_spec(next(iter(configs()))), experts=4, experts_per_token=2, router_aux_loss_coef=0.01)
+    experts = with_fields(
+        load_spec(next(iter(configs()))), num_experts=4, experts_per_token=2, router_aux_loss_coef=0.01
+    )
     monkeypatch.setattr(resolving, "load_spec", lambda *args: experts)
 
     def found(*words: str) -> tuple[float, float]:
         spec = resolve(load_recipe(None, ["model.path=a/b", *words]))
-        assert spec.expert_capacity == (1.25 if "model.expert_capacity=1.25" in words else None)
-        return spec.router_aux_loss_coef, spec.router_z_loss_coef
+        assert spec.experts.expert_capacity == (1.25 if "model.expert_capacity=1.25" in words else None)
+        return spec.experts.router_aux_loss_coef, spec.experts.router_z_loss_coef
 
     assert found("model.expert_capacity=1.25") == (0.01, 0.0)
     assert found() == (0.01, 0.0)
@@ -143,12 +153,12 @@ def test_a_model_that_is_tuned_has_the_loss_that_its_config_switches_on(
     """Unless the recipe says its coefficient; one that begins anew has it. An export says whether it was there."""
     (tmp_path / "config.json").write_text(json.dumps(MIXTURE | said))
     spec = resolve(Recipe.model_validate({"model": {"path": str(tmp_path), **asked}}))
-    assert spec.router_losses == (weight, 0.0)
+    assert spec.experts.router_losses == (weight, 0.0)
     assert to_hf(spec)["output_router_logits"] == (weight > 0)
 
 
 def test_a_described_model_has_the_loss_that_balances_its_experts() -> None:
-    assert resolve(Recipe.model_validate({"model": {"config": MIXTURE}})).router_losses == (0.02, 0.0)
+    assert resolve(Recipe.model_validate({"model": {"config": MIXTURE}})).experts.router_losses == (0.02, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from shardwise.errors import DataError
 from shardwise.models import hf, tensorfile
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.config import ModelSpec, parameter_shapes, with_fields
 from shardwise.models.families import FAMILIES
 from shardwise.models.hf_names import locations, tensors
 from shardwise.models.stored import dequantised
@@ -61,14 +60,14 @@ def test_slices_of_experts(tmp_path: Path, family: str) -> None:
     spec, state = written(tmp_path, family)
     for name in WEIGHTS:
         rows, columns = state[name].shape
-        each = rows // spec.experts
+        each = rows // spec.experts.num_experts
         for start, stop in ((0, 1), (each - 1, each + 1), (3, 3 * each - 2), (rows - 1, rows), (5, 5)):
             part = {name: (slice(start, stop), slice(2, columns - 3))}
             [(_, value)] = hf.read_weights(tmp_path, part, spec)
             assert torch.equal(value, state[name][part[name]]) and value.is_contiguous()
             assert value.untyped_storage().nbytes() == value.numel() * 4
-    if spec.expert_bias:
-        part = {"layers.0.mlp.experts.expert_up.bias": (slice(3, 3 * spec.expert_size - 2),)}
+    if spec.experts.expert_bias:
+        part = {"layers.0.mlp.experts.expert_up.bias": (slice(3, 3 * spec.experts.expert_size - 2),)}
         for name, value in hf.read_weights(tmp_path, part, spec):
             assert torch.equal(value, state[name][part[name]])
 
@@ -83,9 +82,10 @@ def test_files_have_the_names_of_the_published_ones(tmp_path: Path, family: str)
     }.get(family, "mlp.experts.3.down_proj.weight")
     router = {"mixtral": "block_sparse_moe.gate.weight", "gpt_oss": "mlp.router.weight"}.get(family, "mlp.gate.weight")
     shapes = {name: tuple(value.shape) for name, value in load_file(tmp_path / hf.SINGLE).items()}
-    assert shapes[f"model.layers.2.{router}"] == (spec.experts, spec.hidden_size)
-    own = (spec.hidden_size, spec.expert_size)
-    assert shapes[f"model.layers.2.{expert}"] == ((spec.experts, *own[::-1]) if family == "gpt_oss" else own)
+    assert shapes[f"model.layers.2.{router}"] == (spec.experts.num_experts, spec.hidden_size)
+    own = (spec.hidden_size, spec.experts.expert_size)
+    count = spec.experts.num_experts
+    assert shapes[f"model.layers.2.{expert}"] == ((count, *own[::-1]) if family == "gpt_oss" else own)
 
 
 @pytest.mark.parametrize("family", EXPERTS)
@@ -130,7 +130,7 @@ def test_slices_of_mxfp4(tmp_path: Path) -> None:
     spec, _ = packed(tmp_path)
     whole = dict(hf.read_weights(tmp_path, everything(spec), spec))
     for name in WEIGHTS:
-        each, columns = whole[name].shape[0] // spec.experts, whole[name].shape[1]
+        each, columns = whole[name].shape[0] // spec.experts.num_experts, whole[name].shape[1]
         for chosen in (slice(0, columns), slice(3, 20), slice(columns - 5, columns), slice(31, 32), slice(7, 7)):
             part = {name: (slice(each - 2, 3 * each + 1), chosen)}
             [(_, value)] = hf.read_weights(tmp_path, part, spec)
@@ -246,10 +246,10 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
 def test_of_another_number_of_experts(tmp_path: Path) -> None:
     spec, _ = written(tmp_path, "mixtral")
     with pytest.raises(DataError, match=r"18 tensors missing \(model\.layers\.0\.block_sparse_moe\.experts\.\d"):
-        list(hf.read_weights(tmp_path, {}, replace(spec, experts=spec.experts + 2)))
+        list(hf.read_weights(tmp_path, {}, with_fields(spec, num_experts=spec.experts.num_experts + 2)))
     spec, _ = written(tmp_path, "gpt_oss")
     with pytest.raises(DataError, match=r"experts\.gate_up_proj` file \[6, 64, \d+\], model \[7, 64, \d+\]"):
-        list(hf.read_weights(tmp_path, {}, replace(spec, experts=7)))
+        list(hf.read_weights(tmp_path, {}, with_fields(spec, num_experts=7)))
 
 
 @pytest.mark.parametrize(
@@ -274,13 +274,13 @@ def test_faults_of_mxfp4(tmp_path: Path, name: str, to: torch.dtype | None, code
 def test_a_damaged_expert_is_told_by_its_own_name(tmp_path: Path) -> None:
     spec, state = written(tmp_path, "mixtral")
     name = WEIGHTS[0]
-    state[name][2 * spec.expert_size + 1, 4] = torch.nan
+    state[name][2 * spec.experts.expert_size + 1, 4] = torch.nan
     hf.write_weights(tmp_path, spec, state.__getitem__)
-    list(hf.read_weights(tmp_path, {name: (slice(0, 2 * spec.expert_size), slice(0, 8))}, spec))
+    list(hf.read_weights(tmp_path, {name: (slice(0, 2 * spec.experts.expert_size), slice(0, 8))}, spec))
     with pytest.raises(
         DataError, match=r"MOD006.*`model\.layers\.2\.block_sparse_moe\.experts\.2\.w1\.weight` holds 1 NaN"
     ):
-        list(hf.read_weights(tmp_path, {name: (slice(0, 3 * spec.expert_size), slice(0, 8))}, spec))
+        list(hf.read_weights(tmp_path, {name: (slice(0, 3 * spec.experts.expert_size), slice(0, 8))}, spec))
 
 
 def test_a_scale_of_mxfp4_that_is_no_number(tmp_path: Path) -> None:

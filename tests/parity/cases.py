@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
-from shardwise.models.config import ModelSpec, RopeScaling
+from shardwise.models.config import RopeScaling, model_spec, with_fields
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 
-UNTIED = ModelSpec(
+UNTIED = model_spec(
     name="tiny",
     vocab_size=67,  # a prime, and sizes that 2 and 4 do not divide: every shard is padded somewhere
     hidden_size=20,
@@ -20,7 +19,7 @@ UNTIED = ModelSpec(
     head_dim=6,
     initializer_range=0.3,  # large, so that no gradient is lost in rounding
 )
-TIED = ModelSpec(
+TIED = model_spec(
     name="tiny-tied",
     vocab_size=66,
     hidden_size=16,
@@ -36,7 +35,7 @@ TIED = ModelSpec(
     rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 16),
 )
 
-GEMMA = ModelSpec(
+GEMMA = model_spec(
     name="tiny-gemma",
     vocab_size=66,
     hidden_size=16,
@@ -60,9 +59,9 @@ GEMMA = ModelSpec(
     local_rope_theta=10.0,
     rope_scaling=RopeScaling("linear", 8.0),
 )
-FLASH = replace(UNTIED, name="tiny-flash", head_dim=16)
+FLASH = with_fields(UNTIED, name="tiny-flash", head_dim=16)
 """With heads that the flash kernel of GPUs serves, of which UNTIED's are too small."""
-QWEN = replace(UNTIED, name="tiny-qwen", qk_norm="head", attention_bias=True, attention_output_bias=False)
+QWEN = with_fields(UNTIED, name="tiny-qwen", qk_norm="head", attention_bias=True, attention_output_bias=False)
 
 FP64 = Precision(compute="fp64", weights="fp64", reduce="fp64")
 FP32 = Precision()

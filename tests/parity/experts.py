@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise.data.batch import collate
 from shardwise.distributed.meshes import meshes
 from shardwise.methods.loss import mask
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoE
 from shardwise.prove import parity
@@ -25,7 +25,7 @@ from shardwise.spec.recipe import Recipe, Run
 from tests.parity import drawn
 from tests.parity.cases import FP64
 
-MOE = ModelSpec(
+MOE = model_spec(
     "tiny-experts",
     67,
     16,
@@ -35,7 +35,7 @@ MOE = ModelSpec(
     4,
     4,
     initializer_range=0.3,
-    experts=5,
+    num_experts=5,
     experts_per_token=2,
     expert_size=12,
     shared_expert_size=8,
@@ -43,7 +43,7 @@ MOE = ModelSpec(
     router_aux_loss_coef=2.0,  # large, so that what is wrong with it shows
     router_z_loss_coef=0.5,
 )
-DEEP = replace(MOE, num_hidden_layers=4, dense_layers=(1,))
+DEEP = with_fields(MOE, num_hidden_layers=4, dense_layers=(1,))
 """For pipelines; a layer without experts is among them."""
 ROWS, LENGTH = 8, 12
 
@@ -121,13 +121,15 @@ def expected(plan: Plan) -> tuple[dict[str, float], dict[int, list[float]]]:
         torch.func.functional_call(decoder, parity.plain_parameters(job), (batch.ids, batch.positions, mask(batch)))
     auxiliary, z, loads = 0.0, 0.0, {}
     for number, of_layer in logits.items():
-        chosen = of_layer.topk(MOE.experts_per_token).indices
-        loads[number] = [float((chosen == expert).sum()) for expert in range(MOE.experts)]
+        chosen = of_layer.topk(MOE.experts.experts_per_token).indices
+        loads[number] = [float((chosen == expert).sum()) for expert in range(MOE.experts.num_experts)]
         for row in range(len(batch.ids)):
             own = of_layer.unflatten(0, batch.ids.shape)[row]
-            ids = own.topk(MOE.experts_per_token).indices
-            share = torch.stack([(ids == expert).sum() for expert in range(MOE.experts)]).double() / len(own)
-            auxiliary += float(MOE.experts * (share * own.softmax(-1).mean(0)).sum())
+            ids = own.topk(MOE.experts.experts_per_token).indices
+            share = torch.stack([(ids == expert).sum() for expert in range(MOE.experts.num_experts)]).double() / len(
+                own
+            )
+            auxiliary += float(MOE.experts.num_experts * (share * own.softmax(-1).mean(0)).sum())
             z += float(own.logsumexp(-1).square().mean())
     terms = len(batch.ids) * len(logits)
     return {"router_aux_loss": auxiliary / terms, "router_z_loss": z / terms}, loads

@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, replace
 from itertools import product
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.spec.layout import Layout, least_dp_shard
 from shardwise.spec.plan import Batch, Pipeline, Plan, Remat, Shard
 from tests.covering import Pair, covering, pairs
 from tests.parity.cases import FP64
 
-MIXTRAL = ModelSpec(
+MIXTRAL = model_spec(
     name="tiny-mixtral",
     vocab_size=67,
     hidden_size=16,
@@ -22,14 +22,14 @@ MIXTRAL = ModelSpec(
     num_key_value_heads=2,
     head_dim=4,
     initializer_range=0.3,  # large, so that no gradient is lost in rounding
-    experts=8,
+    num_experts=8,
     experts_per_token=2,
     expert_size=12,
 )
-QWEN3 = replace(
+QWEN3 = with_fields(
     MIXTRAL, name="tiny-qwen3-moe", num_hidden_layers=3, qk_norm="head", experts_per_token=3, dense_layers=(0,)
 )
-GPT_OSS = replace(
+GPT_OSS = with_fields(
     MIXTRAL,
     name="tiny-gpt-oss",
     activation="clamped_swiglu",
@@ -40,7 +40,7 @@ GPT_OSS = replace(
     sliding_window=5,
     layer_types=("sliding_attention", "full_attention"),
 )
-QWEN2 = replace(
+QWEN2 = with_fields(
     MIXTRAL,
     name="tiny-qwen2-moe",
     attention_bias=True,
@@ -52,7 +52,7 @@ QWEN2 = replace(
 MODELS = {
     "Mixtral": MIXTRAL,
     "Qwen3": QWEN3,
-    "Qwen3, not normalised": replace(QWEN3, normalised_top_k=False),
+    "Qwen3, not normalised": with_fields(QWEN3, normalised_top_k=False),
     "gpt-oss": GPT_OSS,
     "Qwen2, shared": QWEN2,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques.offload.legal import leave_each
@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 MODELS: dict[str, ModelSpec] = {
     "tied": replace(DENSE, tie_word_embeddings=True),
-    "adapters": replace(DENSE, hidden_size=64, intermediate_size=512, head_dim=64, initializer_range=0.1),
+    "adapters": with_fields(DENSE, hidden_size=64, intermediate_size=512, head_dim=64, initializer_range=0.1),
     "experts": next(iter(MIXTURES.values())),
 }
 LORA = {"adapters": Lora(4, 8.0, nf4=True)}
@@ -95,12 +95,12 @@ def _plan(layout: Layout, **more: object) -> Plan:
     return replace(base, **more)  # type: ignore[arg-type]
 
 
-BIASED = replace(DENSE, attention_bias=True, mlp_bias=True)
+BIASED = with_fields(DENSE, attention_bias=True, mlp_bias=True)
 SHARDED = _plan(Layout(dp_shard=2), shard=Shard("zero3"))
 NARROW: dict[str, tuple[ModelSpec, Plan]] = {
     "one rank": (BIASED, _plan(Layout())),
     "recomputed, summed on the host": (
-        replace(DENSE, qk_norm="head", norm_plus_one=True),
+        with_fields(DENSE, qk_norm="head", norm_plus_one=True),
         _plan(Layout(), remat=Remat("full"), offload=Offload("host", sums="host")),
     ),
     "on NVMe, some saved": (DENSE, _plan(Layout(), remat=Remat("selective"), offload=Offload("nvme"))),

@@ -6,16 +6,16 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, replace
 from itertools import product
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Remat, Shard
 from tests.covering import Pair, covering, pairs
 from tests.parity.cases import FP64, ROWS, SEQ_LEN
 from tests.parity.dpo_ranks import SEQ_LEN as PAIRS_LEN
 
-DENSE = ModelSpec("tiny-tp", 67, 16, 32, 2, 8, 2, 4, initializer_range=0.3)
+DENSE = model_spec("tiny-tp", 67, 16, 32, 2, 8, 2, 4, initializer_range=0.3)
 """67 ids, which no number of ranks divides; two key heads, fewer than 4 and 8 ranks."""
-CAPPED = replace(
+CAPPED = with_fields(
     DENSE,
     attention_soft_cap=2.0,
     final_soft_cap=3.0,
@@ -25,15 +25,15 @@ CAPPED = replace(
 MODELS = {
     "dense": DENSE,
     "tied": replace(DENSE, tie_word_embeddings=True),
-    "one key head": replace(DENSE, num_key_value_heads=1),
-    "all key heads": replace(DENSE, num_key_value_heads=8, vocab_size=64),
-    "biased": replace(DENSE, attention_bias=True, mlp_bias=True),
+    "one key head": with_fields(DENSE, num_key_value_heads=1),
+    "all key heads": with_fields(DENSE, num_key_value_heads=8, vocab_size=64),
+    "biased": with_fields(DENSE, attention_bias=True, mlp_bias=True),
     "capped, windowed": CAPPED,
-    "normed heads": replace(DENSE, qk_norm="head", norm_placement="both", norm_plus_one=True),
-    "norms over projections": replace(DENSE, num_key_value_heads=8, qk_norm="projection", norm_placement="after"),
-    "adapters": replace(DENSE, attention_bias=True, mlp_bias=True),
+    "normed heads": with_fields(DENSE, qk_norm="head", norm_placement="both", norm_plus_one=True),
+    "norms over projections": with_fields(DENSE, num_key_value_heads=8, qk_norm="projection", norm_placement="after"),
+    "adapters": with_fields(DENSE, attention_bias=True, mlp_bias=True),
     "magnitudes": DENSE,
-    "four bits": replace(DENSE, hidden_size=64, intermediate_size=512, head_dim=64, initializer_range=0.1),
+    "four bits": with_fields(DENSE, hidden_size=64, intermediate_size=512, head_dim=64, initializer_range=0.1),
     "pairs": replace(DENSE, vocab_size=301),
 }
 ADAPTERS = Lora(4, 8.0, frozen="fp64")

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, replace
 from itertools import product
 from typing import Any
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Pipeline, Plan, Remat, Shard
 from shardwise.techniques.pp.actions import SCHEDULES
@@ -41,7 +41,7 @@ def spec_of(model: str, stages: int) -> ModelSpec:
     if model == "tied":
         return replace(spec, tie_word_embeddings=True)
     if model == "adapters":
-        return replace(spec, attention_bias=True, mlp_bias=True)
+        return with_fields(spec, attention_bias=True, mlp_bias=True)
     return replace(spec, vocab_size=301) if model == "pairs" else spec
 
 

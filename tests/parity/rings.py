@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, replace
 from itertools import product
 
-from shardwise.models.config import ModelSpec, RopeScaling
+from shardwise.models.config import ModelSpec, RopeScaling, with_fields
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Pipeline, Plan, Remat, Shard
 from tests.covering import Pair, covering, pairs
@@ -18,12 +18,12 @@ LENGTH = 48
 """Of a row: with 8 ranks of a ring, 3 tokens in each of 16 pieces."""
 MODELS = {
     "dense": DENSE,
-    "capped, windowed": replace(CAPPED, sliding_window=7),
-    "one key head": replace(DENSE, num_key_value_heads=1),
-    "all key heads": replace(DENSE, num_key_value_heads=8),
-    "normed heads": replace(DENSE, qk_norm="head", norm_placement="both", norm_plus_one=True),
-    "by length": replace(DENSE, rope_scaling=RopeScaling("dynamic", 2.0, original_max_position_embeddings=16)),
-    "adapters": replace(DENSE, attention_bias=True, mlp_bias=True),
+    "capped, windowed": with_fields(CAPPED, sliding_window=7),
+    "one key head": with_fields(DENSE, num_key_value_heads=1),
+    "all key heads": with_fields(DENSE, num_key_value_heads=8),
+    "normed heads": with_fields(DENSE, qk_norm="head", norm_placement="both", norm_plus_one=True),
+    "by length": with_fields(DENSE, rope_scaling=RopeScaling("dynamic", 2.0, original_max_position_embeddings=16)),
+    "adapters": with_fields(DENSE, attention_bias=True, mlp_bias=True),
     "pairs": replace(DENSE, vocab_size=301),
 }
 KINDS = ("ring", "ulysses", "nested", "gather")
@@ -54,7 +54,9 @@ class Case:
         replicas = 2 if self.strategy == "hsdp" else 1
         shards = 2 if self.strategy == "zero3" and self.cp * self.tp * self.pp <= 4 else 1
         found = Layout(replicas, shards, self.pp, self.cp, self.tp, ulysses=exchanging)
-        return found if found.world <= 8 and self.spec.num_attention_heads // self.tp % exchanging == 0 else None
+        return (
+            found if found.world <= 8 and self.spec.attention.num_attention_heads // self.tp % exchanging == 0 else None
+        )
 
     @property
     def plan(self) -> Plan:

@@ -19,7 +19,7 @@ from shardwise.data.pack import IGNORE, Sample
 from shardwise.methods.loss import mask
 from shardwise.models import moe
 from shardwise.models.balance import Routing, RowPlaces
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoE
 from shardwise.prove import parity
@@ -36,9 +36,9 @@ from tests.parity.mixtures import GPT_OSS, QWEN2
 from tests.parity.planted import Fault
 from tests.parity.test_fp64 import holds
 
-FIVE, FOUR = replace(MOE, expert_capacity=1.0), replace(MOE, experts=4, expert_capacity=1.25)
-BIASED, SHARED = (replace(spec, expert_capacity=1.0) for spec in (GPT_OSS, QWEN2))
-STAGED = replace(DEEP, experts=4, expert_capacity=1.0)
+FIVE, FOUR = with_fields(MOE, expert_capacity=1.0), with_fields(MOE, num_experts=4, expert_capacity=1.25)
+BIASED, SHARED = (with_fields(spec, expert_capacity=1.0) for spec in (GPT_OSS, QWEN2))
+STAGED = with_fields(DEEP, num_experts=4, expert_capacity=1.0)
 LORA = Lora(3, 6.0, frozen="fp64")
 Case = tuple[ModelSpec, Plan]
 SAMPLE: dict[str, Case] = {
@@ -135,7 +135,7 @@ def expected(spec: ModelSpec, of: Plan) -> dict[int, float]:
         torch.func.functional_call(
             Decoder(spec).double(), parity.plain_parameters(job), (batch.ids, batch.positions, mask(batch))
         )
-    choices = batch.ids.numel() * spec.experts_per_token
+    choices = batch.ids.numel() * spec.experts.experts_per_token
     return {layer: count / choices for layer, count in zip(layers_of(spec), counts, strict=True)}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.models import blockwise
+from shardwise.models.config import with_fields
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce, step
@@ -99,7 +100,7 @@ def sunk_each_time() -> Iterator[None]:
 
 
 TWO, FOUR = ring(), ring(4)
-WINDOWED = replace(DENSE, sliding_window=30)
+WINDOWED = with_fields(DENSE, sliding_window=30)
 FAULTS: dict[str, Fault] = {
     "a rank takes its pieces for others than it has": (
         lambda: patch.object(attention, "parts", of_pieces_side_by_side),

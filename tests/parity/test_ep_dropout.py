@@ -4,12 +4,12 @@ CPU, for the expert that all tokens share, which is computed at another time."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from shardwise.models.config import with_fields
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
@@ -17,7 +17,7 @@ from shardwise.spec.plan import Lora, Plan
 from shardwise.techniques.lora import adapter, dropout
 from tests.parity.experts import FULL, MOE, plan
 
-SPEC = replace(MOE, experts=4, shared_expert_size=0, shared_expert_gate=False)
+SPEC = with_fields(MOE, num_experts=4, shared_expert_size=0, shared_expert_gate=False)
 ADAPTERS = Lora(3, 6.0, frozen="fp64", dropout=0.4)
 
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.prove import parity
 from shardwise.prove.apart import apart
 from shardwise.prove.pool import RankPool
@@ -70,9 +70,9 @@ CASES: dict[str, tuple[ModelSpec, tuple[Plan, ...]]] = {
         QWEN2,
         (plan(Layout(tp=4, ep=4), batch=THIRTEEN), plan(Layout(dp_shard=2, tp=2, ep=4), "zero3", batch=THIRTEEN)),
     ),
-    "E2 one expert a token": (replace(QWEN3, experts_per_token=1, normalised_top_k=False), (ALIKE[1], SPREAD[2])),
-    "E2 all experts a token": (replace(GPT_OSS, experts_per_token=8), ALIKE[::3]),
-    "an expert a rank": (replace(MIXTRAL, experts=4), (ALIKE[3], SPREAD[2])),
+    "E2 one expert a token": (with_fields(QWEN3, experts_per_token=1, normalised_top_k=False), (ALIKE[1], SPREAD[2])),
+    "E2 all experts a token": (with_fields(GPT_OSS, experts_per_token=8), ALIKE[::3]),
+    "an expert a rank": (with_fields(MIXTRAL, num_experts=4), (ALIKE[3], SPREAD[2])),
 }
 
 
@@ -115,7 +115,7 @@ FAVOURED: dict[str, tuple[Favoured, int]] = {
 def test_E3_an_expert_with_no_token_has_gradients_of_zeros_and_decays(ranks: RankPool, case: str) -> None:
     """On whichever rank it is: not None, with which an optimizer would pass it over."""
     draw, k = FAVOURED[case]
-    spec = replace(GPT_OSS, experts_per_token=k, normalised_top_k=k > 1)
+    spec = with_fields(GPT_OSS, experts_per_token=k, normalised_top_k=k > 1)
     setting, job = Setting(draw=draw), parity.job_of(spec, ALIKE[0], STEPS, Setting(draw=draw))
     holds(parity.prove(ranks, spec, [ALIKE[3]], STEPS, setting), [ALIKE[3]])
     [answers] = zip(*ranks.run(mixture_ranks.traces, spec, ALIKE[:1], STEPS, setting, world=4), strict=True)
@@ -151,7 +151,7 @@ def test_E4_S10_norm_and_clipping_are_one_on_every_rank_and_in_every_layout(rank
 def test_E11_recomputation_chooses_the_same_experts(ranks: RankPool, mode: str) -> None:
     """Bit by bit, in bf16, where scores are as near to one another as they come."""
     of = replace(SPREAD[2], precision=Precision("bf16"), remat=Remat(mode))  # type: ignore[arg-type]
-    layers = range(QWEN3.num_hidden_layers - len(QWEN3.dense_layers))
+    layers = range(QWEN3.num_hidden_layers - len(QWEN3.experts.dense_layers))
     for ids in ranks.run(mixture_ranks.routed, QWEN3, of, world=4):
         assert len(ids) == 2 * len(layers)
         assert all(torch.equal(ids[layer], ids[-1 - layer]) for layer in layers)

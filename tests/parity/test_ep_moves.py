@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.models.config import parameter_shapes
+from shardwise.models.config import parameter_shapes, with_fields
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.checkpoint import manifest
 from shardwise.spec.layout import Layout
@@ -19,7 +19,7 @@ from tests.parity.mixtures import GPT_OSS
 from tests.parity.moving import goes_on
 
 ROWS, LENGTH = 4, 15
-SPEC = replace(GPT_OSS, hidden_size=18, expert_size=10, num_hidden_layers=3, layer_types=(), dense_layers=(0,))
+SPEC = with_fields(GPT_OSS, hidden_size=18, expert_size=10, num_hidden_layers=3, layer_types=(), dense_layers=(0,))
 """Of whose sizes, and of 67 ids, some ranks have less than others."""
 
 

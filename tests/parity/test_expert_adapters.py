@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.distributed.meshes import meshes
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.roles import is_expert
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
@@ -26,11 +26,11 @@ from tests.parity import drawn
 from tests.parity.cases import FP64, ROWS, SEQ_LEN, UNTIED
 from tests.parity.test_fp64 import holds
 
-MIX = replace(
+MIX = with_fields(
     UNTIED,
     name="tiny-mix",
     intermediate_size=28,
-    experts=4,
+    num_experts=4,
     experts_per_token=2,
     expert_size=12,
     expert_bias=True,
@@ -39,8 +39,8 @@ MIX = replace(
     shared_expert_gate=True,
     dense_layers=(1,),
 )
-WIDE = replace(MIX, name="tiny-wide-mix", hidden_size=64, intermediate_size=128, head_dim=32, expert_size=64)
-WIDE = replace(WIDE, shared_expert_size=128, initializer_range=0.1)
+WIDE = with_fields(MIX, name="tiny-wide-mix", hidden_size=64, intermediate_size=128, head_dim=32, expert_size=64)
+WIDE = with_fields(WIDE, shared_expert_size=128, initializer_range=0.1)
 NAMED = replace(MIX, family="qwen2_moe")
 LORA = Lora(3, 6.0, frozen="fp64")
 SMALL = replace(LORA, nf4=True)
@@ -117,7 +117,7 @@ def test_every_expert_of_every_layout_trains_its_own(ranks: RankPool) -> None:
         for trace in rank:
             assert {name: tuple(value.shape) for name, value in trace.gradients.items()} == expected
             for name, value in trace.gradients.items():
-                each = value.unflatten(0, (MIX.experts if is_expert(name) else 1, -1))
+                each = value.unflatten(0, (MIX.experts.num_experts if is_expert(name) else 1, -1))
                 assert bool(each.flatten(1).any(1).all()), name
 
 

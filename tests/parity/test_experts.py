@@ -103,7 +103,7 @@ def agrees(first: StepStats, of: Plan) -> None:
     assert told == pytest.approx(figures, rel=1e-9), of
     assert {layer: [*counts] for layer, counts in first.loads.items()} == loads, of
     tokens = of.batch.global_batch_size(of.layout.dp) * of.batch.seq_len
-    assert {sum(counts) for counts in loads.values()} == {MOE.experts_per_token * tokens}
+    assert {sum(counts) for counts in loads.values()} == {MOE.experts.experts_per_token * tokens}
 
 
 # Planted faults ------------------------------------------------------------------------------------------------------

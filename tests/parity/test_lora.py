@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.models import init
-from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.config import ModelSpec, parameter_shapes, with_fields
 from shardwise.models.roles import is_adapter, is_linear
 from shardwise.prove import parity
 from shardwise.prove.apart import directions
@@ -21,7 +21,7 @@ from shardwise.techniques.nf4.fourbit import dequantise, quantise
 from tests.covering import pairwise
 from tests.parity.cases import BF16, FP64, STRATEGIES, TIED, UNTIED, plan
 
-WIDE = replace(UNTIED, hidden_size=64, intermediate_size=128, num_attention_heads=8, head_dim=8)
+WIDE = with_fields(UNTIED, hidden_size=64, intermediate_size=128, num_attention_heads=8, head_dim=8)
 TOLERANCE = 1e-9
 STEPS = 4
 """B is zero at first, so A has its first gradient in the second step and changes what the third computes."""
@@ -81,7 +81,7 @@ def test_frozen_weights_in_bf16_and_in_four_bits(ranks: RankPool) -> None:
 @pytest.mark.prove
 def test_magnitudes(ranks: RankPool) -> None:
     """DoRA, with and without biases, above frozen weights of every kind."""
-    biased = replace(UNTIED, attention_bias=True)
+    biased = with_fields(UNTIED, attention_bias=True)
     cases = (
         (UNTIED, Lora(3, 6.0, dora=True)),
         (biased, Lora(3, 6.0, ("q", "v", "down"), frozen="bf16", dora=True)),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.models.config import with_fields
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Remat, Shard
@@ -79,7 +80,7 @@ def test_fp32_and_bf16(ranks: RankPool) -> None:
 def test_modules_in_types_of_their_own(ranks: RankPool, sequence: bool) -> None:
     """Layers in fp64 among others in fp32, biases too: loss and first gradients as the plain loop has them in fp32. Of
     weights of 0.1: with those of 0.3, what fp32 rounds of a key's bias, where gradients nearly cancel, is 1e-5."""
-    spec = replace(EVEN, attention_bias=True, mlp_bias=True, initializer_range=0.1)
+    spec = with_fields(EVEN, attention_bias=True, mlp_bias=True, initializer_range=0.1)
     wide = replace(FP32, modules=(("*.q", "fp64"), ("*.o", "fp64"), ("layers.1.mlp.*", "fp64")))
     plans = [
         replace(plan(*of, sequence=sequence, remat=remat), precision=wide)  # type: ignore[arg-type]

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.models.config import with_fields
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora
 from tests.parity import drawn
 from tests.parity.test_fp64 import holds
 from tests.parity.test_tp import EVEN, plan
 
-BIASED = replace(EVEN, name="tiny-biased", attention_bias=True, mlp_bias=True)
-OLMO = replace(EVEN, name="tiny-olmo", norm_placement="after", qk_norm="projection")
+BIASED = with_fields(EVEN, name="tiny-biased", attention_bias=True, mlp_bias=True)
+OLMO = with_fields(EVEN, name="tiny-olmo", norm_placement="after", qk_norm="projection")
 ADAPTERS = Lora(4, 8.0, frozen="fp64")
 DORA = replace(ADAPTERS, dora=True)
 
@@ -45,7 +46,7 @@ def test_sizes_of_rows_with_fewer_key_heads_than_ranks(ranks: RankPool) -> None:
     holds(drawn.prove(ranks, BIASED, plans), plans)
 
 
-WIDE = replace(BIASED, name="tiny-wide", hidden_size=64, intermediate_size=256, num_attention_heads=8, head_dim=32)
+WIDE = with_fields(BIASED, name="tiny-wide", hidden_size=64, intermediate_size=256, num_attention_heads=8, head_dim=32)
 """Of whose rows two ranks have whole blocks of 64, and four too."""
 
 

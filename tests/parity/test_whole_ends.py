@@ -48,7 +48,7 @@ def test_every_strategy(ranks: RankPool, strategy: str) -> None:
 def test_every_axis(ranks: RankPool, spec: ModelSpec) -> None:
     lora = replace(BOTH, rank=2)
     stages = Pipeline("1f1b", split=(1, spec.num_hidden_layers - 1))
-    heads_are_few = spec.num_key_value_heads < 2
+    heads_are_few = spec.attention.num_key_value_heads < 2
     plans = [
         of(Layout(tp=2), lora, sequence_parallel=True),
         of(Layout(cp=2), lora),

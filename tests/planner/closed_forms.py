@@ -58,8 +58,8 @@ def payload_bytes(what: str, spec: ModelSpec, plan: Plan) -> int:
 def layers(spec: ModelSpec, plan: Plan) -> Iterator[tuple[str, int, int]]:
     """Each linear layer of a block with its inputs and outputs on one rank."""
     t, d = plan.layout.tp, spec.hidden_size
-    heads, key_heads = spec.num_attention_heads // t, max(1, spec.num_key_value_heads // t)
-    q, k, f = heads * spec.head_dim, key_heads * spec.head_dim, spec.intermediate_size // t
+    heads, key_heads = spec.attention.num_attention_heads // t, max(1, spec.attention.num_key_value_heads // t)
+    q, k, f = heads * spec.attention.head_dim, key_heads * spec.attention.head_dim, spec.intermediate_size // t
     yield from (("q", d, q), ("k", d, k), ("v", d, k), ("o", q, d))
     yield from (("gate", d, f), ("up", d, f), ("down", f, d))
 
@@ -69,7 +69,7 @@ def multiplied_flops(spec: ModelSpec, plan: Plan, *, first: bool = False) -> dic
     Attention counts half of its square, twice forward (q k^T, p v) and five times backward. With adapters the layers'
     own weights have no gradient, nor has what enters the ``first`` block."""
     tokens, s = plan.batch.micro_batch_size * plan.batch.seq_len, plan.batch.seq_len
-    query = spec.num_attention_heads // plan.layout.tp * spec.head_dim
+    query = spec.attention.num_attention_heads // plan.layout.tp * spec.attention.head_dim
     forward, backward = 2 * tokens * s * query, 5 * tokens * s * query
     for name, rows, columns in layers(spec, plan):
         product, unneeded = 2 * tokens * rows * columns, first and name in ("q", "k", "v")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.planner import apart
 from shardwise.planner.sheets import name_of, unpack_unit
 from shardwise.planner.variants import chosen
@@ -18,7 +18,7 @@ from shardwise.spec.plan import Plan
 def test_one_process_traces_what_is_asked_for_in_turn_and_tells_it_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    spec = ModelSpec("small", 500, 32, 80, 3, 4, 2, 8)
+    spec = model_spec("small", 500, 32, 80, 3, 4, 2, 8)
     names = [name_of(chosen(spec, Plan(), Place(), unit).variant) for unit in ("tail", "stem")]
     found = [unit for name in names for unit in apart.traced_apart([name], tmp_path)]
     assert [unpack_unit(unit).name for unit in found] == ["tail", "stem"]

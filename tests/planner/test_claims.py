@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.cli.step_time import mfu, time_lines, tokens_per_s
-from shardwise.models.config import ModelSpec, parameter_count
+from shardwise.models.config import ModelSpec, model_spec, parameter_count
 from shardwise.models.load import load_spec
 from shardwise.planner.compare import MARGIN, fits, kind, peak_share, seconds
 from shardwise.planner.price import price
@@ -182,7 +182,7 @@ def test_7_a_405b_on_one_node_of_four() -> None:
     assert peak_share(plans(FOUR_HUNDRED_B, "1xRTX-PRO-6000", **packed).chosen) > 2
 
 
-GPT_3 = ModelSpec("gpt-175b", 50_257, 12_288, 32_768, 96, 96, 96, 128)
+GPT_3 = model_spec("gpt-175b", 50_257, 12_288, 32_768, 96, 96, 96, 128)
 """As many parameters, in blocks of today's kind."""
 
 
@@ -347,7 +347,7 @@ def test_10_the_same_at_131072_tokens() -> None:
     step_s = seconds(timed(FOUR_HUNDRED_B, search.chosen, search.cluster, traits)).step_s
     spec = FOUR_HUNDRED_B
     products = 6 * (parameter_count(spec) - spec.vocab_size * spec.hidden_size)
-    pairs = 12 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * length
+    pairs = 12 * spec.num_hidden_layers * spec.attention.num_attention_heads * spec.attention.head_dim * length
     whole, half = (tokens * (products + part) / (16_384 * step_s) / 1e12 for part in (pairs, pairs / 2))
     assert whole == pytest.approx(380, rel=0.05) and half == pytest.approx(259, rel=0.02)
 

@@ -20,7 +20,7 @@ from shardwise.distributed.calls import payload_bytes as payload_bytes_of
 from shardwise.distributed.collectives import gathered, scattered, summed
 from shardwise.distributed.meshes import meshes
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.models.decoder import Decoder
 from shardwise.planner.passes import recomputed
 from shardwise.planner.sheets import sheet_of
@@ -34,12 +34,12 @@ from shardwise.spec.sheet import SEND, Op
 from tests.covering import pairwise
 from tests.planner.closed_forms import Line, multiplied_flops, payload_bytes, table
 
-SPEC = ModelSpec("closed", 640, 128, 512, 4, 8, 4, 64)
-PROJECTED = replace(SPEC, norm_placement="after", qk_norm="projection", num_key_value_heads=8)
+SPEC = model_spec("closed", 640, 128, 512, 4, 8, 4, 64)
+PROJECTED = with_fields(SPEC, norm_placement="after", qk_norm="projection", num_key_value_heads=8)
 MODELS: dict[str, ModelSpec] = {
     "llama": SPEC,
-    "biased": replace(SPEC, attention_bias=True, mlp_bias=True),
-    "gemma": replace(SPEC, norm_placement="both", norm_plus_one=True, activation="gelu_tanh", qk_norm="head"),
+    "biased": with_fields(SPEC, attention_bias=True, mlp_bias=True),
+    "gemma": with_fields(SPEC, norm_placement="both", norm_plus_one=True, activation="gelu_tanh", qk_norm="head"),
     "norms over whole projections": PROJECTED,
 }
 ADAPTERS: dict[str, Lora | None] = {
@@ -78,7 +78,7 @@ def lines(spec: ModelSpec, plan: Plan, *, first: bool) -> list[Line]:
     words = {
         "": True,
         ", norms after": spec.norm_placement != "before",
-        ", norms over whole projections": spec.qk_norm == "projection",
+        ", norms over whole projections": spec.attention.qk_norm == "projection",
         ", magnitudes": plan.lora is not None and plan.lora.dora,
         ", first": first and plan.lora is not None,
     }

@@ -21,7 +21,7 @@ import pytest
 
 from shardwise import techniques
 from shardwise.errors import ConfigError
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec
 from shardwise.models.known import configs
 from shardwise.models.load import load_spec
 from shardwise.planner.price import price
@@ -54,7 +54,7 @@ def small(**features: Any) -> ModelSpec:
     """A model with dims that few degrees divide."""
     sizes = {"vocab_size": 1009, "hidden_size": 96, "intermediate_size": 240, "num_hidden_layers": 7}
     heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8}
-    return ModelSpec(**{"name": "small", **sizes, **heads, **features})
+    return model_spec(**{"name": "small", **sizes, **heads, **features})
 
 
 SMALL = {

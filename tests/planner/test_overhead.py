@@ -11,7 +11,7 @@ import torch
 
 from shardwise import techniques
 from shardwise.distributed.fake_world import fake_world
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.load import load_spec
 from shardwise.planner import overhead
 from shardwise.planner.events import Compute, Free, Make
@@ -49,11 +49,11 @@ def test_the_workspace_of_flash_attentions_backward() -> None:
     sums, numbers, expanded = rows * 32 * 128 * 4, rows * 32 * 4, 2 * 4096 * 32 * 128 * 2
     assert workspace(EIGHT_B, PLAN) == sums + numbers + expanded
     assert workspace(EIGHT_B, replace(PLAN, batch=Batch(3, 1, 4096, 512))) == 3 * (sums + numbers + expanded)
-    assert workspace(replace(EIGHT_B, num_key_value_heads=32), PLAN) == sums + numbers
+    assert workspace(with_fields(EIGHT_B, num_key_value_heads=32), PLAN) == sums + numbers
     assert workspace(EIGHT_B, replace(PLAN, deterministic=True)) == 6 * sums + numbers + expanded  # 192 / 32
     assert workspace(EIGHT_B, replace(PLAN, precision=Precision())) == 0, "no flash in fp32"
     for head_dim, padded in ((80, 96), (200, 256)):
-        odd = replace(EIGHT_B, num_key_value_heads=32, head_dim=head_dim)
+        odd = with_fields(EIGHT_B, num_key_value_heads=32, head_dim=head_dim)
         assert workspace(odd, PLAN) == rows * 32 * (padded + 1) * 4
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise import techniques
+from shardwise.models.config import with_fields
 from shardwise.models.load import load_spec
 from shardwise.planner.price import at_places, flops, most_rows, price
 from shardwise.planner.schedule import folded, schedule
@@ -93,17 +94,17 @@ def test_a_capacity_bounds_what_is_reserved_for_an_uneven_routing() -> None:
     plan = Plan(Layout(dp_shard=2, ep=2), Batch(2, 1, 256, 256), Shard("zero3"), Precision("bf16"))
     usual = price(MIXTRAL, plan, CLUSTER).estimate
     for capacity, share in ((1.0, 0.0), (1.25, 0.5), (1.5, 1.0), (4.0, 1.0)):
-        found = price(replace(MIXTRAL, expert_capacity=capacity), plan, CLUSTER).estimate
+        found = price(with_fields(MIXTRAL, expert_capacity=capacity), plan, CLUSTER).estimate
         reserve = round(share * usual.memory["expert reserve"])
         assert usual.memory["expert reserve"] > 0 and reserve == pytest.approx(found.memory["expert reserve"], abs=1)
         assert {**found.memory, "expert reserve": 0} == {**usual.memory, "expert reserve": 0}
     odd = replace(plan, batch=Batch(2, 1, 250, 250))
-    assert most_rows(replace(MIXTRAL, expert_capacity=1.0), odd) == pytest.approx(63 / 62.5)
+    assert most_rows(with_fields(MIXTRAL, expert_capacity=1.0), odd) == pytest.approx(63 / 62.5)
 
 
 def test_with_a_capacity_ranks_have_whole_rows() -> None:
     """A pinned tp is planned without sequence parallelism, and no plan cuts rows by itself."""
-    capped = replace(MIXTRAL, expert_capacity=1.25, vocab_size=64)
+    capped = with_fields(MIXTRAL, expert_capacity=1.25, vocab_size=64)
     train = Train(seq_len=256, global_batch_size=8)
     tensor = choose(Recipe(train=train, parallel=Parallel(tp=2)), capped, CLUSTER)
     assert (tensor.layout.tp, tensor.layout.ep, tensor.sequence_parallel) == (2, 1, False)

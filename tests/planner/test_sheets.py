@@ -16,7 +16,7 @@ import pytest
 
 from shardwise import techniques
 from shardwise.cli.app import main
-from shardwise.models.config import ModelSpec, from_hf, parameter_count
+from shardwise.models.config import ModelSpec, from_hf, model_spec, parameter_count, with_fields
 from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.models.load import load_spec
 from shardwise.planner import sheets, ship
@@ -36,7 +36,7 @@ from tests.models.families import config_of
 from tests.models.hf_models import spec_of as hf_spec_of
 from tests.recipes.test_recipes import FILES, MEANT_FOR, quickstart_model
 
-SPEC = ModelSpec("small", 500, 32, 80, 3, 4, 2, 8)
+SPEC = model_spec("small", 500, 32, 80, 3, 4, 2, 8)
 ADAPTED = Plan(Layout(dp_shard=2, tp=2), Batch(2, 1, 64), Shard("zero3"), Precision("bf16"), lora=Lora(4, nf4=True))
 
 
@@ -140,7 +140,7 @@ def test_what_does_not_ship_is_traced_in_a_process_of_its_own_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a cache that is spoilt is made again."""
-    odd = replace(SPEC, norm_placement="both", qk_norm="projection", residual_multiplier=3.0)
+    odd = with_fields(SPEC, norm_placement="both", qk_norm="projection", residual_multiplier=3.0)
     variant = chosen(odd, Plan(), Place(), 0).variant
     asked: list[list[Variant]] = []
 
@@ -248,10 +248,10 @@ def test_weights_are_as_many_as_the_models(family: str) -> None:
     assert total == parameter_count(spec)
 
 
-WINDOWED = replace(
+WINDOWED = with_fields(
     SPEC, num_hidden_layers=4, sliding_window=16, layer_types=(SLIDING, SLIDING, FULL, SLIDING), final_soft_cap=30.0
 )
-MIXED = replace(WINDOWED, nope_layers=(1,))
+MIXED = with_fields(WINDOWED, nope_layers=(1,))
 
 
 @pytest.mark.parametrize(("spec", "kinds", "sorts"), [(SPEC, 1, 1), (WINDOWED, 2, 1), (MIXED, 3, 2)])
@@ -261,7 +261,9 @@ def test_blocks_of_several_kinds(spec: ModelSpec, kinds: int, sorts: int) -> Non
     assert len(made.blocks) == kinds and len({block.forward for block in made.blocks}) == sorts
     assert made.capped == (spec.final_soft_cap is not None)
     assert [made.blocks[kind].window for kind in made.order] == [
-        spec.sliding_window if spec.layer_types and spec.layer_types[layer] == SLIDING else None
+        spec.attention.sliding_window
+        if spec.attention.layer_types and spec.attention.layer_types[layer] == SLIDING
+        else None
         for layer in range(spec.num_hidden_layers)
     ]
 
@@ -287,7 +289,7 @@ def variants(spec: ModelSpec) -> set[Variant]:
 
 def test_windows_and_numbers_share_units_but_sorts_of_layers_do_not() -> None:
     assert variants(SPEC) == variants(WINDOWED) != variants(MIXED)
-    assert variants(SPEC) == variants(replace(SPEC, hidden_size=96, head_dim=6, rope_theta=1e6))
+    assert variants(SPEC) == variants(with_fields(SPEC, hidden_size=96, head_dim=6, rope_theta=1e6))
     assert variants(SPEC) != variants(replace(SPEC, norm_placement="both"))
 
 
@@ -304,7 +306,7 @@ def test_a_window_saves_arithmetic_beyond_it() -> None:
         pairs = sum(min(place + 1, window) for place in range(s))
         assert abs(seen(s, window) / 2 - pairs) <= s
     plan = Plan(Layout(), Batch(1, 1, 64), Shard(), Precision())
-    made = (sheet_of(spec, plan) for spec in (replace(WINDOWED, sliding_window=None), WINDOWED))
+    made = (sheet_of(spec, plan) for spec in (with_fields(WINDOWED, sliding_window=None), WINDOWED))
     whole, cut = (folded(techniques.cost(sheet, plan), plan).flops for sheet in made)
     block = sheet_of(SPEC, plan).blocks[0]
     attention = 4 * sum(op.flops for op in (*block.forward, *block.backward) if op.per == "b*s*s")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import builds, integers, just, lists, one_of, sampled_from
 
 from shardwise import techniques
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec
 from shardwise.models.families import FULL, SLIDING
 from shardwise.models.load import load_spec
 from shardwise.planner import schedule as told
@@ -34,7 +34,7 @@ from tests.covering import pairwise
 MIB = 2**20
 SEVENTY_B = load_spec("Llama-3-70B")
 MIXTURE = load_spec("Qwen3-30B-A3B")
-WINDOWED = ModelSpec("windowed", 640, 64, 128, 26, 4, 2, 32, sliding_window=8, layer_types=(SLIDING, FULL) * 13)
+WINDOWED = model_spec("windowed", 640, 64, 128, 26, 4, 2, 32, sliding_window=8, layer_types=(SLIDING, FULL) * 13)
 MODELS = {"deep": SEVENTY_B, "windowed": WINDOWED}
 DIALS = {
     "one rank": (Layout(), Shard("ddp")),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.load import load_spec
 from shardwise.planner.symbols import Symbols
 from shardwise.planner.trace import trace, trace_once
@@ -43,8 +43,8 @@ def with_own_numbers(made: Traced, spec: ModelSpec, plan: Plan) -> Unit:
     """The unit of the same program, traced with the model's and the plan's numbers in the place of primes."""
     variant = made.variant
     layers = 1 if variant.what == "block" else spec.num_hidden_layers
-    kinds = {"layer_types": (), "nope_layers": variant.model.nope_layers} if layers == 1 else {}
-    model = replace(spec, num_hidden_layers=layers, **kinds)
+    kinds = {"layer_types": (), "nope_layers": variant.model.positions.nope_layers} if layers == 1 else {}
+    model = with_fields(spec, num_hidden_layers=layers, **kinds)
     own = replace(variant.plan, layout=plan.layout, batch=plan.batch)
     if own.lora is not None and plan.lora is not None:
         own = replace(own, lora=replace(own.lora, rank=plan.lora.rank))

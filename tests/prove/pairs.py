@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.spec.layout import least_dp_shard
 from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Remat, Shard
 from shardwise.techniques.pp.actions import SCHEDULES
@@ -13,7 +13,7 @@ from tests.models.hf_models import spec_of
 from tests.parity.pipes import stages_per_rank
 
 Row = tuple[ModelSpec, Plan]
-SPEC = ModelSpec("pair", 512, 128, 256, 8, 8, 8, 64)
+SPEC = model_spec("pair", 512, 128, 256, 8, 8, 8, 64)
 """Its sizes can be divided by everything."""
 
 
@@ -60,7 +60,9 @@ def on(name: str, spec: ModelSpec, plan: Plan) -> Row:
         "offload": {"offload": Offload("host")},
     }
     if name in ("experts", "ep"):
-        mixed = replace(spec, experts=8, experts_per_token=2, expert_size=128) if spec.hf_model is None else spec
+        mixed = (
+            with_fields(spec, num_experts=8, experts_per_token=2, expert_size=128) if spec.hf_model is None else spec
+        )
         return mixed, _spread(plan) if name == "ep" else plan
     if name == "tied":
         return replace(spec, tie_word_embeddings=True), plan

@@ -23,7 +23,7 @@ from torch.nn import functional
 from shardwise.methods import pretrain
 from shardwise.methods.loss import Loss
 from shardwise.models import layers
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec
 from shardwise.runtime import reduce
 from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
@@ -34,8 +34,8 @@ from shardwise.techniques.shard import replicas
 
 Planted = Callable[[], AbstractContextManager[Any]]
 
-SPEC = ModelSpec("drift", 600, 48, 100, 2, 6, 2, 8)
-LARGE = ModelSpec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64)
+SPEC = model_spec("drift", 600, 48, 100, 2, 6, 2, 8)
+LARGE = model_spec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64)
 """A step of this takes more than a gibibyte, from where on peaks are compared."""
 
 fully_shard, buckets, policy = fsdp.fully_shard, replicas.buckets, fsdp.MixedPrecisionPolicy

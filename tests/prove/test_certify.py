@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardwise import techniques
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.load import load_spec
 from shardwise.planner import sheets, trace
 from shardwise.prove import certify
@@ -215,7 +215,7 @@ QWEN_MOE, GPT_OSS, SHARED = (
     replace(load_spec(name), num_hidden_layers=layers)
     for name, layers in (("Qwen3-30B-A3B", 8), ("gpt-oss-20b", 24), ("Qwen1.5-MoE-A2.7B", 24))
 )
-GEMMAS = replace(GEMMA, num_hidden_layers=8, layer_types=("sliding_attention", "full_attention") * 4)
+GEMMAS = with_fields(GEMMA, num_hidden_layers=8, layer_types=("sliding_attention", "full_attention") * 4)
 COMPOSITIONS: dict[str, tuple[ModelSpec, Plan]] = {
     "tp x zero3 x replicas, selective": (
         LLAMA,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from shardwise import techniques
 from shardwise.errors import ConfigError
-from shardwise.models.config import layer_kinds, parameter_count, parameter_shapes
+from shardwise.models.config import layer_kinds, parameter_count, parameter_shapes, with_fields
 from shardwise.models.load import load_spec, read_spec
 from shardwise.prove.shrink import THEIRS, real_name, shrink
 from shardwise.spec.cluster import parse_cluster
@@ -75,19 +74,19 @@ def test_four_ranks_along_each_axis() -> None:
     plan = Plan(Layout(dp_shard=8, pp=4, tp=8), Batch(1, 16, 4096), Shard("zero1"), pipeline=pipeline)
     few = shrink(SPEC, plan, 4)
     assert (few.plan.layout.dp_shard, few.plan.layout.pp, few.plan.layout.tp) == (4, 4, 4)
-    assert few.spec.num_key_value_heads == 4 and few.plan.batch.accumulation == 8
+    assert few.spec.attention.num_key_value_heads == 4 and few.plan.batch.accumulation == 8
     assert few.unseen[0].startswith("what goes wrong only with more than 4 ranks along dp_shard, tp")
 
 
 @pytest.mark.parametrize(("tp", "key_heads"), [(8, 2), (16, 1)])
 def test_fewer_key_heads_than_ranks_stay_fewer(tp: int, key_heads: int) -> None:
     few = shrink(SPEC, Plan(Layout(tp=tp), Batch(1, 1, 4096)))
-    assert few.spec.num_key_value_heads == key_heads and few.spec.num_attention_heads % 2 == 0
-    assert few.spec.num_attention_heads > few.spec.num_key_value_heads
+    assert few.spec.attention.num_key_value_heads == key_heads and few.spec.attention.num_attention_heads % 2 == 0
+    assert few.spec.attention.num_attention_heads > few.spec.attention.num_key_value_heads
 
 
 MOE = load_spec("Qwen3-30B-A3B")
-SHARED = replace(load_spec("Qwen1.5-MoE-A2.7B"), dense_layers=(0, 5))
+SHARED = with_fields(load_spec("Qwen1.5-MoE-A2.7B"), dense_layers=(0, 5))
 SPREAD = {
     "all ranks have others": (MOE, Layout(dp_shard=8, ep=8), (2, 2, 1)),
     "some have the same": (MOE, Layout(dp_shard=64, ep=8), (4, 2, 2)),
@@ -113,26 +112,32 @@ def test_experts_can_be_shared_by_the_ranks_that_are_left(name: str) -> None:
     few = shrink(spec, plan)
     left = few.plan.layout
     assert (left.fsdp * left.tp, left.ep, left.degree("expert_fsdp")) == (ranks, ep, same)
-    assert few.spec.experts % ep == 0 and 1 < few.spec.experts_per_token < few.spec.experts <= 8
+    assert (
+        few.spec.experts.num_experts % ep == 0
+        and 1 < few.spec.experts.experts_per_token < few.spec.experts.num_experts <= 8
+    )
     assert {few.spec.has_experts(block) for block in range(len(few.blocks))} == {
         spec.has_experts(block) for block in range(spec.num_hidden_layers)
     }
     assert [few.spec.has_experts(place) for place in range(len(few.blocks))] == [*map(spec.has_experts, few.blocks)]
-    assert len(few.spec.mlp_sizes) == len(spec.mlp_sizes) and few.spec.shared_expert_gate == spec.shared_expert_gate
+    assert (
+        len(few.spec.mlp_sizes) == len(spec.mlp_sizes)
+        and few.spec.experts.shared_expert_gate == spec.experts.shared_expert_gate
+    )
     assert any(line.startswith("experts ") for line in few.changed)
 
 
 @pytest.mark.parametrize(("chosen", "left"), [(1, 1), (2, 2), (8, 2), (128, 4)])
 def test_a_token_goes_to_one_some_or_all_experts(chosen: int, left: int) -> None:
-    few = shrink(replace(MOE, experts_per_token=chosen), Plan(Layout(dp_shard=8, ep=8), Batch(), Shard("zero3")))
-    assert (few.spec.experts, few.spec.experts_per_token) == (4, left)
+    few = shrink(with_fields(MOE, experts_per_token=chosen), Plan(Layout(dp_shard=8, ep=8), Batch(), Shard("zero3")))
+    assert (few.spec.experts.num_experts, few.spec.experts.experts_per_token) == (4, left)
 
 
 @pytest.mark.parametrize(("window", "cuts"), [(512, True), (8192, False)])
 def test_a_window_cuts_rows_where_it_did(window: int, cuts: bool) -> None:
-    few = shrink(replace(SPEC, sliding_window=window), Plan(batch=Batch(1, 1, 4096)))
-    assert few.spec.sliding_window is not None
-    assert (few.spec.sliding_window < few.plan.batch.seq_len) == cuts
+    few = shrink(with_fields(SPEC, sliding_window=window), Plan(batch=Batch(1, 1, 4096)))
+    assert few.spec.attention.sliding_window is not None
+    assert (few.spec.attention.sliding_window < few.plan.batch.seq_len) == cuts
 
 
 def test_what_is_not_shown_is_said() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.models import attention, blockwise, grouped, layers, moe
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.hf_model import Model
 from shardwise.prove import certify, slopes
 from shardwise.prove.certificate import Certificate, Facts, result
@@ -34,7 +34,7 @@ from tests.parity.test_lora import WIDE
 from tests.prove.test_certify import subject_of
 
 DRAWN = Setting(draw=random_everywhere)
-CAPACITY = replace(MOE, name="tiny-capacity", expert_capacity=1.0)
+CAPACITY = with_fields(MOE, name="tiny-capacity", expert_capacity=1.0)
 
 
 def job(spec: ModelSpec, seed: int = 0, **settings: Any) -> Workload:

@@ -222,7 +222,7 @@ def test_the_tiny_tuning_takes_adapters_from_its_second_line(tmp_path: Path) -> 
 def test_the_quickstart_is_the_model_that_it_says() -> None:
     recipe = load_recipe(recipes_directory() / "quickstart.yaml")
     spec = resolve(recipe)
-    heads = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    heads = spec.attention.num_attention_heads, spec.attention.num_key_value_heads, spec.attention.head_dim
     assert (spec.num_hidden_layers, spec.hidden_size, heads) == (3, 352, (4, 2, 64))
     assert spec.name == "llama-5.3m"
 

@@ -13,7 +13,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.distributed.slices import local
 from shardwise.models.blocks import tie
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.hf_model import model_of
 from shardwise.runtime.build import allocate, fill
 from shardwise.runtime.passes import StepRules, finish_of
@@ -25,7 +25,7 @@ from shardwise.techniques import optim
 from tests.models.families import spec_of
 
 KINDS = ("sliding_attention", "full_attention", "full_attention", "sliding_attention")
-SPEC = replace(spec_of("gemma2"), num_hidden_layers=4, layer_types=KINDS, sliding_window=3)
+SPEC = with_fields(spec_of("gemma2"), num_hidden_layers=4, layer_types=KINDS, sliding_window=3)
 """Layers take turns with and without a window, so that a block by another's number would be seen."""
 WHOLE = ((0, 1, 2, 3),)
 TWO = ((0,), (1, 2, 3))

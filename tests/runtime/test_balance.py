@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.distributed.meshes import Meshes
 from shardwise.models.blocks import blocks
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec, with_fields
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoE
 from shardwise.prove import parity
@@ -62,7 +62,7 @@ def test_after_a_step_that_fails_nothing_is_counted() -> None:
 
 
 def test_a_model_without_experts_counts_nothing() -> None:
-    spec = ModelSpec("dense", 67, 16, 32, 1, 4, 4, 4, router_aux_loss_coef=1.0)
+    spec = model_spec("dense", 67, 16, 32, 1, 4, 4, 4, router_aux_loss_coef=1.0)
     with balance.counting([Decoder(spec)], [BATCH], PLAN, None) as numbers:
         assert numbers.shape == (0,) and spec.expert_counts == 0
     counts = Counts(spec, 8)
@@ -99,8 +99,8 @@ def test_what_ranks_count_alike_is_taken_once(sequence_parallel: bool, shares: l
 
 def test_losses_without_a_coefficient_are_not_told() -> None:
     numbers = [6.0, 3.0, *[1.0] * 10]
-    assert Counts(replace(MOE, router_z_loss_coef=0.0), 3).losses(numbers) == {"router_aux_loss": 1.0}
-    assert Counts(replace(MOE, router_aux_loss_coef=0.0), 3).losses(numbers) == {"router_z_loss": 0.5}
+    assert Counts(with_fields(MOE, router_z_loss_coef=0.0), 3).losses(numbers) == {"router_aux_loss": 1.0}
+    assert Counts(with_fields(MOE, router_aux_loss_coef=0.0), 3).losses(numbers) == {"router_z_loss": 0.5}
 
 
 def test_the_spread_of_loads() -> None:
@@ -110,7 +110,7 @@ def test_the_spread_of_loads() -> None:
 
 def test_evaluation_counts_nothing_and_computes_the_same() -> None:
     """With coefficients that would change everything, and between two training steps."""
-    plan, large = experts.plan(), replace(MOE, router_aux_loss_coef=1e6)
+    plan, large = experts.plan(), with_fields(MOE, router_aux_loss_coef=1e6)
     job = job_of(MOE, plan, 1, drawn.RANDOM)
     [batch] = parity.share_of_rank(job.batch(0), Meshes(), plan)
     scores = []

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.distributed.meshes import Meshes
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.runtime import fit
 from shardwise.runtime.build import build
 from shardwise.runtime.loop import train
@@ -21,7 +21,7 @@ from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision, Remat
 from shardwise.spec.recipe import OptimSection, Recipe
 from tests.runtime.small_run import numbers, plan, recipe, train_here
 
-SPEC = ModelSpec("deterministic", 64, 32, 48, 2, 2, 1, 16, tie_word_embeddings=True)
+SPEC = model_spec("deterministic", 64, 32, 48, 2, 2, 1, 16, tie_word_embeddings=True)
 REFUSED = ["avg_pool", "pool2d", "pool3d", "max_unpool", "upsample", "reflection_pad", "nll_loss", "ctc_loss"]
 REFUSED += ["embedding_bag", "histc", "bincount", "median", "kthvalue", "grid_sampler", "cumsum", "scatter_reduce"]
 """What ``torch.use_deterministic_algorithms`` says that it refuses on CUDA, as it stands in the names of operators."""

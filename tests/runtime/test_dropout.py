@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.models.decoder import Decoder
 from shardwise.models.roles import is_adapter
 from shardwise.runtime.loop import train
@@ -20,7 +20,7 @@ from shardwise.techniques import lora
 from shardwise.techniques.share import LayerShare
 from tests.runtime.small_run import directory, numbers, plan, recipe
 
-SPEC = ModelSpec("small", 96, 32, 48, 2, 4, 2, 8)
+SPEC = model_spec("small", 96, 32, 48, 2, 4, 2, 8)
 
 
 def stop(state: TrainState, stats: StepStats) -> None:

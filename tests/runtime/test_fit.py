@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.meshes import Meshes
 from shardwise.errors import TrainingError
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.prove.world import WorldCounter
 from shardwise.runtime import fit
 from shardwise.runtime.build import build
@@ -23,7 +23,7 @@ from shardwise.spec.plan import Batch, Lora, Offload, Optim, Plan, Precision, Re
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.spec.sheet import CONTROL_BYTES
 
-SPEC = ModelSpec("fit", 64, 32, 48, 2, 2, 1, 16)
+SPEC = model_spec("fit", 64, 32, 48, 2, 2, 1, 16)
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.02 GiB is free."
 )

@@ -10,7 +10,7 @@ import torch
 from shardwise.data.whole import becoming
 from shardwise.errors import TrainingError
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.models.decoder import Decoder
 from shardwise.models.resolve import resolve
 from shardwise.models.roles import is_adapter
@@ -20,7 +20,7 @@ from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.spec.recipe import Checkpoint, Recipe
 from shardwise.techniques import lora
 
-SPEC = ModelSpec("small", 96, 32, 48, 2, 4, 2, 8)
+SPEC = model_spec("small", 96, 32, 48, 2, 4, 2, 8)
 SETTINGS = Lora(4, 8.0)
 
 

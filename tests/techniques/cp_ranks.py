@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.models.attention import Attention, MaskSpec
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import CpKind, Plan
 from shardwise.spec.rows import WholeRows
@@ -103,7 +103,7 @@ def places(asked: Asked, groups: Meshes) -> Tensor:
 
 def own(asked: Asked, groups: Meshes) -> Found:
     """What this rank finds of its tokens; of sinks its part of their gradient."""
-    module = Attention(ModelSpec("seam", 1, 8 * asked.heads, 8, 1, asked.heads, asked.key_heads, 8))
+    module = Attention(model_spec("seam", 1, 8 * asked.heads, 8, 1, asked.heads, asked.key_heads, 8))
     cp.apply([module], Plan(asked.layout, cp_kind=asked.kind), groups)
     index = places(asked, groups)[:, None, :, None]
     q, k, v, grad = (x.gather(2, index.expand(-1, x.shape[1], -1, 8)) for x in asked.tensors())
@@ -157,7 +157,7 @@ def seen_by(asked: Asked) -> dict[tuple[int, int], Tensor]:
 def moved(rank: int, world: int, asked: Asked) -> tuple[Tensor, dict[tuple[int, int], Tensor]]:
     """Which tokens the rank has; and for some queries, which of its keys or values have a gradient."""
     groups = meshes(asked.layout, "cpu")
-    module = Attention(ModelSpec("seam", 1, 8 * asked.heads, 8, 1, asked.heads, asked.key_heads, 8))
+    module = Attention(model_spec("seam", 1, 8 * asked.heads, 8, 1, asked.heads, asked.key_heads, 8))
     cp.apply([module], Plan(asked.layout, cp_kind=asked.kind), groups)
     index, found = places(asked, groups), {}
     q, k, v, _ = (x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, 8)) for x in asked.tensors())

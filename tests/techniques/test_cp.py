@@ -12,6 +12,7 @@ import torch
 from shardwise import techniques
 from shardwise.distributed import collectives
 from shardwise.models.balance import RowPlaces
+from shardwise.models.config import with_fields
 from shardwise.models.moe import MoE
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
@@ -118,7 +119,7 @@ def test_C6_a_token_moves_only_what_may_see_it(ranks: RankPool, mask: str) -> No
         assert right["out"].isfinite().all()
 
 
-SPEC = replace(DENSE, num_attention_heads=12, num_key_value_heads=4)
+SPEC = with_fields(DENSE, num_attention_heads=12, num_key_value_heads=4)
 
 
 REFUSED: dict[str, tuple[dict[str, object], str, str]] = {

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise import techniques
 from shardwise.cli.app import main
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.planner.price import price
 from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.planner.seconds.step import timed
@@ -23,7 +23,7 @@ from shardwise.techniques import ep
 from tests.parity.mixtures import MIXTRAL
 from tests.parity.pairwise import DENSE
 
-TWELVE, CAPPED = replace(MIXTRAL, experts=12), replace(MIXTRAL, expert_capacity=1.25)
+TWELVE, CAPPED = with_fields(MIXTRAL, num_experts=12), with_fields(MIXTRAL, expert_capacity=1.25)
 BATCH = Batch(1, 1, 256)
 REFUSED: dict[str, tuple[ModelSpec, Plan, str, str]] = {
     "a degree that does not divide the experts": (
@@ -195,15 +195,15 @@ def test_the_reserve_is_the_recipe_s_to_say() -> None:
 
 PAIR = parse_cluster("2xH100")
 WIDTH, TOKENS, CHOSEN, EXPERTS = 2048, 4096, 8, 64
-MIXTURE = ModelSpec(
-    "beside", 1024, WIDTH, 4096, 2, 16, 4, 128, experts=EXPERTS, experts_per_token=CHOSEN, expert_size=256
+MIXTURE = model_spec(
+    "beside", 1024, WIDTH, 4096, 2, 16, 4, 128, num_experts=EXPERTS, experts_per_token=CHOSEN, expert_size=256
 )
 SPREAD = Plan(Layout(dp_shard=2, ep=2, ranks_per_node=2), Batch(1, 1, TOKENS), Shard("zero1"), Precision("bf16"))
 
 
 def seconds(shared: int, plan: Plan = SPREAD) -> Seconds:
     """Of a step, with a shared expert of such a size."""
-    spec = replace(MIXTURE, shared_expert_size=shared)
+    spec = with_fields(MIXTURE, shared_expert_size=shared)
     found = timed(spec, price(spec, plan, PAIR), PAIR).estimate.seconds
     assert found is not None
     return found

@@ -18,7 +18,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.errors import ConfigError
 from shardwise.methods.loss import logits
-from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.config import model_spec, parameter_shapes
 from shardwise.models.decoder import Decoder
 from shardwise.planner import candidates, sheets
 from shardwise.planner.compare import MARGIN
@@ -33,7 +33,7 @@ from tests.style.source import ROOT
 from tests.techniques import narrow
 from tests.techniques.narrow import PlanWithNarrow, RecipeWithNarrow
 
-SPEC = ModelSpec("half frozen", 32_000, 512, 1_400, 4, 8, 2, 64)
+SPEC = model_spec("half frozen", 32_000, 512, 1_400, 4, 8, 2, 64)
 CLUSTER = parse_cluster("2xH100")
 
 
@@ -91,7 +91,7 @@ def test_a_plan_that_contradicts_its_pin_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dial", ["ddp", "zero2", "zero3"])
 def test_what_it_applies_is_what_it_costs(dial: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a plan that leaves it out is caught."""
-    spec = ModelSpec("drift", 600, 48, 100, 2, 6, 2, 8)
+    spec = model_spec("drift", 600, 48, 100, 2, 6, 2, 8)
     strategy = replace(PlanWithNarrow().shard, strategy=dial, bucket_bytes=100_000)
     plan = PlanWithNarrow(layout(dial, 8), Batch(2, 2, 32, 64), strategy, Precision("bf16"))
     plan = replace(plan, frozen=("layers.0.*", "embed.*"), narrow=True)
@@ -103,7 +103,7 @@ def test_what_it_applies_is_what_it_costs(dial: str, monkeypatch: pytest.MonkeyP
 
 
 def test_what_it_computes_is_the_same_to_the_bit() -> None:
-    spec = ModelSpec("small", 600, 48, 100, 2, 6, 2, 8)
+    spec = model_spec("small", 600, 48, 100, 2, 6, 2, 8)
     torch.manual_seed(0)
     values = {name: torch.randn(shape) / 8 for name, shape in parameter_shapes(spec).items()}
     ids = torch.randint(600, (2, 16))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.models.config import with_fields
 from shardwise.prove.drift import drift
 from shardwise.prove.parity import train_on_rank
 from shardwise.prove.pool import RankPool
@@ -93,7 +94,7 @@ BEYOND_LLAMA = {
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("what", BEYOND_LLAMA)
 def test_rules_for_modules_are_refused_where_no_test_has_seen_them(what: str) -> None:
-    spec, plan = replace(UNTIED, **BEYOND_LLAMA[what]), replace(ONE, precision=PRECISIONS["own types"])  # type: ignore[arg-type]
+    spec, plan = with_fields(UNTIED, **BEYOND_LLAMA[what]), replace(ONE, precision=PRECISIONS["own types"])  # type: ignore[arg-type]
     assert not check(UNTIED, plan, parse_cluster("1xH100"))
     [problem] = check(spec, plan, parse_cluster("1xH100"))
     assert (problem.code, problem.where) == ("PLAN016", "precision.modules") and "that Llama lacks" in problem.what

@@ -31,7 +31,7 @@ def test_experts_of_a_rank_compute_in_the_dtype_that_their_module_has(dtype: str
         ep.apply([part], plan, meshes)
         found = up(ROWS, COUNTS)
     inside = torch.bfloat16 if dtype == "bf16" else torch.float32
-    expected = stacked(ROWS.to(inside), COUNTS, own, None, MIXTRAL.expert_size)
+    expected = stacked(ROWS.to(inside), COUNTS, own, None, MIXTRAL.experts.expert_size)
     assert found.dtype == torch.float32 and torch.equal(found, expected.float())
 
 

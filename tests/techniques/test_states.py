@@ -96,7 +96,7 @@ def test_sums_follow_from_states() -> None:
 def test_every_parameter_of_a_model_and_of_what_is_added_has_a_row() -> None:
     for spec, few, apart in product((EVEN, BOTH, BIASED), (2, 64), (True, False)):
         names = tp._names(spec, True)
-        assert len(names) > 50 and not table.uncovered(names, Division(few, spec.num_key_value_heads, apart))
+        assert len(names) > 50 and not table.uncovered(names, Division(few, spec.attention.num_key_value_heads, apart))
 
 
 def test_a_parameter_without_a_row_is_refused_when_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

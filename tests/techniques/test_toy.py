@@ -9,7 +9,7 @@ import pytest
 
 from shardwise import techniques
 from shardwise.errors import ConfigError
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.planner import candidates, sheets
 from shardwise.planner.compare import MARGIN
 from shardwise.planner.search import choose
@@ -24,8 +24,8 @@ from tests.parity.test_fp64 import holds
 from tests.techniques import spread, spread_ranks
 from tests.techniques.spread import PlanWithSpread, RecipeWithSpread
 
-SPEC = ModelSpec("spread", 600, 48, 96, 3, 8, 4, 8)
-LARGER = ModelSpec("spread", 2_000, 512, 1_408, 16, 8, 2, 64)
+SPEC = model_spec("spread", 600, 48, 96, 3, 8, 4, 8)
+LARGER = model_spec("spread", 2_000, 512, 1_408, 16, 8, 2, 64)
 CLUSTER = parse_cluster("2xH100")
 EVEN = replace(UNTIED, intermediate_size=28)
 """What two ranks can divide."""

@@ -222,7 +222,7 @@ def beyond(recipe: Recipe, spec: ModelSpec) -> str | None:
     if recipe.model.config is not None:
         return f"{what}; `train.seq_len={longest}`, or `model.config.max_position_embeddings={asked}`"
     yarn = {"rope_type": "yarn", "factor": asked / longest, "original_max_position_embeddings": longest}
-    stretched = "" if spec.rope_scaling else f", or stretch them: `model.rope_scaling={json.dumps(yarn)}`"
+    stretched = "" if spec.positions.rope_scaling else f", or stretch them: `model.rope_scaling={json.dumps(yarn)}`"
     return f"{what}, and it knows nothing of longer text; `train.seq_len={longest}`{stretched}"
 
 

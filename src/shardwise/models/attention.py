@@ -195,16 +195,21 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.head_dim = spec.head_dim
-        q_size, kv_size = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-        self.q = nn.Linear(spec.hidden_size, q_size, bias=spec.attention_bias)
-        self.k = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention_bias)
-        self.v = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention_bias)
-        self.o = nn.Linear(q_size, spec.hidden_size, bias=spec.output_bias)
-        self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.attention_sinks else None
-        self.qk_norm = spec.qk_norm
-        if spec.qk_norm is not None:
-            sizes = (q_size, kv_size) if spec.qk_norm == "projection" else (spec.head_dim,) * 2
+        self.head_dim = spec.attention.head_dim
+        q_size, kv_size = (
+            spec.attention.num_attention_heads * spec.attention.head_dim,
+            spec.attention.num_key_value_heads * spec.attention.head_dim,
+        )
+        self.q = nn.Linear(spec.hidden_size, q_size, bias=spec.attention.attention_bias)
+        self.k = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention.attention_bias)
+        self.v = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention.attention_bias)
+        self.o = nn.Linear(q_size, spec.hidden_size, bias=spec.attention.output_bias)
+        self.sinks = (
+            nn.Parameter(torch.zeros(spec.attention.num_attention_heads)) if spec.attention.attention_sinks else None
+        )
+        self.qk_norm = spec.attention.qk_norm
+        if spec.attention.qk_norm is not None:
+            sizes = (q_size, kv_size) if spec.attention.qk_norm == "projection" else (spec.attention.head_dim,) * 2
             self.q_norm, self.k_norm = (RMSNorm(size, spec.rms_norm_eps, spec.norm_plus_one) for size in sizes)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: MaskSpec) -> Tensor:

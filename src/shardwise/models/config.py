@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal
@@ -11,8 +11,9 @@ from typing import Any, Literal
 from shardwise.errors import ConfigError, Problem
 from shardwise.models import rope
 from shardwise.models.families import ACTIVATIONS, FAMILIES, activation, family_of, text_part
-from shardwise.models.family import FULL, SLIDING
+from shardwise.models.family import FULL, SLIDING, Fields
 from shardwise.models.hf_spec import HFModel
+from shardwise.models.kinds import AttentionSpec, ExpertSpec, PositionSpec
 from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.models.rope import RopeScaling, number, unsupported
 from shardwise.spec.complaints import show_value
@@ -32,19 +33,9 @@ class ModelSpec:
     """The dimensions of one model and what its blocks are made of, named as Hugging Face names them where it has a
     name. Every feature has a neutral default, which costs nothing.
 
-    attention_output_bias: of o, where it differs from q, k and v. norm_placement: of the norms of a block, before
-    attention and MLP, after them, or both. norm_plus_one: norms multiply by 1 + weight. qk_norm: of queries and keys,
-    over each head or over the whole projection. attention_scale: of scores, None for 1 / sqrt(head_dim).
-    sliding_window: positions that a query of a sliding layer sees, its own included; all layers slide unless
-    ``layer_types`` says which. local_rope_theta: that of sliding layers, which are then not stretched.
-    nope_layers: those without rotation. logits_scaling: what logits are divided by. intermediate_sizes: of each layer,
-    where they differ; no family's config has them. attention_sinks: a logit of each head that takes part in its
-    softmax. experts: of each layer but the ``dense_layers``, ``expert_size`` wide, of which a token goes to
-    ``experts_per_token``; normalised_top_k: their weights add up to one. shared_expert_size: width of an MLP for all
-    tokens beside them, shared_expert_gate: multiplied by the sigmoid of a product of its own. router_aux_loss_coef: of
-    the loss that balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/balance.py);
-    output_router_logits: whether the first is added, as transformers names it. expert_capacity: how many times its even
-    share of a row an expert takes at most in training; None: all of it. hf_model: blocks that are not the decoder's.
+    norm_placement: of the norms of a block, before attention and MLP, after them, or both. norm_plus_one: norms
+    multiply by 1 + weight. logits_scaling: what logits are divided by. intermediate_sizes: of each layer, where they
+    differ; no family's config has them. hf_model: blocks that are not the decoder's.
     """
 
     name: str
@@ -52,52 +43,26 @@ class ModelSpec:
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    attention: AttentionSpec = AttentionSpec()
+    positions: PositionSpec = PositionSpec()
+    experts: ExpertSpec = ExpertSpec()
     family: str = "llama"
     rms_norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
     mlp_bias: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | tuple[int, ...] | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | tuple[int, ...] | None = None
-    attention_output_bias: bool | None = None
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     norm_placement: Literal["before", "after", "both"] = "before"
     norm_plus_one: bool = False
-    qk_norm: Literal["head", "projection"] | None = None
-    attention_scale: float | None = None
-    attention_soft_cap: float | None = None
     final_soft_cap: float | None = None
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] = ()
-    local_rope_theta: float | None = None
-    nope_layers: tuple[int, ...] = ()
-    partial_rotary_factor: float = 1.0
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     intermediate_sizes: tuple[int, ...] = ()
-    attention_sinks: bool = False
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_size: int = 0
-    expert_bias: bool = False
-    router_bias: bool = False
-    normalised_top_k: bool = True
-    shared_expert_size: int = 0
-    shared_expert_gate: bool = False
-    dense_layers: tuple[int, ...] = ()
-    router_aux_loss_coef: float = 0.0
-    router_z_loss_coef: float = 0.0
-    output_router_logits: bool = True
-    expert_capacity: float | None = None
     hf_model: HFModel | None = None
 
     def mlp_size(self, layer: int) -> int:
@@ -109,17 +74,12 @@ class ModelSpec:
         """How wide the MLPs are, those that all tokens share beside experts included, but no experts."""
         if not self.experts:
             return {*self.intermediate_sizes} or {self.intermediate_size}
-        dense = {self.intermediate_size} if self.dense_layers else set()
-        return dense | ({self.shared_expert_size} if self.shared_expert_size else set())
-
-    @property
-    def router_losses(self) -> tuple[float, float]:
-        """What the two losses of routers are multiplied by: that which balances experts, and the z-loss."""
-        return self.router_aux_loss_coef if self.output_router_logits else 0.0, self.router_z_loss_coef
+        dense = {self.intermediate_size} if self.experts.dense_layers else set()
+        return dense | ({self.experts.shared_expert_size} if self.experts.shared_expert_size else set())
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer has experts in the place of an MLP."""
-        return self.experts > 0 and layer not in self.dense_layers
+        return bool(self.experts) and layer not in self.experts.dense_layers
 
     @property
     def expert_layers(self) -> int:
@@ -129,17 +89,43 @@ class ModelSpec:
     @property
     def expert_counts(self) -> int:
         """How many numbers a step counts of experts: two losses, each layer's loads and, with a capacity, its drops."""
-        return 2 + self.expert_layers * (self.experts + (self.expert_capacity is not None)) if self.expert_layers else 0
+        each = self.experts.num_experts + (self.experts.expert_capacity is not None)
+        return 2 + self.expert_layers * each if self.expert_layers else 0
 
     @property
     def rotary_dim(self) -> int:
         """How many elements of a head are rotated."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        return int(self.attention.head_dim * self.positions.partial_rotary_factor)
 
-    @property
-    def output_bias(self) -> bool:
-        """Whether o has a bias."""
-        return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
+
+PARTS = {"attention": AttentionSpec, "positions": PositionSpec, "experts": ExpertSpec}
+"""The records within a ModelSpec."""
+_PART = {field.name: part for part, record in PARTS.items() for field in fields(record)}
+
+
+def model_spec(name: str, *sizes: int, **values: Any) -> ModelSpec:
+    """A spec of these fields, its own and those of its records, each by its name alone; of ``SIZES`` and ``HEADS`` also
+    in their order."""
+    values |= dict(zip((*SIZES, *HEADS), sizes, strict=False))
+    own = {key: value for key, value in values.items() if key not in _PART}
+    return with_fields(ModelSpec(name, **own), **{key: value for key, value in values.items() if key in _PART})
+
+
+def with_fields(spec: ModelSpec, **values: Any) -> ModelSpec:
+    """The spec with other values of these fields, its own and those of its records, each by its name alone."""
+    own = {key: value for key, value in values.items() if key not in _PART}
+    for part in PARTS:
+        if inner := {key: value for key, value in values.items() if _PART.get(key) == part}:
+            own[part] = replace(vars(spec)[part], **inner)
+    return replace(spec, **own)
+
+
+def flat(spec: ModelSpec) -> Fields:
+    """The fields of a spec and of its records by their names alone: the inverse of :func:`model_spec`."""
+    values = asdict(spec)
+    return {key: value for key, value in values.items() if key not in PARTS} | {
+        key: value for part in PARTS for key, value in values[part].items()
+    }
 
 
 @dataclass(frozen=True)
@@ -158,9 +144,13 @@ def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, ...], tuple[int, ...]
     kinds: dict[LayerKind, int] = {}
     order = []
     for layer in range(spec.num_hidden_layers):
-        sliding = spec.sliding_window is not None and (not spec.layer_types or spec.layer_types[layer] == SLIDING)
-        local = sliding and (spec.local_rope_theta is not None or spec.hf_model is not None)
-        kind = LayerKind(spec.sliding_window if sliding else None, layer not in spec.nope_layers, local)
+        sliding = spec.attention.sliding_window is not None and (
+            not spec.attention.layer_types or spec.attention.layer_types[layer] == SLIDING
+        )
+        local = sliding and (spec.positions.local_rope_theta is not None or spec.hf_model is not None)
+        kind = LayerKind(
+            spec.attention.sliding_window if sliding else None, layer not in spec.positions.nope_layers, local
+        )
         order.append(kinds.setdefault(kind, len(kinds)))
     return tuple(kinds), tuple(order)
 
@@ -188,7 +178,9 @@ def _of_block(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.weight"] = shape
         if bias:
             shapes[f"{name}.bias"] = shape[:1]
-    return shapes | ({"attention.sinks": (spec.num_attention_heads,)} if spec.attention_sinks else {})
+    return shapes | (
+        {"attention.sinks": (spec.attention.num_attention_heads,)} if spec.attention.attention_sinks else {}
+    )
 
 
 Matrices = dict[str, tuple[tuple[int, int], bool]]
@@ -196,9 +188,16 @@ Matrices = dict[str, tuple[tuple[int, int], bool]]
 
 
 def _attention(spec: ModelSpec) -> Matrices:
-    d, q, kv = spec.hidden_size, spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    inner = {f"attention.{name}": ((size, d), spec.attention_bias) for name, size in (("q", q), ("k", kv), ("v", kv))}
-    return inner | {"attention.o": ((d, q), spec.output_bias)}
+    d, q, kv = (
+        spec.hidden_size,
+        spec.attention.num_attention_heads * spec.attention.head_dim,
+        spec.attention.num_key_value_heads * spec.attention.head_dim,
+    )
+    inner = {
+        f"attention.{name}": ((size, d), spec.attention.attention_bias)
+        for name, size in (("q", q), ("k", kv), ("v", kv))
+    }
+    return inner | {"attention.o": ((d, q), spec.attention.output_bias)}
 
 
 def _mlp(spec: ModelSpec, name: str, f: int) -> Matrices:
@@ -208,12 +207,12 @@ def _mlp(spec: ModelSpec, name: str, f: int) -> Matrices:
 
 def _experts(spec: ModelSpec) -> Matrices:
     """Those of a mixture of experts: each matrix of all experts is one, an expert's rows after another's."""
-    d, rows, bias = spec.hidden_size, spec.experts * spec.expert_size, spec.expert_bias
-    found: Matrices = {"mlp.router": ((spec.experts, d), spec.router_bias)}
+    d, rows, bias = spec.hidden_size, spec.experts.num_experts * spec.experts.expert_size, spec.experts.expert_bias
+    found: Matrices = {"mlp.router": ((spec.experts.num_experts, d), spec.experts.router_bias)}
     found |= {f"mlp.experts.expert_{name}": ((rows, d), bias) for name in ("gate", "up")}
-    found |= {"mlp.experts.expert_down": ((spec.experts * d, spec.expert_size), bias)}
-    found |= _mlp(spec, "mlp.shared", spec.shared_expert_size) if spec.shared_expert_size else {}
-    return found | ({"mlp.shared_gate": ((1, d), False)} if spec.shared_expert_gate else {})
+    found |= {"mlp.experts.expert_down": ((spec.experts.num_experts * d, spec.experts.expert_size), bias)}
+    found |= _mlp(spec, "mlp.shared", spec.experts.shared_expert_size) if spec.experts.shared_expert_size else {}
+    return found | ({"mlp.shared_gate": ((1, d), False)} if spec.experts.shared_expert_gate else {})
 
 
 def _norms(spec: ModelSpec) -> dict[str, int]:
@@ -222,10 +221,10 @@ def _norms(spec: ModelSpec) -> dict[str, int]:
     norms = {} if placement == "after" else {"attention_norm": d, "mlp_norm": d}
     if placement != "before":
         norms |= {"attention_after_norm": d, "mlp_after_norm": d}
-    if spec.qk_norm is not None:
-        whole = spec.qk_norm == "projection"
-        heads = {"q": spec.num_attention_heads, "k": spec.num_key_value_heads}
-        norms |= {f"attention.{x}_norm": spec.head_dim * (heads[x] if whole else 1) for x in heads}
+    if spec.attention.qk_norm is not None:
+        whole = spec.attention.qk_norm == "projection"
+        heads = {"q": spec.attention.num_attention_heads, "k": spec.attention.num_key_value_heads}
+        norms |= {f"attention.{x}_norm": spec.attention.head_dim * (heads[x] if whole else 1) for x in heads}
     return norms
 
 
@@ -244,7 +243,9 @@ def active_parameter_count(spec: ModelSpec) -> int:
     """Those of them that compute a token: of the experts only the ones that it goes to."""
     shapes = parameter_shapes(spec).items()
     idle = sum(prod(shape) for name, shape in shapes if is_expert(name))
-    return parameter_count(spec) - (idle - idle * spec.experts_per_token // spec.experts if spec.experts else 0)
+    return parameter_count(spec) - (
+        idle - idle * spec.experts.experts_per_token // spec.experts.num_experts if spec.experts else 0
+    )
 
 
 def problems(spec: ModelSpec) -> list[Problem]:
@@ -254,34 +255,35 @@ def problems(spec: ModelSpec) -> list[Problem]:
     def refuse(what: str, fix: str) -> None:
         found.append(Problem("PLAN008", what, where=f"config of {spec.name}", fix=fix))
 
-    sizes = asdict(spec)
+    sizes = vars(spec)
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"):
         if sizes[key] < 1:
             refuse(f"{key} is {sizes[key]}", f"{key}: 1 or more")
-    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+    attention, positions, experts = spec.attention, spec.positions, spec.experts
+    heads, kv_heads = attention.num_attention_heads, attention.num_key_value_heads
     if heads < 1 or kv_heads < 1:
         refuse(f"{heads} attention heads and {kv_heads} key-value heads", "1 or more of each")
     elif heads % kv_heads:
         legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         what = f"{kv_heads} key-value heads do not divide {heads} attention heads"
         refuse(what, f"num_key_value_heads: one of {legal}")
-    if spec.head_dim < 2 or spec.head_dim % 2:
-        what = f"head_dim {spec.head_dim} is not even, but rotary embedding rotates pairs"
-        refuse(what, f"head_dim: {max(2, spec.head_dim + 1)}")
+    if attention.head_dim < 2 or attention.head_dim % 2:
+        what = f"head_dim {attention.head_dim} is not even, but rotary embedding rotates pairs"
+        refuse(what, f"head_dim: {max(2, attention.head_dim + 1)}")
     elif spec.rotary_dim < 2 or spec.rotary_dim % 2:
-        what = f"partial_rotary_factor {spec.partial_rotary_factor} rotates {spec.rotary_dim}, not an even number"
+        what = f"partial_rotary_factor {positions.partial_rotary_factor} rotates {spec.rotary_dim}, not an even number"
         refuse(what, "partial_rotary_factor: 1.0")
-    if spec.experts and not 1 <= spec.experts_per_token <= spec.experts:
-        what = f"{spec.experts_per_token} experts for each token, of {spec.experts}"
-        refuse(what, f"num_experts_per_tok: 1 to {spec.experts}")
-    if spec.experts and spec.expert_size < 1:
-        refuse(f"experts are {spec.expert_size} wide", "moe_intermediate_size: 1 or more")
-    if spec.sliding_window is not None and spec.sliding_window < 1:
-        refuse(f"sliding_window is {spec.sliding_window}", "sliding_window: 1 or more, or null")
-    if spec.layer_types and len(spec.layer_types) != spec.num_hidden_layers:
-        what = f"{len(spec.layer_types)} layer_types for {spec.num_hidden_layers} layers"
+    if experts and not 1 <= experts.experts_per_token <= experts.num_experts:
+        what = f"{experts.experts_per_token} experts for each token, of {experts.num_experts}"
+        refuse(what, f"num_experts_per_tok: 1 to {experts.num_experts}")
+    if experts and experts.expert_size < 1:
+        refuse(f"experts are {experts.expert_size} wide", "moe_intermediate_size: 1 or more")
+    if attention.sliding_window is not None and attention.sliding_window < 1:
+        refuse(f"sliding_window is {attention.sliding_window}", "sliding_window: 1 or more, or null")
+    if attention.layer_types and len(attention.layer_types) != spec.num_hidden_layers:
+        what = f"{len(attention.layer_types)} layer_types for {spec.num_hidden_layers} layers"
         refuse(what, f"layer_types: {spec.num_hidden_layers} of {FULL} or {SLIDING}")
-    scaling = spec.rope_scaling
+    scaling = positions.rope_scaling
     if scaling is not None and scaling.kind == "longrope":
         for key, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
             if len(factors) != spec.rotary_dim // 2:
@@ -317,8 +319,8 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
     heads = config["num_attention_heads"]
     longest = int(number(config, "max_position_embeddings", 2048, name))
     theta, scaling = _rope(config, longest, name)
-    fields: dict[str, Any] = {key: bool(config.get(key, False)) for key in family.biases}
-    fields |= {key: config[key] for key in SIZES} | {
+    values: Fields = {key: bool(config.get(key, False)) for key in family.biases}
+    values |= {key: config[key] for key in SIZES} | {
         "num_key_value_heads": heads if config.get("num_key_value_heads") is None else config["num_key_value_heads"],
         "head_dim": _head_dim(config, where),
         "activation": activation(config, name),
@@ -330,7 +332,7 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
         "initializer_range": number(config, "initializer_range", 0.02, name),
         **{key: tuple(ids) if isinstance(ids := config.get(key), list) else ids for key in TOKENS},
     }
-    spec = ModelSpec(name=name, family=model_type, **fields | family.fields | family.read(config, name))
+    spec = model_spec(name, family=model_type, **values | family.fields | family.read(config, name))
     if found := problems(spec):
         raise ConfigError(*found)
     return spec
@@ -368,31 +370,31 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         return json.loads(spec.hf_model.config) | {"eos_token_id": eos, "bos_token_id": spec.bos_token_id}
     if spec.intermediate_sizes:
         raise ValueError(f"no config says that the MLPs of {spec.name} differ in width")
-    family, fields = FAMILIES[spec.family], asdict(spec)
+    family, values = FAMILIES[spec.family], flat(spec)
     act = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation), "silu")
-    stretch = rope.write(spec.rope_scaling)
-    config = {key: fields[key] for key in (*SIZES, *HEADS, *NUMBERS, *TOKENS, *family.biases)}
+    stretch = rope.write(spec.positions.rope_scaling)
+    config = {key: values[key] for key in (*SIZES, *HEADS, *NUMBERS, *TOKENS, *family.biases)}
     return config | {
         "architectures": [family.architecture],
         "model_type": spec.family,
         "hidden_act": act,
         "hidden_activation": act,
         **_write_rope(spec, stretch),
-        "rope_scaling": None if spec.rope_scaling is None else stretch,
+        "rope_scaling": None if spec.positions.rope_scaling is None else stretch,
         "attention_dropout": 0.0,
         "eos_token_id": eos,
         "use_cache": True,
-        **family.write(fields),
+        **family.write(values),
     }
 
 
 def _write_rope(spec: ModelSpec, stretch: dict[str, Any]) -> dict[str, Any]:
-    parameters = stretch | {"rope_theta": spec.rope_theta}
-    if spec.partial_rotary_factor != 1.0:
-        parameters["partial_rotary_factor"] = spec.partial_rotary_factor
-    config = {"rope_theta": spec.rope_theta, "rope_parameters": parameters}
-    if spec.local_rope_theta is None:
+    parameters = stretch | {"rope_theta": spec.positions.rope_theta}
+    if spec.positions.partial_rotary_factor != 1.0:
+        parameters["partial_rotary_factor"] = spec.positions.partial_rotary_factor
+    config = {"rope_theta": spec.positions.rope_theta, "rope_parameters": parameters}
+    if spec.positions.local_rope_theta is None:
         return config
-    local = {"rope_type": "default", "rope_theta": spec.local_rope_theta}
+    local = {"rope_type": "default", "rope_theta": spec.positions.local_rope_theta}
     by_layer = {"rope_parameters": {FULL: parameters, SLIDING: local}}
-    return config | by_layer | {"rope_local_base_freq": spec.local_rope_theta}
+    return config | by_layer | {"rope_local_base_freq": spec.positions.local_rope_theta}

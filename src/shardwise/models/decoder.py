@@ -121,9 +121,13 @@ class Decoder(Part):
         longest = whole if mask.documents is None else mask.longest
         mask = mask if self.kernel == "auto" else replace(mask, kernel=self.kernel)
         spec, made = self.spec, []
-        mask = mask if mask.filled is None or spec.expert_capacity else replace(mask, filled=None)
+        mask = mask if mask.filled is None or spec.experts.expert_capacity else replace(mask, filled=None)
         for kind in kinds:
             window = kind.window if kind.window is not None and kind.window < longest else None
-            own = {"window": window, "soft_cap": spec.attention_soft_cap, "scale": spec.attention_scale}
+            own = {
+                "window": window,
+                "soft_cap": spec.attention.attention_soft_cap,
+                "scale": spec.attention.attention_scale,
+            }
             made.append(mask if set(own.values()) == {None} else replace(mask, **own))  # type: ignore[arg-type]
         return made

@@ -75,7 +75,7 @@ def _experts(config: Config, name: str, count: str = "num_experts", width: str =
         what = f"{count} is {experts}"
         raise ConfigError(Problem("PLAN008", what, f"config of {name}", f"{count}: 1 or more"))
     return {
-        "experts": experts,
+        "num_experts": experts,
         "experts_per_token": whole(config, "num_experts_per_tok", name),
         "expert_size": whole(config, width, name),
         "router_aux_loss_coef": number(config, "router_aux_loss_coef", None, name),
@@ -86,7 +86,7 @@ def _experts(config: Config, name: str, count: str = "num_experts", width: str =
 
 def _write_experts(fields: Fields, count: str = "num_experts") -> Config:
     return {
-        count: fields["experts"],
+        count: fields["num_experts"],
         "num_experts_per_tok": fields["experts_per_token"],
         "router_aux_loss_coef": fields["router_aux_loss_coef"],
         "output_router_logits": fields["output_router_logits"],

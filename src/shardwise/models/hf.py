@@ -142,7 +142,7 @@ def match(
     problems = []
     if missing or extra:
         what = f"{len(missing)} tensors missing ({_some(missing)}), {len(extra)} unexpected ({_some(extra)})"
-        model = f"{spec.num_hidden_layers} layers" + (f", {spec.experts} experts" if spec.experts else "")
+        model = f"{spec.num_hidden_layers} layers" + (f", {spec.experts.num_experts} experts" if spec.experts else "")
         fix = f"take the config.json that belongs to these weights (the model: {model})"
         problems.append(Problem("CKPT003", what.replace(" ()", ""), where, fix))
     there = {name: found[name] for name in shapes if name in found}

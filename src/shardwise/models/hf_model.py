@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.errors import ConfigError
 from shardwise.models.attention import MaskSpec, attention
 from shardwise.models.blocks import tie
-from shardwise.models.config import TOKENS, ModelSpec
+from shardwise.models.config import TOKENS, ModelSpec, model_spec
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_spec import HFModel, check_supported, refuse
 from shardwise.models.layers import Finish, Head, Part, soft_cap
@@ -252,15 +252,17 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
     described = _described(whole, config, places, tied, seen)
     heads, kv_heads, head_dim = seen.heads
     mixed = windows and None in seen.windows
-    return ModelSpec(
+    return model_spec(
         name,
-        embed.num_embeddings,
-        embed.embedding_dim,
-        max(shape[0] for key, _, shape, _ in described.parameters if key.startswith("layers.") and len(shape) == 2),
-        len(seen.layers),
-        heads,
-        kv_heads,
-        head_dim,
+        vocab_size=embed.num_embeddings,
+        hidden_size=embed.embedding_dim,
+        intermediate_size=max(
+            shape[0] for key, _, shape, _ in described.parameters if key.startswith("layers.") and len(shape) == 2
+        ),
+        num_hidden_layers=len(seen.layers),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         family=config["model_type"],
         max_position_embeddings=text.max_position_embeddings,
         tie_word_embeddings=tied,

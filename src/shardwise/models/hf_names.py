@@ -108,11 +108,12 @@ def locations(spec: ModelSpec, found: Collection[str] = ()) -> dict[str, tuple[L
     for name, form in forms.items():
         rows, *columns = shapes[name]
         if isinstance(form, Stack):
-            located[name] = tuple(_in_stack(form, shapes[name], spec.experts))
+            located[name] = tuple(_in_stack(form, shapes[name], spec.experts.num_experts))
         elif "{}" in form:
-            each = rows // spec.experts
+            each = rows // spec.experts.num_experts
             located[name] = tuple(
-                Location(each * e, each * (e + 1), form.format(e), (each, *columns)) for e in range(spec.experts)
+                Location(each * e, each * (e + 1), form.format(e), (each, *columns))
+                for e in range(spec.experts.num_experts)
             )
         else:
             shape = (heights[form], *columns)
@@ -146,7 +147,7 @@ def _is_there(form: str | Stack, spec: ModelSpec, found: Collection[str]) -> boo
     """Whether there is any tensor of this form."""
     if isinstance(form, Stack):
         return any(form.name + word in found for word in (("_blocks", "_scales") if form.packed else ("",)))
-    return any(form.format(e) in found for e in range(spec.experts)) if "{}" in form else form in found
+    return any(form.format(e) in found for e in range(spec.experts.num_experts)) if "{}" in form else form in found
 
 
 def tensors(located: Mapping[str, tuple[Location, ...]]) -> dict[str, list[tuple[str, Location]]]:

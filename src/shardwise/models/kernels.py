@@ -125,7 +125,7 @@ def cases(spec: ModelSpec, case: Case, seq_len: int) -> dict[str, Case]:
     found = {f"windows of {window:,}": replace(case, window=True) for window in sorted(filter(None, windows))}
     if None in windows:
         found = {"full attention": case, **found}
-    cap = spec.attention_soft_cap is not None
+    cap = spec.attention.attention_soft_cap is not None
     return {words: replace(of, soft_cap=cap, odd_length=seq_len % LENGTH != 0) for words, of in found.items()}
 
 

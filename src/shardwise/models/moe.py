@@ -58,8 +58,8 @@ class Router(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(spec.experts, spec.hidden_size))
-        self.bias = nn.Parameter(torch.empty(spec.experts)) if spec.router_bias else None
+        self.weight = nn.Parameter(torch.empty(spec.experts.num_experts, spec.hidden_size))
+        self.bias = nn.Parameter(torch.empty(spec.experts.num_experts)) if spec.experts.router_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [n,d] -> [n,E]."""
@@ -192,7 +192,8 @@ class Experts(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        d, f, count, bias = spec.hidden_size, spec.expert_size, spec.experts, spec.expert_bias
+        own = spec.experts
+        d, f, count, bias = spec.hidden_size, own.expert_size, own.num_experts, own.expert_bias
         self.expert_gate = Stacked(count, f, d, bias=bias)
         self.expert_up = Stacked(count, f, d, bias=bias)
         self.expert_down = Stacked(count, d, f, bias=bias)
@@ -222,13 +223,13 @@ class MoE(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.top, self.normalised = spec.experts_per_token, spec.normalised_top_k
-        self.coefficients = spec.router_losses
-        self.room = None if spec.expert_capacity is None else partial(expert_room, spec)
+        self.top, self.normalised = spec.experts.experts_per_token, spec.experts.normalised_top_k
+        self.coefficients = spec.experts.router_losses
+        self.room = None if spec.experts.expert_capacity is None else partial(expert_room, spec)
         self.tally: Tally | None = None
         self.router, self.experts = Router(spec), Experts(spec)
-        self.shared = MLP(spec, spec.shared_expert_size) if spec.shared_expert_size else None
-        self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if spec.shared_expert_gate else None
+        self.shared = MLP(spec, spec.experts.shared_expert_size) if spec.experts.shared_expert_size else None
+        self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if spec.experts.shared_expert_gate else None
 
     def forward(self, x: Tensor, filled: Tensor | None = None) -> Tensor:
         """x [..,d] -> [..,d]. ``filled`` [b]: of whole rows how many tokens are more than padding at the end."""

@@ -284,7 +284,7 @@ def _not_apart(name: str, where: str) -> Problem:
 
 def _expert_shapes(members: Iterable[str], lora: Lora, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shapes of adapters of experts."""
-    shapes, ranks = parameter_shapes(spec), spec.experts * lora.rank
+    shapes, ranks = parameter_shapes(spec), spec.experts.num_experts * lora.rank
     weights = {name: shapes[f"{name.rsplit('.', 2)[0]}.weight"] for name in members}
     return {
         name: (ranks, wide) if role(name) == "lora_a" else (tall, lora.rank) for name, (tall, wide) in weights.items()

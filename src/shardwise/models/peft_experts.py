@@ -62,7 +62,7 @@ class Fused:
     def of(cls, members: Sequence[str], shapes: Mapping[str, tuple[int, ...]], rank: int, spec: ModelSpec) -> Fused:
         form = FAMILIES[spec.family].names.get("layers.{}.mlp.experts.expert_gate.weight")
         interleaved = isinstance(form, Stack) and form.interleaved
-        return cls(tuple(members), tuple(shapes[name] for name in members), rank, spec.experts, interleaved)
+        return cls(tuple(members), tuple(shapes[name] for name in members), rank, spec.experts.num_experts, interleaved)
 
     @property
     def kind(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, DataError, Problem
-from shardwise.models.config import ModelSpec, parameter_count, to_hf
+from shardwise.models.config import ModelSpec, parameter_count, to_hf, with_fields
 from shardwise.models.load import load_spec, read_spec
 from shardwise.models.rows import rows_for, with_added
 from shardwise.spec.recipe import PREFERENCE, Data, Model, Recipe, TokenizerSection
@@ -31,11 +31,11 @@ def _balanced(spec: ModelSpec, model: Model) -> ModelSpec:
         raise ConfigError(Problem("CFG008", what, f"model.{key}", "leave it out"))
     if not spec.experts:
         return spec
-    auxiliary = spec.router_aux_loss_coef if model.router_aux_loss is None else model.router_aux_loss
+    auxiliary = spec.experts.router_aux_loss_coef if model.router_aux_loss is None else model.router_aux_loss
     begins = model.config is not None or model.init == "random"
-    added = spec.output_router_logits or begins if model.router_aux_loss is None else model.router_aux_loss > 0
-    spec = replace(spec, router_aux_loss_coef=auxiliary, output_router_logits=added)
-    return replace(spec, router_z_loss_coef=model.router_z_loss, expert_capacity=model.expert_capacity)
+    added = spec.experts.output_router_logits or begins if model.router_aux_loss is None else model.router_aux_loss > 0
+    spec = with_fields(spec, router_aux_loss_coef=auxiliary, output_router_logits=added)
+    return with_fields(spec, router_z_loss_coef=model.router_z_loss, expert_capacity=model.expert_capacity)
 
 
 def _described(recipe: Recipe) -> ModelSpec:

@@ -10,4 +10,6 @@ from shardwise.models.config import ModelSpec
 
 def expert_room(spec: ModelSpec, tokens: int) -> int:
     """How many tokens an expert takes of a row of so many: its capacity is a decimal fraction, as it was written."""
-    return ceil(Fraction(str(spec.expert_capacity)) * tokens * spec.experts_per_token / spec.experts)
+    return ceil(
+        Fraction(str(spec.experts.expert_capacity)) * tokens * spec.experts.experts_per_token / spec.experts.num_experts
+    )

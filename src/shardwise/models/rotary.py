@@ -25,8 +25,12 @@ def rotary_tables(
     layers."""
     wide = accumulation_dtype(dtype)
     exponents = torch.arange(0, spec.rotary_dim, 2, device=positions.device).to(wide) / spec.rotary_dim
-    frequencies = 1.0 / (spec.local_rope_theta if local and spec.local_rope_theta else spec.rope_theta) ** exponents
-    scaling = None if local else spec.rope_scaling
+    frequencies = (
+        1.0
+        / (spec.positions.local_rope_theta if local and spec.positions.local_rope_theta else spec.positions.rope_theta)
+        ** exponents
+    )
+    scaling = None if local else spec.positions.rope_scaling
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
         frequencies = _by_length(
             spec, frequencies, scaling, _reached(positions, documents) if reached is None else reached
@@ -58,7 +62,7 @@ def _yarn_ramp(spec: ModelSpec, frequencies: Tensor, scaling: RopeScaling) -> Te
 
     def place(turns: float) -> float:
         span = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
-        return spec.rotary_dim * math.log(span) / (2 * math.log(spec.rope_theta))
+        return spec.rotary_dim * math.log(span) / (2 * math.log(spec.positions.rope_theta))
 
     low, high = place(scaling.beta_fast), place(scaling.beta_slow)
     if scaling.truncate:

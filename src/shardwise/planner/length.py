@@ -50,7 +50,7 @@ def with_reference(length: Length, plan: Plan, spec: ModelSpec, passes: float) -
     if not plan.method.reference or found is None or length.seconds is None or not plan.estimate.flops_per_step:
         return length
     tokens = batch.global_batch_size(plan.layout.dp) * batch.seq_len
-    scores = 2 * batch.seq_len * spec.num_attention_heads * spec.head_dim * spec.num_hidden_layers
+    scores = 2 * batch.seq_len * spec.attention.num_attention_heads * spec.attention.head_dim * spec.num_hidden_layers
     share = tokens * (2 * active_parameter_count(spec) + scores) / plan.estimate.flops_per_step
     reference_s = length.steps * passes * share * (found.compute_s + sum(found.exposed_s.values()))
     factor = 1 + reference_s / length.seconds

@@ -83,9 +83,9 @@ def _passes() -> dict[object, Span]:
 
 def most_rows(spec: ModelSpec, plan: Plan) -> float:
     """How many times its even share of the rows memory is reserved for: no more than the capacity of its experts."""
-    if spec.expert_capacity is None:
+    if spec.experts.expert_capacity is None:
         return plan.expert_imbalance
-    even = plan.batch.seq_len * spec.experts_per_token / spec.experts
+    even = plan.batch.seq_len * spec.experts.experts_per_token / spec.experts.num_experts
     return min(plan.expert_imbalance, expert_room(spec, plan.batch.seq_len) / even)
 
 

@@ -102,7 +102,7 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
         # Unless they are told apart by name, or some have no adapters, blocks of a kind differ in whether they are the
         # first.
         alike = (order[number], number == 0, spec.mlp_size(number), spec.has_experts(number))
-        some_adapted = plan.lora is not None and bool(plan.lora.targets) and spec.experts > 0
+        some_adapted = plan.lora is not None and bool(plan.lora.targets) and spec.experts.num_experts > 0
         key = (number,) if plan.frozen or plan.precision.modules or some_adapted else alike
         if key not in variants:
             variants[key] = chosen(spec, plan, place, number)
@@ -122,8 +122,8 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
         tail,
         spec.tie_word_embeddings,
         capped=spec.final_soft_cap is not None,
-        key_heads=spec.num_key_value_heads,
-        heads_apart=spec.qk_norm != "projection",
+        key_heads=spec.attention.num_key_value_heads,
+        heads_apart=spec.attention.qk_norm != "projection",
         inside=plan,
         vocabulary=spec.vocab_size,
         counts=spec.expert_counts,

@@ -44,15 +44,15 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
         _, order = layer_kinds(spec)
         # Of each kind one that is not first.
         later = {kind: number for number, kind in reversed([*enumerate(order)][1:])}
-        few = 2 * spec.num_key_value_heads
-        alone = spec.num_attention_heads % few or spec.qk_norm == "projection"
+        few = 2 * spec.attention.num_key_value_heads
+        alone = spec.attention.num_attention_heads % few or spec.attention.qk_norm == "projection"
         for ranks in (1, 2) if alone else (1, 2, few):
             layout = Layout(dp_shard=2 if sharded else 1, tp=ranks)
             adapted = lora and replace(lora, frozen=types.compute)
             plan = Plan(layout, Batch(ranks, 1, 64), Shard("zero3" if sharded else "ddp"), types, lora=adapted)
             units: list[int | str] = ["stem", "tail", 0, *later.values()]
             plan = replace(plan, sequence_parallel=ranks > 1)
-            held = spec.num_key_value_heads // ranks
+            held = spec.attention.num_key_value_heads // ranks
             long_rows = sharded and held and not (lora and lora.nf4)
             for exchanging in {1, 2, held} if long_rows else ():  # a ring; tokens for some heads, and for one
                 cut = replace(layout, cp=max(2, exchanging), ulysses=exchanging)
@@ -69,10 +69,14 @@ def _mixtures(
     order = layer_kinds(spec)[1]
     kinds = {(order[n], spec.has_experts(n)): n for n in range(spec.num_hidden_layers - 1, 0, -1)}
     units: list[int | str] = ["stem", "tail", 0, *kinds.values()]
-    heads = spec.num_key_value_heads
-    cuts = [(1, 1)] if types.compute == "fp32" else product(sorted({1, 2, heads, 2 * heads}), (1, 2, spec.experts))
+    heads = spec.attention.num_key_value_heads
+    cuts = (
+        [(1, 1)]
+        if types.compute == "fp32"
+        else product(sorted({1, 2, heads, 2 * heads}), (1, 2, spec.experts.num_experts))
+    )
     for ranks, spread in cuts:
-        if spec.num_attention_heads % ranks:
+        if spec.attention.num_attention_heads % ranks:
             continue
         layout = Layout(dp_shard=(1 + sharded) * spread, tp=ranks, ep=spread)
         adapted = lora and replace(lora, frozen=types.compute)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise import techniques
-from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
+from shardwise.models.config import LayerKind, ModelSpec, layer_kinds, model_spec, with_fields
 from shardwise.models.families import FULL, SLIDING
 from shardwise.models.rope import RopeScaling
 from shardwise.spec.place import Place
@@ -40,7 +40,7 @@ GROWING = {"b": 1_009, "s": 1_013}
 def _spec(numbers: Sizes, **features: Any) -> ModelSpec:
     key_heads, heads = numbers["K"], numbers["K"] * numbers["G"]
     sizes = (numbers["V"], numbers["d"], numbers["f"], 1, heads, key_heads, numbers["e"])
-    return ModelSpec("template", *sizes, **features)
+    return model_spec("template", *sizes, **features)
 
 
 def sizes(spec: ModelSpec, unit: int | str = 0) -> Sizes:
@@ -49,19 +49,19 @@ def sizes(spec: ModelSpec, unit: int | str = 0) -> Sizes:
         "V": spec.vocab_size,
         "d": spec.hidden_size,
         "f": _width(spec, unit) if isinstance(unit, int) else spec.intermediate_size,
-        "E": spec.experts,
-        "M": spec.experts_per_token,
-        "h": spec.shared_expert_size,
-        "K": spec.num_key_value_heads,
-        "G": spec.num_attention_heads // spec.num_key_value_heads,
-        "e": spec.head_dim,
+        "E": spec.experts.num_experts,
+        "M": spec.experts.experts_per_token,
+        "h": spec.experts.shared_expert_size,
+        "K": spec.attention.num_key_value_heads,
+        "G": spec.attention.num_attention_heads // spec.attention.num_key_value_heads,
+        "e": spec.attention.head_dim,
         "p": spec.rotary_dim // 2,
-        "e-2p": spec.head_dim - 2 * (spec.rotary_dim // 2),
+        "e-2p": spec.attention.head_dim - 2 * (spec.rotary_dim // 2),
     }
 
 
 def _width(spec: ModelSpec, layer: int) -> int:
-    return spec.expert_size if spec.has_experts(layer) else spec.mlp_size(layer)
+    return spec.experts.expert_size if spec.has_experts(layer) else spec.mlp_size(layer)
 
 
 def _numbers(spec: ModelSpec, symbols: str) -> Sizes:
@@ -94,52 +94,54 @@ def _stem(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
     tables = tuple(dict.fromkeys(kind.local for kind in layer_kinds(spec)[0] if kind.rotated))
     template = _spec(numbers, embedding_multiplier=_switched(spec.embedding_multiplier))
     if not tables:
-        return replace(template, nope_layers=(0,)), numbers
-    template = replace(template, partial_rotary_factor=_rotating(numbers))
+        return with_fields(template, nope_layers=(0,)), numbers
+    template = with_fields(template, partial_rotary_factor=_rotating(numbers))
     if True in tables:
         types = tuple(SLIDING if local else FULL for local in tables)
-        template = replace(template, sliding_window=1, local_rope_theta=2.0, num_hidden_layers=len(tables))
-        template = replace(template, layer_types=types if len(tables) > 1 else ())
-    if spec.rope_scaling is None or False not in tables:
+        template = with_fields(template, sliding_window=1, local_rope_theta=2.0, num_hidden_layers=len(tables))
+        template = with_fields(template, layer_types=types if len(tables) > 1 else ())
+    if spec.positions.rope_scaling is None or False not in tables:
         return template, numbers
-    factors = (1.0,) * numbers["p"] if spec.rope_scaling.kind == "longrope" else ()
-    scaling = RopeScaling(spec.rope_scaling.kind, 2.0, short_factor=factors, long_factor=factors)
-    return replace(template, rope_scaling=scaling), numbers
+    factors = (1.0,) * numbers["p"] if spec.positions.rope_scaling.kind == "longrope" else ()
+    scaling = RopeScaling(spec.positions.rope_scaling.kind, 2.0, short_factor=factors, long_factor=factors)
+    return with_fields(template, rope_scaling=scaling), numbers
 
 
 def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Sizes]:
     """The template of a block. What a layer sees changes what it computes, but not what it allocates."""
-    partial = spec.rotary_dim < spec.head_dim and kind.rotated
+    partial = spec.rotary_dim < spec.attention.head_dim and kind.rotated
     experts = spec.has_experts(unit)
-    shared = experts and spec.shared_expert_size > 0
+    shared = experts and spec.experts.shared_expert_size > 0
     numbers = _numbers(spec, "dfKGe" + "p" * partial + "EM" * experts + "h" * shared)
     template = _spec(
         numbers,
-        attention_bias=spec.attention_bias,
-        attention_output_bias=None if spec.output_bias == spec.attention_bias else spec.output_bias,
+        attention_bias=spec.attention.attention_bias,
+        attention_output_bias=None
+        if spec.attention.output_bias == spec.attention.attention_bias
+        else spec.attention.output_bias,
         mlp_bias=spec.mlp_bias,
         activation=spec.activation,
         norm_placement=spec.norm_placement,
         norm_plus_one=spec.norm_plus_one,
-        qk_norm=spec.qk_norm,
+        qk_norm=spec.attention.qk_norm,
         residual_multiplier=_switched(spec.residual_multiplier),
         partial_rotary_factor=_rotating(numbers) if partial else 1.0,
         nope_layers=() if kind.rotated else (0,),
-        attention_sinks=spec.attention_sinks,
+        attention_sinks=spec.attention.attention_sinks,
     )
     if experts:
-        template = replace(
+        template = with_fields(
             template,
-            experts=numbers["E"],
+            num_experts=numbers["E"],
             experts_per_token=numbers["M"],
             expert_size=numbers["f"],
-            expert_bias=spec.expert_bias,
-            router_bias=spec.router_bias,
-            normalised_top_k=spec.normalised_top_k,
+            expert_bias=spec.experts.expert_bias,
+            router_bias=spec.experts.router_bias,
+            normalised_top_k=spec.experts.normalised_top_k,
             shared_expert_size=numbers["h"] if shared else 0,
-            shared_expert_gate=spec.shared_expert_gate,
-            router_aux_loss_coef=_on(spec.router_losses[0]),
-            router_z_loss_coef=_on(spec.router_losses[1]),
+            shared_expert_gate=spec.experts.shared_expert_gate,
+            router_aux_loss_coef=_on(spec.experts.router_losses[0]),
+            router_z_loss_coef=_on(spec.experts.router_losses[1]),
         )
     return template, {**numbers, "e-2p": numbers["e"] - 2 * numbers["p"]} if partial else {**numbers, "p": 1}
 

@@ -59,7 +59,7 @@ def has_room(routing: Routing, shape: tuple[int, int], spec: ModelSpec, filled: 
     found = torch.zeros_like(routing.weights)
     each = (part.view(*shape, -1) for part in (routing.ids, rounded(routing.weights.detach()), found))
     for ids, weights, kept, tokens in zip(*each, filled, strict=True):
-        for expert in range(spec.experts):
+        for expert in range(spec.experts.num_experts):
             token, place = (ids[:tokens] == expert).nonzero(as_tuple=True)
             first = weights[token, place].argsort(descending=True, stable=True)[: expert_room(spec, shape[1])]
             kept[token[first], place[first]] = 1.0
@@ -69,8 +69,10 @@ def has_room(routing: Routing, shape: tuple[int, int], spec: ModelSpec, filled: 
 def of_rows(logits: Tensor, spec: ModelSpec) -> Tensor:
     """Both losses of a layer with logits [b,s,E], times their coefficients: means over the rows."""
     scores = logits.softmax(-1)
-    chosen = one_hot(scores.topk(spec.experts_per_token).indices, spec.experts).to(scores.dtype).sum(2)
+    chosen = (
+        one_hot(scores.topk(spec.experts.experts_per_token).indices, spec.experts.num_experts).to(scores.dtype).sum(2)
+    )
     shares, means = chosen.mean(1), scores.mean(1)  # [b,E]
-    auxiliary = spec.experts * (shares * means).sum(1).mean()
-    of_loads, of_logits = spec.router_losses
+    auxiliary = spec.experts.num_experts * (shares * means).sum(1).mean()
+    of_loads, of_logits = spec.experts.router_losses
     return of_loads * auxiliary + of_logits * logits.logsumexp(-1).square().mean()

@@ -304,7 +304,7 @@ def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
             held = not (is_adapter(name) or job.lora.saves(name))
         if job.lora is not None and held and not (name == "norm.weight" and job.lora.saves("head.weight")):
             if job.lora.nf4 and nf4.quantised(name):
-                each = value.chunk(job.spec.experts if is_stacked(name) else 1)
+                each = value.chunk(job.spec.experts.num_experts if is_stacked(name) else 1)
                 value = torch.cat([dequantise(*quantise(one), one.dtype) for one in each])
             else:
                 value = value.to(torch_dtype(job.lora.frozen))
@@ -333,7 +333,7 @@ def merged(
 def _adapted(parameters: Mapping[str, Tensor], layer: str, job: Workload) -> Tensor:
     assert job.lora is not None
     factor = job.lora.alpha / (job.lora.rank**0.5 if job.lora.rslora else job.lora.rank)
-    count = job.spec.experts if is_stacked(f"{layer}weight") else 1
+    count = job.spec.experts.num_experts if is_stacked(f"{layer}weight") else 1
     up, down = (parameters[f"{layer}{word}.weight"].chunk(count) for word in ("lora_b", "lora_a"))
     return parameters[f"{layer}weight"] + factor * torch.cat([b @ a for b, a in zip(up, down, strict=True)])
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, Problem, first_line
-from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes, problems
+from shardwise.models.config import ModelSpec, flat, layer_kinds, parameter_shapes, problems, with_fields
 from shardwise.models.load import read_spec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import MESH, Axis, Layout
@@ -206,7 +206,7 @@ def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> ModelSpec:
         small["layer_types"] = [config["layer_types"][block] for block in blocks]
     if config.get("sliding_window") and config["sliding_window"] < plan.batch.seq_len:
         small["sliding_window"] = WINDOW
-    if spec.num_key_value_heads == spec.num_attention_heads and config.get("num_key_value_heads"):
+    if spec.attention.num_key_value_heads == spec.attention.num_attention_heads and config.get("num_key_value_heads"):
         small["num_key_value_heads"] = THEIRS["num_attention_heads"]
     try:
         return read_spec(config | small, f"{spec.name} (shrunk)")
@@ -218,13 +218,13 @@ def _theirs(spec: ModelSpec, plan: Plan, blocks: Sequence[int]) -> ModelSpec:
 
 def _sizes(spec: ModelSpec, layout: Layout, few: Layout) -> Iterator[dict[str, Any]]:
     """Sizes, the smaller first. Key heads that are fewer than the ranks that share them stay so."""
-    sharing, each = few.tp * few.ulysses, spec.num_key_value_heads
+    sharing, each = few.tp * few.ulysses, spec.attention.num_key_value_heads
     key_heads = max(2, sharing)
     if each == 1 or (layout.tp > 1 and each < layout.tp):
         key_heads = 1
     elif each < layout.tp * layout.ulysses:
         key_heads = few.tp
-    heads = key_heads * (2 if spec.num_attention_heads > spec.num_key_value_heads else 1)
+    heads = key_heads * (2 if spec.attention.num_attention_heads > spec.attention.num_key_value_heads else 1)
     counts = {"num_attention_heads": max(heads, sharing), "num_key_value_heads": key_heads}
     for (hidden, width), head_dim in product(WIDTHS, HEAD_DIMS):
         yield {**counts, "hidden_size": hidden, "intermediate_size": width, "head_dim": head_dim}
@@ -235,14 +235,15 @@ def _experts(spec: ModelSpec, ranks: int, width: int) -> dict[str, Any]:
     if not spec.experts:
         return {}
     count = -(-EXPERTS // ranks) * ranks
-    chosen = count if spec.experts_per_token == spec.experts else min(CHOSEN, spec.experts_per_token)
-    return {"experts": count, "experts_per_token": chosen, "expert_size": width // 2}
+    each = spec.experts.experts_per_token
+    chosen = count if each == spec.experts.num_experts else min(CHOSEN, each)
+    return {"num_experts": count, "experts_per_token": chosen, "expert_size": width // 2}
 
 
 def _window(spec: ModelSpec, plan: Plan, length: int) -> int | None:
     """What a sliding layer sees of a row of ``length``: less than it where it does, and more than two of the pieces
     that ranks share it in, where it does."""
-    window, pieces = spec.sliding_window, 2 * plan.layout.ring
+    window, pieces = spec.attention.sliding_window, 2 * plan.layout.ring
     if window is None or window >= plan.batch.seq_len:
         return None if window is None else 2 * length
     return FAR if plan.layout.ring > 1 and window > plan.batch.seq_len // pieces else WINDOW
@@ -251,26 +252,27 @@ def _window(spec: ModelSpec, plan: Plan, length: int) -> int | None:
 def _spec(spec: ModelSpec, blocks: Sequence[int], window: int | None, sizes: dict[str, Any]) -> ModelSpec:
     width = sizes["intermediate_size"]
     widths = {size: width * (1 + place) for place, size in enumerate(sorted(spec.mlp_sizes))}
-    sizes = sizes | {key: widths[vars(spec)[key]] for key in WIDE if vars(spec)[key] in widths}
-    few = replace(
+    known = flat(spec)
+    sizes = sizes | {key: widths[known[key]] for key in WIDE if known[key] in widths}
+    few = with_fields(
         spec,
         name=f"{spec.name} (shrunk)",
         vocab_size=VOCABULARY,
         num_hidden_layers=len(blocks),
         sliding_window=window,
-        layer_types=tuple(spec.layer_types[block] for block in blocks) if spec.layer_types else (),
-        dense_layers=tuple(place for place, block in enumerate(blocks) if block in spec.dense_layers),
-        nope_layers=tuple(place for place, block in enumerate(blocks) if block in spec.nope_layers),
+        layer_types=tuple(spec.attention.layer_types[block] for block in blocks) if spec.attention.layer_types else (),
+        dense_layers=tuple(place for place, block in enumerate(blocks) if block in spec.experts.dense_layers),
+        nope_layers=tuple(place for place, block in enumerate(blocks) if block in spec.positions.nope_layers),
         intermediate_sizes=tuple(widths[spec.mlp_size(block)] for block in blocks) if spec.intermediate_sizes else (),
         initializer_range=DEVIATION * sizes["hidden_size"] ** -0.5,
         **sizes,
     )
-    scaling = spec.rope_scaling
+    scaling = spec.positions.rope_scaling
     if scaling is None or scaling.kind != "longrope":
         return few
     pairs = few.rotary_dim // 2
     short, long = scaling.short_factor[:pairs], scaling.long_factor[:pairs]
-    return replace(few, rope_scaling=replace(scaling, short_factor=short, long_factor=long))
+    return with_fields(few, rope_scaling=replace(scaling, short_factor=short, long_factor=long))
 
 
 def _frozen(spec: ModelSpec, plan: Plan, blocks: Sequence[int], few: ModelSpec) -> tuple[str, ...]:
@@ -305,9 +307,10 @@ def _changed(spec: ModelSpec, plan: Plan, few: ModelSpec, small: Plan) -> Iterat
         if (before := plan.layout.degree(axis)) != (after := small.layout.degree(axis)):
             yield f"{axis} {before:,} -> {after}"
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-    counts = ("experts", "experts_per_token", "expert_size", "shared_expert_size")
+    was, made = flat(spec), flat(few)
+    counts = ("num_experts", "experts_per_token", "expert_size", "shared_expert_size")
     for key in (*keys, *counts, "num_hidden_layers", "sliding_window"):
-        if (before := getattr(spec, key)) != (after := getattr(few, key)):
+        if (before := was[key]) != (after := made[key]):
             yield f"{key} {before:,} -> {after}"
     for key in ("seq_len", "micro_batch_size", "accumulation"):
         if (before := getattr(plan.batch, key)) != (after := getattr(small.batch, key)):

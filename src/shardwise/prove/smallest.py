@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardwise import techniques
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Axis, least_dp_shard
 from shardwise.spec.plan import Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
@@ -98,17 +98,17 @@ def _no_ep(spec: ModelSpec, plan: Plan) -> Case:
 
 def _no_experts(spec: ModelSpec, plan: Plan) -> Case:
     """An MLP in their place in every layer."""
-    dense = {"experts": 0, "experts_per_token": 0, "expert_size": 0, "expert_bias": False, "router_bias": False}
-    return replace(_no_shared_expert(spec, plan)[0], dense_layers=(), **dense), plan  # type: ignore[arg-type]
+    dense = {"num_experts": 0, "experts_per_token": 0, "expert_size": 0, "expert_bias": False, "router_bias": False}
+    return with_fields(_no_shared_expert(spec, plan)[0], dense_layers=(), **dense), plan
 
 
 def _no_shared_expert(spec: ModelSpec, plan: Plan) -> Case:
-    return replace(spec, shared_expert_size=0, shared_expert_gate=False), plan
+    return with_fields(spec, shared_expert_size=0, shared_expert_gate=False), plan
 
 
 def _no_biases(spec: ModelSpec, plan: Plan) -> Case:
     off: dict[str, Any] = dict.fromkeys(("attention_bias", "mlp_bias", "expert_bias", "router_bias"), False)
-    return replace(spec, attention_output_bias=None, **off), plan
+    return with_fields(spec, attention_output_bias=None, **off), plan
 
 
 def _ddp(spec: ModelSpec, plan: Plan) -> Case:

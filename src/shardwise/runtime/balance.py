@@ -53,11 +53,11 @@ def counting(
         yield torch.zeros(0, dtype=torch.float64, device=device)
         return
     numbers = torch.zeros(spec.expert_counts, dtype=torch.float64, device=device)
-    loads, dropped = numbers[2:].tensor_split([len(layers) * spec.experts])
-    loads = loads.view(len(layers), spec.experts)
+    loads, dropped = numbers[2:].tensor_split([len(layers) * spec.experts.num_experts])
+    loads = loads.view(len(layers), spec.experts.num_experts)
     rows = rows_of(batches, plan)
     factors = torch.zeros_like(numbers[:2])
-    for place, coefficient in enumerate(spec.router_losses):
+    for place, coefficient in enumerate(spec.experts.router_losses):
         factors[place].fill_(coefficient / (len(layers) * rows))
     factors = factors if scale is None else factors * scale
     found = [
@@ -94,19 +94,19 @@ class Counts:
         """Those that have a coefficient: means over rows and layers."""
         if not numbers:
             return {}
-        known = zip(LOSSES, self.spec.router_losses, numbers, strict=False)
+        known = zip(LOSSES, self.spec.experts.router_losses, numbers, strict=False)
         return {name: total / (self.rows * self.spec.expert_layers) for name, weight, total in known if weight}
 
     def loads(self, numbers: Sequence[float]) -> Loads:
         """Empty of a model without experts."""
-        experts = self.spec.experts
+        experts = self.spec.experts.num_experts
         layers = enumerate(layers_of(self.spec) if numbers else [])
         return {layer: numbers[2 + i * experts : 2 + (i + 1) * experts] for i, layer in layers}
 
     def dropped(self, numbers: Sequence[float]) -> Dropped:
         """Empty of a model without a capacity."""
         loads = self.loads(numbers)
-        found = numbers[2 + len(loads) * self.spec.experts :]
+        found = numbers[2 + len(loads) * self.spec.experts.num_experts :]
         return {layer: each / max(1.0, sum(loads[layer])) for layer, each in zip(loads, found, strict=False)}
 
 

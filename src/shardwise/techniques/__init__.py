@@ -93,13 +93,13 @@ def _unserved(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Problem | None:
         return None
     device = cluster.device
     kind = cluster.kind if cluster.kind == "cpu" or device.capability else "rocm"
-    case = kernels.Case(kind, plan.precision.compute, spec.head_dim, device.capability or (0, 0))
+    case = kernels.Case(kind, plan.precision.compute, spec.attention.head_dim, device.capability or (0, 0))
     case = replace(case, deterministic=plan.deterministic)
     asked = kernels.cases(spec, case, plan.batch.seq_len).values()
     served = {row.name for row in kernels.KERNELS for case in asked if row.serves(case)}
     if plan.attention in served:
         return None
-    of = f"{plan.precision.compute} with heads of {spec.head_dim} on {device.name}"
+    of = f"{plan.precision.compute} with heads of {spec.attention.head_dim} on {device.name}"
     what = f"`attention: {plan.attention}` serves no layer of {spec.name} in {of}"
     return Problem("PLAN020", what, "attention", f"attention=auto, or one of {', '.join(sorted(served))}")
 

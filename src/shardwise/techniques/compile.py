@@ -67,7 +67,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.compile and plan.layout.ep > 1:
         what = "how many rows come to a rank's experts differs in every step, which compiled blocks cannot do"
         problems.append(Problem("PLAN027", what, "compile", "false, or `parallel.ep=1`"))
-    if plan.compile and spec.expert_capacity is not None:
+    if plan.compile and spec.experts.expert_capacity is not None:
         what = "how many rows experts have room for differs in every step, which compiled blocks cannot do"
         problems.append(Problem("PLAN027", what, "compile", "false, or leave out `model.expert_capacity`"))
     if plan.compile and device.capability is not None and device.capability < CAPABILITY:

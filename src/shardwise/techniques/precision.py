@@ -99,8 +99,8 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 def _beyond_llama(spec: ModelSpec) -> bool:
     """Whether blocks, stem or tail have operations that no test has seen under it."""
     multipliers = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
-    norms = spec.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
-    other = spec.attention_sinks or bool(spec.nope_layers) or spec.hf_model is not None
+    norms = spec.attention.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
+    other = spec.attention.attention_sinks or bool(spec.positions.nope_layers) or spec.hf_model is not None
     return norms or set(multipliers) != {1.0} or other
 
 

@@ -101,7 +101,12 @@ States = Mapping[str, State]
 
 def division(spec: ModelSpec, plan: Plan) -> Division:
     """How ``plan`` divides a model among tensor-parallel ranks."""
-    return Division(plan.layout.tp, spec.num_key_value_heads, spec.qk_norm != "projection", plan.sequence_parallel)
+    return Division(
+        plan.layout.tp,
+        spec.attention.num_key_value_heads,
+        spec.attention.qk_norm != "projection",
+        plan.sequence_parallel,
+    )
 
 
 def division_on_paper(sheet: Sheet, plan: Plan) -> Division:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise import techniques
+from shardwise.models.config import with_fields
 from shardwise.models.load import load_spec
 from shardwise.planner.seconds.kernels import durations, loss_durations, number, seen
 from shardwise.planner.sheets import sheet_of
@@ -22,7 +23,9 @@ B, S = 2, 4096
 ZERO3 = Layout(dp_shard=8, ranks_per_node=8)
 PLAN = Plan(ZERO3, Batch(B, 1, S, 1024), Shard("zero3"), Precision("bf16"))
 QUIET = replace(PLAIN, gap_s=0.0)
-WIDE = replace(ONE_B, name="wide", num_hidden_layers=1, hidden_size=4096, head_dim=128, experts=8, experts_per_token=2)
+WIDE = with_fields(
+    ONE_B, name="wide", num_hidden_layers=1, hidden_size=4096, head_dim=128, num_experts=8, experts_per_token=2
+)
 PASSES = ("forward", "backward")
 
 
@@ -52,7 +55,7 @@ def test_products_of_a_block() -> None:
 def test_products_of_experts(size: int) -> None:
     """Each token's row is multiplied by three matrices for each of its 2 experts, forward and twice backward, and where
     these are narrow at a lower rate; the host of a GPU waits once a layer, of which each product bears its part."""
-    (block,) = sheet(replace(WIDE, expert_size=size)).blocks
+    (block,) = sheet(with_fields(WIDE, expert_size=size)).blocks
     each_s = 2 * 3 * 4096 * size * 2 * B * S / 1e14
     others = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 8) * B * S / 1e14
     for direction, times in zip(PASSES, (1, 2), strict=True):

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec, with_fields
 from shardwise.runtime.metrics.log import Log, Screen, Speed, clock, flops_per_token, keep_until, progress_line
 from shardwise.runtime.metrics.preference import PreferenceWatch
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.spec.plan import Batch, Lora, Plan
 
-SPEC = ModelSpec("m", 100, 8, 16, 2, 2, 1, 4)
+SPEC = model_spec("m", 100, 8, 16, 2, 2, 1, 4)
 
 
 def state_at(step: int) -> TrainState:
@@ -244,7 +244,7 @@ def test_flops_by_hand() -> None:
 def test_flops_of_a_mixture_by_hand() -> None:
     """Of 6 experts a token goes to 2, of 3 x 8 x 5 parameters each, beside a router of 6 x 8 and an MLP that all share
     of 3 x 8 x 4: in each layer 192 for attention, 240, 48 and 96."""
-    spec, plan = replace(SPEC, experts=6, experts_per_token=2, expert_size=5, shared_expert_size=4), Plan()
+    spec, plan = with_fields(SPEC, num_experts=6, experts_per_token=2, expert_size=5, shared_expert_size=4), Plan()
     dense = replace(SPEC, intermediate_size=1)
     other = flops_per_token(dense, plan) - 6 * 2 * 3 * 8
     assert flops_per_token(spec, plan) - other == pytest.approx(6 * 2 * (240 + 48 + 96))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.decide import told
-from shardwise.models.config import parameter_count
+from shardwise.models.config import parameter_count, with_fields
 from shardwise.runtime.job import open_job
 from shardwise.runtime.report import header as headers
 from shardwise.runtime.report.header import assumptions, execution, header, of_routers, why_compute
@@ -33,8 +33,8 @@ def test_the_cost_of_compiling_is_said() -> None:
 
 def test_the_losses_of_routers_are_said() -> None:
     assert of_routers(MOE) == " + 2 router_aux_loss + 0.5 router_z_loss"
-    assert of_routers(replace(MOE, router_z_loss_coef=0.0)) == " + 2 router_aux_loss"
-    assert of_routers(UNTIED) == of_routers(replace(UNTIED, router_aux_loss_coef=0.1)) == ""
+    assert of_routers(with_fields(MOE, router_z_loss_coef=0.0)) == " + 2 router_aux_loss"
+    assert of_routers(UNTIED) == of_routers(with_fields(UNTIED, router_aux_loss_coef=0.1)) == ""
 
 
 def test_a_run_of_a_mixture_tells_how_much_of_it_computes_a_token(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.models.decoder import Decoder
 from shardwise.models.init import fill
 from shardwise.models.moe import Experts, Routing, counted
@@ -18,7 +18,7 @@ from shardwise.spec.plan import Lora, Plan
 from shardwise.techniques import lora
 from shardwise.techniques.states import frozen
 
-SPEC = ModelSpec(
+SPEC = model_spec(
     "mix",
     96,
     32,
@@ -27,7 +27,7 @@ SPEC = ModelSpec(
     4,
     2,
     8,
-    experts=4,
+    num_experts=4,
     experts_per_token=2,
     expert_size=24,
     expert_bias=True,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise.distributed.fake_world import fake_world
-from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.config import model_spec, parameter_shapes
 from shardwise.runtime.build import build_parts
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Plan, Precision, Shard
@@ -16,7 +16,7 @@ from shardwise.techniques.nf4 import fourbit
 from shardwise.techniques.quantised import dequantise_bytes
 from tests.techniques.test_workspaces import SMALL_BYTES, held_bytes
 
-SPEC = ModelSpec("mix", 96, 64, 64, 1, 4, 2, 16, experts=8, experts_per_token=2, expert_size=192)
+SPEC = model_spec("mix", 96, 64, 64, 1, 4, 2, 16, num_experts=8, experts_per_token=2, expert_size=192)
 SHAPES = [(3, 64, 64), (5, 96, 192), (4, 300, 1024)]
 """Experts, and the rows and columns of each: whole groups of scales, and others."""
 

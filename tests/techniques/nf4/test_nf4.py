@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwise import techniques
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Plan, Shard
@@ -61,7 +61,7 @@ def test_their_bits_give_their_values(shape: tuple[int, int], dtype: torch.dtype
 
 
 AFTER_A_FAKE_WORLD = """
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec
 from shardwise.prove.world import measure
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.techniques.nf4 import fourbit
@@ -69,7 +69,7 @@ from shardwise.techniques.constants import constant
 import torch
 
 plan = Plan(precision=Precision("bf16"), lora=Lora(4, 8.0, nf4=True))
-measure(ModelSpec("small", 96, 64, 64, 1, 4, 2, 16), plan, fake=True)
+measure(model_spec("small", 96, 64, 64, 1, 4, 2, 16), plan, fake=True)
 print(sum(constant(torch.zeros(1), "dynamic", fourbit.DYNAMIC).tolist()))
 """
 
@@ -94,7 +94,7 @@ def test_the_layer_computes_with_the_whole_matrix() -> None:
 
 
 def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = ModelSpec("odd", 96, 48, 64, 2, 4, 2, 16)
+    spec = model_spec("odd", 96, 48, 64, 2, 4, 2, 16)
     plan, cluster = Plan(lora=Lora(4, 8.0, nf4=True), compile=True), parse_cluster("1xH100")
     problems = techniques.check(spec, plan, cluster)
     assert [problem.where for problem in problems] == ["lora.frozen", "compile"]

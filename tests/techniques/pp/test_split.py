@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import model_spec, with_fields
 from shardwise.models.load import load_spec
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Pipeline, Plan
 from shardwise.techniques.pp.split import split, trained_stages, work
 
-SMALL = ModelSpec("small", 96, 32, 48, 8, 4, 2, 8)
+SMALL = model_spec("small", 96, 32, 48, 8, 4, 2, 8)
 
 
 def test_work_by_hand() -> None:
@@ -25,7 +25,7 @@ def test_work_by_hand() -> None:
     each, head = work(SMALL, 64)
     products = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
     assert each == (products + 4 * 32 * 32,) * 8 and head == 2 * 32 * 96
-    windowed = replace(SMALL, sliding_window=8, layer_types=("sliding_attention", "full_attention") * 4)
+    windowed = with_fields(SMALL, sliding_window=8, layer_types=("sliding_attention", "full_attention") * 4)
     sliding, full = work(windowed, 64)[0][:2]
     assert (sliding, full) == (products + 4 * 8 * 32, products + 4 * 32 * 32)
 

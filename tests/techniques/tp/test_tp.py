@@ -11,7 +11,7 @@ import torch
 from shardwise import techniques
 from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.slices import local
-from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.config import ModelSpec, parameter_shapes, with_fields
 from shardwise.models.decoder import Decoder
 from shardwise.models.load import load_spec
 from shardwise.planner.sheets import sheet_of
@@ -34,7 +34,7 @@ def states(
     spec: ModelSpec, ranks: int, adapters: Lora | None = None, *, sequence_parallel: bool = False
 ) -> dict[str, State]:
     names = [*parameter_shapes(spec), *(lora.adapters(spec, adapters) if adapters else ())]
-    how = Division(ranks, spec.num_key_value_heads, sequence_parallel=sequence_parallel)
+    how = Division(ranks, spec.attention.num_key_value_heads, sequence_parallel=sequence_parallel)
     return {name.removeprefix("layers.0."): state(name, how) for name in names}
 
 
@@ -45,7 +45,7 @@ def summed(found: dict[str, State]) -> set[str]:
 def test_every_dim_that_is_cut_is_one_that_a_parameter_has() -> None:
     for spec in (UNTIED, TIED, GEMMA, QWEN, LLAMA):
         for name, shape in parameter_shapes(spec).items():
-            dim = state(name, Division(2, spec.num_key_value_heads)).dim
+            dim = state(name, Division(2, spec.attention.num_key_value_heads)).dim
             assert dim is None or dim < len(shape), name
 
 
@@ -77,10 +77,14 @@ def test_of_an_adapter_what_is_not_cut_is_summed() -> None:
     ("spec", "ranks", "what"),
     [
         (LLAMA, 3, "3 does not divide its 32 query heads; 3 does not divide its 8 key heads, nor do they divide 3"),
-        (replace(UNTIED, num_key_value_heads=4, num_attention_heads=12), 6, "6 does not divide its 4 key heads"),
+        (with_fields(UNTIED, num_key_value_heads=4, num_attention_heads=12), 6, "6 does not divide its 4 key heads"),
         (UNTIED, 2, "2 does not divide `intermediate_size` 27"),
         (replace(UNTIED, vocab_size=5, intermediate_size=28), 4, "a vocabulary of 5 cannot be split over 4"),
-        (replace(LLAMA, qk_norm="projection"), 16, "16 does not divide its 8 key heads, which are normalised together"),
+        (
+            with_fields(LLAMA, qk_norm="projection"),
+            16,
+            "16 does not divide its 8 key heads, which are normalised together",
+        ),
         (hf_models.spec_of("gpt2"), 2, "runs in transformers' own modules"),
     ],
 )
@@ -96,9 +100,9 @@ def test_what_cannot_be_shared_is_refused(spec: ModelSpec, ranks: int, what: str
     [
         (LLAMA, 3, "3x8xH100", "one of 1, 2, 4, 8"),
         (LLAMA, 3, "3x1xH100", ONLY.format(3)),
-        (replace(LLAMA, num_attention_heads=6, num_key_value_heads=3), 4, "2x8xH100", ONLY.format(16)),
+        (with_fields(LLAMA, num_attention_heads=6, num_key_value_heads=3), 4, "2x8xH100", ONLY.format(16)),
         (
-            replace(LLAMA, num_attention_heads=6, num_key_value_heads=3, intermediate_size=90),
+            with_fields(LLAMA, num_attention_heads=6, num_key_value_heads=3, intermediate_size=90),
             4,
             "3x4xH100",
             "one of 1, 3, 6",

@@ -62,7 +62,7 @@ def _token_bytes(row: Measurement) -> int:
     """What each block saves for a token more, or less, than ours."""
     spec, plan = row.spec, row.plan
     if plan.remat.mode == "selective" and row.habits.half_products:
-        return -2 * (spec.num_key_value_heads * spec.head_dim + _width(spec))
+        return -2 * (spec.attention.num_key_value_heads * spec.attention.head_dim + _width(spec))
     if plan.remat.mode != "none":
         return 0
     eager = not row.habits.fusion and not plan.compile and said(row.text, "mlp_gated") != "0"
@@ -75,7 +75,7 @@ def _width(spec: ModelSpec) -> int:
     """How many numbers a token has between the matrices of its MLP, or of its experts."""
     if not spec.experts:
         return spec.intermediate_size
-    return spec.experts_per_token * spec.expert_size + spec.shared_expert_size
+    return spec.experts.experts_per_token * spec.experts.expert_size + spec.experts.shared_expert_size
 
 
 def _without_late_gradients(row: Measurement, estimate: Estimate) -> int:

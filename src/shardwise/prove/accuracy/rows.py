@@ -18,7 +18,7 @@ from typing import Any
 from shardwise import techniques
 from shardwise.errors import ShardwiseError
 from shardwise.models import known
-from shardwise.models.config import ModelSpec, from_hf, parameter_count, problems
+from shardwise.models.config import ModelSpec, from_hf, model_spec, parameter_count, problems
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.devices import Device, find_device
 from shardwise.spec.layout import Layout, least_dp_shard
@@ -198,10 +198,10 @@ def _model(text: Text) -> ModelSpec:
     shape = (vocab, hidden, ffn, layers, heads, key_heads, head_dim)
     if (found := known.find(re.sub(r"[\s_]+", "-", model))) is not None:
         spec = from_hf(found[1], found[0])
-        dims = (spec.hidden_size, spec.num_hidden_layers, spec.num_attention_heads, spec.intermediate_size)
+        dims = (spec.hidden_size, spec.num_hidden_layers, spec.attention.num_attention_heads, spec.intermediate_size)
         if dims == (hidden, layers, heads, ffn):
             return spec
-    either = [ModelSpec(model, *shape, tie_word_embeddings=tied, **experts) for tied in (False, True)]
+    either = [model_spec(model, *shape, tie_word_embeddings=tied, **experts) for tied in (False, True)]
     parameters = (number(text, "params_b") or 1e6) * 1e9
     return min(either, key=lambda spec: abs(parameter_count(spec) - parameters))
 
@@ -212,7 +212,7 @@ def _experts(text: Text, layers: int) -> dict[str, Any]:
     if count == 1 or width is None:
         return {}
     return {
-        "experts": count,
+        "num_experts": count,
         "experts_per_token": whole(text, "top_k") or 1,
         "expert_size": width,
         "shared_expert_size": (whole(text, "shared_experts") or 0) * width,

@@ -204,7 +204,13 @@ def flops_per_token(row: Measurement, definition: str = "") -> float:
     if "8*n*s*b" in words:
         return 8.0 * parameters
     blocks = parameters - table * (1 if spec.tie_word_embeddings else 2)
-    attention = 12.0 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * row.plan.batch.seq_len
+    attention = (
+        12.0
+        * spec.num_hidden_layers
+        * spec.attention.num_attention_heads
+        * spec.attention.head_dim
+        * row.plan.batch.seq_len
+    )
     again = 4 / 3 if "hardware" in words and row.plan.remat.mode == "full" else 1.0
     return again * (6.0 * blocks + attention / (2 if "causal" in words else 1)) + 6.0 * table
 

@@ -48,14 +48,14 @@ def flops_per_token(spec: ModelSpec, plan: Plan) -> float:
     if plan.lora is not None:
         shapes |= lora.adapters(spec, plan.lora)
     shapes = {key: shape for key, shape in shapes.items() if len(shape) == 2 and key.startswith(MULTIPLIED)}
-    used = spec.experts_per_token / spec.experts if spec.experts else 1.0
+    used = spec.experts.experts_per_token / spec.experts.num_experts if spec.experts else 1.0
     sizes = {name: prod(shape) * (used if is_expert(name) else 1) for name, shape in shapes.items()}
     matmul = sum((4 if frozen(name, plan) else 6) * size for name, size in sizes.items())
     kinds, order = layer_kinds(spec)
     seq_len = plan.batch.seq_len
     windows = [seq_len if kinds[kind].window is None else min(kinds[kind].window or 1, seq_len) for kind in order]
     seen = sum(window * (2 * seq_len - window) / seq_len for window in windows)
-    return matmul + 6.0 * seen * spec.num_attention_heads * spec.head_dim
+    return matmul + 6.0 * seen * spec.attention.num_attention_heads * spec.attention.head_dim
 
 
 TRIM_S = 30.0

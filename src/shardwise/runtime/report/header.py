@@ -88,7 +88,7 @@ def read_tokens(job: Job) -> int:
 
 def of_routers(spec: ModelSpec) -> str:
     """What is added to the loss: `` + 0.001 router_aux_loss``."""
-    weights = zip(LOSSES, spec.router_losses, strict=True)
+    weights = zip(LOSSES, spec.experts.router_losses, strict=True)
     return "".join(f" + {weight:g} {name}" for name, weight in weights if weight and spec.experts)
 
 
@@ -113,7 +113,7 @@ def assumptions(plan: Plan, recipe: Recipe) -> str:
 def _kernels(job: Job) -> str:
     """The attention kernels, by kind of layer where they differ."""
     plan, recipe = job.plan, job.recipe
-    case = attention.device_case(job.device, torch_dtype(plan.precision.compute), job.spec.head_dim)
+    case = attention.device_case(job.device, torch_dtype(plan.precision.compute), job.spec.attention.head_dim)
     case = replace(case, documents=recipe.data.mask_documents or recipe.method.spec.records)
     layers = kernels.cases(job.spec, case, plan.batch.seq_len)
     return kernels.described(layers, plan.attention, attention.present(job.device, plan.attention))

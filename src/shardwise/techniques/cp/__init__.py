@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import divisors
 from shardwise.spec.place import Place
@@ -122,7 +122,7 @@ def _heads(spec: ModelSpec, plan: Plan) -> list[Problem]:
     ranks, tp = plan.layout.ulysses, plan.layout.tp
     if ranks == 1 or not (odd := _odd(spec, tp, ranks)):
         return []
-    good = [str(n) for n in range(2, spec.num_attention_heads // tp + 1) if not _odd(spec, tp, n)]
+    good = [str(n) for n in range(2, spec.attention.num_attention_heads // tp + 1) if not _odd(spec, tp, n)]
     fix = f"one of {', '.join(good)} ranks, or `parallel.cp_kind=ring`" if good else "`parallel.cp_kind=ring`"
     what = f"{ranks} ranks cannot share the heads of {spec.name}: {odd}"
     return [Problem("PLAN026", what, "parallel.cp_kind", fix)]
@@ -130,7 +130,7 @@ def _heads(spec: ModelSpec, plan: Plan) -> list[Problem]:
 
 def _odd(spec: ModelSpec, tp: int, ranks: int) -> str:
     """Why so many ranks cannot share the heads that a rank has; empty where they can."""
-    heads, key_heads = spec.num_attention_heads // tp, max(1, spec.num_key_value_heads // tp)
+    heads, key_heads = spec.attention.num_attention_heads // tp, max(1, spec.attention.num_key_value_heads // tp)
     if heads % ranks:
         return f"{ranks} does not divide {heads} query heads"
     if key_heads % ranks and ranks % key_heads:
@@ -159,25 +159,29 @@ def _exchanging(made: Traced, spec: ModelSpec, plan: Plan) -> tuple[int, Traced]
     """The ranks that stand for those that exchange heads, and a model whose heads they can share. Where these are
     fewer than ranks, each goes to ``m`` of them. As elsewhere, a rank's single head is no symbol."""
     model, ranks, tp = made.variant.model, plan.layout.ulysses, made.variant.plan.layout.tp
-    atoms, rules, few = dict(made.variant.atoms), made.variant.rules, spec.num_key_value_heads < plan.layout.tp
-    used = 1 if few else spec.num_key_value_heads // plan.layout.tp
+    atoms, rules, few = (
+        dict(made.variant.atoms),
+        made.variant.rules,
+        spec.attention.num_key_value_heads < plan.layout.tp,
+    )
+    used = 1 if few else spec.attention.num_key_value_heads // plan.layout.tp
     if used >= ranks:
-        heads, group = atoms.pop("K"), model.num_attention_heads // model.num_key_value_heads
+        heads, group = atoms.pop("K"), model.attention.num_attention_heads // model.attention.num_key_value_heads
         heads = heads if used > ranks else 1
         standing, key_heads = EXCHANGING, heads * EXCHANGING * tp
         atoms |= {"u": EXCHANGING} | ({"K over u": heads} if heads > 1 else {})
         rules += ((("K over u", "u"), "K"),) if heads > 1 else ()
         made = made.bound(**{"u": ranks, "K over u": used // ranks})
-        model = replace(model, num_key_value_heads=key_heads, num_attention_heads=key_heads * group)
+        model = with_fields(model, num_key_value_heads=key_heads, num_attention_heads=key_heads * group)
     else:
         each = made.numbers["G"] * used // ranks  # query heads of a rank after the exchange
         group = atoms.pop("G") if each > 1 else 1
         heads = 1 if used == 1 else SEVERAL
-        standing, key_heads = heads * REPEATED, model.num_key_value_heads if few else heads * tp
+        standing, key_heads = heads * REPEATED, model.attention.num_key_value_heads if few else heads * tp
         atoms |= {"m": REPEATED} | ({"G over m": group} if each > 1 else {}) | ({"K": heads} if heads > 1 else {})
         rules += ((("G over m", "m"), "G"),) if each > 1 else ()
         made = made.bound(**{"m": ranks // used, "G over m": each})
-        model = replace(model, num_key_value_heads=key_heads, num_attention_heads=heads * REPEATED * group * tp)
+        model = with_fields(model, num_key_value_heads=key_heads, num_attention_heads=heads * REPEATED * group * tp)
     return standing, made.told(model=model, atoms=tuple(atoms.items()), rules=rules)
 
 

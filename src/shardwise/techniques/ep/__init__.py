@@ -23,7 +23,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import divisors, least_dp_shard
 from shardwise.spec.place import Place
@@ -48,12 +48,12 @@ of what is sent and what comes the larger is counted."""
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
     """The pinned degree; else 1, and every number of ranks that divides the experts and the devices of a stage."""
     asked, ranks = recipe.parallel.ep, cluster.world // plan.layout.pp
-    degrees = divisors(gcd(spec.experts, ranks)) if spec.experts else (1,)
+    degrees = divisors(gcd(spec.experts.num_experts, ranks)) if spec.experts else (1,)
     imbalance = recipe.parallel.expert_imbalance or plan.expert_imbalance
     for degree in [asked] if asked and pinned else degrees:
         why = {"layout.ep": "pinned" if asked else "searched"} if degree > 1 and pinned else {}
         layout = replace(plan.layout, ep=degree)
-        split = plan.sequence_parallel and spec.expert_capacity is None  # which needs whole rows
+        split = plan.sequence_parallel and spec.experts.expert_capacity is None  # which needs whole rows
         yield replace(plan, layout=layout, expert_imbalance=imbalance, sequence_parallel=split, why={**plan.why, **why})
 
 
@@ -81,10 +81,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
     problems, could, axes = [], ranks, "dp_shard x cp x tp"
     if not plan.sharded:  # ddp can arrange its replicas as the experts need them
         could, axes = ranks * layout.dp_replicate, "dp x cp x tp"
-    legal = [str(n) for n in divisors(gcd(spec.experts, could))]
+    legal = [str(n) for n in divisors(gcd(spec.experts.num_experts, could))]
     if str(layout.ep) not in legal:
-        what = f"ep {layout.ep} does not divide the {spec.experts} experts of a layer"
-        if spec.experts % layout.ep == 0:
+        what = f"ep {layout.ep} does not divide the {spec.experts.num_experts} experts of a layer"
+        if spec.experts.num_experts % layout.ep == 0:
             what = f"ep {layout.ep} does not divide the {could} ranks of {axes}, over which experts are spread"
         problems.append(Problem("PLAN027", what, "parallel.ep", f"one of {', '.join(legal)}"))
     elif ranks % layout.ep:
@@ -105,7 +105,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
 def _cut_rows(spec: ModelSpec, plan: Plan) -> Problem | None:
     """Refuses a capacity where a rank does not have the whole rows that it is counted by."""
     what = "`model.expert_capacity` is counted by whole rows, and {} cuts them"
-    if spec.expert_capacity is None:
+    if spec.experts.expert_capacity is None:
         return None
     if plan.layout.cp > 1:
         fix = "`parallel.cp=1`, or leave out `model.expert_capacity`"
@@ -125,19 +125,19 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
     ranks, model = plan.layout.ep, made.variant.model
     if not model.experts:
         return made
-    atoms, own = dict(made.variant.atoms), spec.experts // ranks
+    atoms, own = dict(made.variant.atoms), spec.experts.num_experts // ranks
     if own == 1:
         atoms.pop("E")
     acting, spread = made.variant.plan, made.variant.spread
     tokens = acting.batch.micro_batch_size * acting.row_tokens
-    imbalance = ARRIVED / (-(-tokens // spread) * model.experts_per_token)
+    imbalance = ARRIVED / (-(-tokens // spread) * model.experts.experts_per_token)
     made = made.told(
-        model=replace(model, experts=atoms.get("E", 1) * RANKS),
+        model=with_fields(model, num_experts=atoms.get("E", 1) * RANKS),
         atoms=(("R", ARRIVED), *atoms.items(), ("x", RANKS)),
     )
     tokens = -(-plan.batch.micro_batch_size * plan.row_tokens // (plan.layout.tp if spread > 1 else 1))
     layout = replace(acting.layout, dp_shard=RANKS, ep=RANKS)
-    return made.bound(E=own, x=ranks, R=tokens * spec.experts_per_token).applied(
+    return made.bound(E=own, x=ranks, R=tokens * spec.experts.experts_per_token).applied(
         layout=layout, expert_imbalance=imbalance
     )
 

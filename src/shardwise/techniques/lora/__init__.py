@@ -94,7 +94,7 @@ def adapters(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(spec).items():
         if len(shape) == 2 and targets(lora, name):
-            ranks = lora.rank * (spec.experts if is_stacked(name) else 1)
+            ranks = lora.rank * (spec.experts.num_experts if is_stacked(name) else 1)
             shapes |= _added(name.removesuffix(".weight"), shape, lora, ranks)
     return shapes
 
@@ -145,11 +145,11 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         fix = f"`lora.dora: false`, or without experts: `lora.targets: [{others}]`"
         problems.append(Problem("PLAN018", what, "lora.dora", fix))
     dense = [name for name in plan.lora.targets or roles if name in ("gate", "up", "down")]
-    if plan.lora.dora and spec.family in TAKEN_FOR_EXPERTS and spec.dense_layers and dense:
+    if plan.lora.dora and spec.family in TAKEN_FOR_EXPERTS and spec.experts.dense_layers and dense:
         what = f"PEFT cannot read magnitudes of {', '.join(dense)} in a {spec.family}, whose experts have these names"
         problems.append(Problem("PLAN018", what, "lora.dora", "false, or only layers of attention in `lora.targets`"))
-    widths = {*spec.mlp_sizes, *([spec.expert_size] if of_experts else [])}
-    least = min(spec.hidden_size, *widths, spec.num_key_value_heads * spec.head_dim)
+    widths = {*spec.mlp_sizes, *([spec.experts.expert_size] if of_experts else [])}
+    least = min(spec.hidden_size, *widths, spec.attention.num_key_value_heads * spec.attention.head_dim)
     if plan.lora.rank > least:
         what = f"rank {plan.lora.rank} exceeds the narrowest layer's {least}: an adapter would be larger than the layer"
         problems.append(Problem("PLAN018", what, "lora.rank", f"{min(16, least)}"))

@@ -24,7 +24,7 @@ def work(spec: ModelSpec, seq_len: int) -> tuple[tuple[int, ...], int]:
             each[int(name.split(".")[1])] += 2 * prod(shape)
     for block, kind in enumerate(order):
         seen = min(kinds[kind].window or seq_len, (seq_len + 1) // 2)
-        each[block] += 4 * seen * spec.num_attention_heads * spec.head_dim
+        each[block] += 4 * seen * spec.attention.num_attention_heads * spec.attention.head_dim
     return tuple(each), 2 * spec.hidden_size * spec.vocab_size
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.blocks import named, spec_of
-from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.config import ModelSpec, parameter_shapes, with_fields
 from shardwise.models.roles import is_adaptable, is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, cut, divisors
@@ -120,18 +120,18 @@ def _names(spec: ModelSpec, adapted: bool) -> list[str]:
 
 def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
     """Which sizes of the model cannot be divided among the ranks."""
-    heads, key_heads, ids = spec.num_attention_heads, spec.num_key_value_heads, spec.vocab_size
+    heads, key_heads, ids = spec.attention.num_attention_heads, spec.attention.num_key_value_heads, spec.vocab_size
     found = []
     if heads % ranks:
         found.append(f"{ranks} does not divide its {heads} query heads")
     if key_heads % ranks and ranks % key_heads:
         found.append(f"{ranks} does not divide its {key_heads} key heads, nor do they divide {ranks}")
     found += [f"{ranks} does not divide `intermediate_size` {size}" for size in spec.mlp_sizes if size % ranks]
-    if spec.qk_norm == "projection" and key_heads % ranks:
+    if spec.attention.qk_norm == "projection" and key_heads % ranks:
         found.append(f"{ranks} does not divide its {key_heads} key heads, which are normalised together")
     if (ranks - 1) * ceil(ids / ranks) >= ids:
         found.append(f"a vocabulary of {ids} cannot be split over {ranks} ranks")
-    for layer, columns in [("o", heads * spec.head_dim), *(("down", size) for size in spec.mlp_sizes)]:
+    for layer, columns in [("o", heads * spec.attention.head_dim), *(("down", size) for size in spec.mlp_sizes)]:
         for what, block in _blocks(spec, plan, layer, columns).items():
             if ranks > 1 and columns % (ranks * block):
                 what = f"{what} in blocks of {block}, and of `{layer}` a rank would have "
@@ -173,22 +173,24 @@ def _own_sizes(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Trace
     """The numbers of one rank, and a model of which each of ``RANKS`` has the variant's part. As for a whole model, a
     rank's single head is no symbol: of it torch makes fewer copies."""
     ranks, model, is_block = plan.layout.tp, made.variant.model, made.variant.what == "block"
-    heads, key_heads = spec.num_attention_heads, spec.num_key_value_heads
+    heads, key_heads = spec.attention.num_attention_heads, spec.attention.num_key_value_heads
     few, (start, stop) = key_heads < ranks, place.part(spec.vocab_size, "tp")
     held, group = key_heads if few else key_heads // ranks, heads // max(ranks, key_heads)
     one = is_block and (few or held == 1)
-    prime_held = 1 if is_block and held == 1 else FEW if is_block and few else model.num_key_value_heads
-    prime_group = 1 if one and group == 1 else model.num_attention_heads // model.num_key_value_heads
+    prime_held = 1 if is_block and held == 1 else FEW if is_block and few else model.attention.num_key_value_heads
+    prime_group = (
+        1 if one and group == 1 else model.attention.num_attention_heads // model.attention.num_key_value_heads
+    )
     whole = prime_held if is_block and few else prime_held * RANKS
-    model = replace(
+    model = with_fields(
         model,
         vocab_size=model.vocab_size * RANKS,
         intermediate_size=model.intermediate_size * RANKS,
         num_key_value_heads=whole,
         num_attention_heads=prime_group * (RANKS if is_block and few else whole),
     )
-    if model.shared_expert_size:
-        model = replace(model, shared_expert_size=model.shared_expert_size * RANKS)
+    if model.experts.shared_expert_size:
+        model = with_fields(model, shared_expert_size=model.experts.shared_expert_size * RANKS)
     atoms = dict(made.variant.atoms) | ({"K": prime_held, "G": prime_group} if is_block else {})
     made = made.told(model=model, atoms=tuple((symbol, prime) for symbol, prime in atoms.items() if prime > 1))
     f, h = (made.numbers[symbol] // ranks for symbol in "fh")
@@ -320,7 +322,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
         if place in VOCABULARY:
             module.forward = {"embed": embed, "head": head}[place]
         elif isinstance(module, RMSNorm):
-            cut = place in ("q_norm", "k_norm") and spec.qk_norm == "projection"
+            cut = place in ("q_norm", "k_norm") and spec.attention.qk_norm == "projection"
             norm = _cut_norm(group) if cut else rms_norm
             product_of(module, inside, outside).multiply = _normed(module, norm)
         elif isinstance(module, nn.Linear):
@@ -342,11 +344,11 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
 def _own_head(layer: str, spec: ModelSpec, meshes: Meshes) -> slice | None:
     """The rows of k or v, held whole, or of its adapter's B, with which this rank multiplies; None: all that it
     holds."""
-    ranks, heads = meshes.size("tp"), spec.num_key_value_heads
+    ranks, heads = meshes.size("tp"), spec.attention.num_key_value_heads
     if layer.removesuffix(".lora_b").rpartition(".")[2] not in ("k", "v") or heads >= ranks:
         return None
-    first = meshes.index("tp") * heads // ranks * spec.head_dim
-    return slice(first, first + spec.head_dim)
+    first = meshes.index("tp") * heads // ranks * spec.attention.head_dim
+    return slice(first, first + spec.attention.head_dim)
 
 
 def _share(module: nn.Linear, layer: str, spec: ModelSpec, meshes: Meshes) -> LayerShare:

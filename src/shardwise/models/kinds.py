@@ -1,0 +1,90 @@
+"""What the kinds of part of a model's blocks have, a record for each: attention, positions, experts. No torch.
+
+Fields have the names that Hugging Face gives them where it has one, and no two records share a name: a family says them
+without saying whose they are (:func:`shardwise.models.config.model_spec`). Each has a default that costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.models.rope import RopeScaling
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Heads of queries, which share those of keys and values, and what a query sees.
+
+    attention_output_bias: of o, where it differs from q, k and v. qk_norm: of queries and keys, over each head or over
+    the whole projection. attention_scale: of scores, None for 1 / sqrt(head_dim). attention_sinks: a logit of each head
+    that takes part in its softmax. sliding_window: positions that a query of a sliding layer sees, its own included;
+    all layers slide unless ``layer_types`` says which.
+    """
+
+    num_attention_heads: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 2
+    attention_bias: bool = False
+    attention_output_bias: bool | None = None
+    qk_norm: Literal["head", "projection"] | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    attention_sinks: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether o has a bias."""
+        return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
+
+
+@dataclass(frozen=True)
+class PositionSpec:
+    """How positions enter: pairs of a head's elements are rotated.
+
+    local_rope_theta: that of sliding layers, which are then not stretched. nope_layers: those without rotation.
+    partial_rotary_factor: the share of a head that is rotated.
+    """
+
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    nope_layers: tuple[int, ...] = ()
+    partial_rotary_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertSpec:
+    """Experts in the place of the MLP of each layer but the ``dense_layers``; false where there are none.
+
+    num_experts: of a layer, each ``expert_size`` wide, of which a token goes to ``experts_per_token``;
+    normalised_top_k: their weights add up to one. shared_expert_size: width of an MLP for all tokens beside them,
+    shared_expert_gate: multiplied by the sigmoid of a product of its own. router_aux_loss_coef: of the loss that
+    balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/balance.py);
+    output_router_logits: whether the first is added, as transformers names it. expert_capacity: how many times its even
+    share of a row an expert takes at most in training; None: all of it.
+    """
+
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    expert_bias: bool = False
+    router_bias: bool = False
+    normalised_top_k: bool = True
+    shared_expert_size: int = 0
+    shared_expert_gate: bool = False
+    dense_layers: tuple[int, ...] = ()
+    router_aux_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
+    output_router_logits: bool = True
+    expert_capacity: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def router_losses(self) -> tuple[float, float]:
+        """What the two losses of routers are multiplied by: that which balances experts, and the z-loss."""
+        return self.router_aux_loss_coef if self.output_router_logits else 0.0, self.router_z_loss_coef
