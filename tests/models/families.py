@@ -16,6 +16,7 @@ from shardwise.models.config import ModelSpec, from_hf, with_fields
 from shardwise.models.decoder import Decoder
 from shardwise.models.families import FULL, SLIDING
 from shardwise.models.hf_names import locations, tensors
+from shardwise.models.kinds import LatentSpec
 from shardwise.models.moe import MoE, Routing
 from tests.models.llama import LLAMA3, random_config
 
@@ -169,6 +170,17 @@ def gpt_oss(rng: random.Random) -> dict[str, Any]:
     return shared(rng) | rope(rng, stretch) | experts | sizes | {"num_key_value_heads": rng.choice([1, 2, 4])}
 
 
+def deepseek_v2(rng: random.Random) -> dict[str, Any]:
+    base = shared(rng)
+    experts = {"n_routed_experts": rng.choice([5, 8]), "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+    more = {"n_shared_experts": rng.choice([1, 2]), "first_k_dense_replace": 1, "topk_method": "greedy"}
+    dims = {"kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": rng.choice([10, 16])}
+    own = {"q_lora_rank": rng.choice([None, 14]), "num_key_value_heads": base["num_attention_heads"]}
+    bias = {"attention_bias": rng.random() < 0.5}
+    stretch = YARN | {"mscale": 1.0, "mscale_all_dim": rng.choice([0.5, 1.0])}
+    return base | rope(rng, stretch) | experts | more | dims | own | bias
+
+
 CONFIGS: dict[str, Make] = {
     "llama": lambda rng: random_config(rng.randrange(100)),
     "mistral": mistral,
@@ -185,6 +197,7 @@ CONFIGS: dict[str, Make] = {
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
     "gpt_oss": gpt_oss,
+    "deepseek_v2": deepseek_v2,
 }
 
 
@@ -268,11 +281,14 @@ def without(spec: ModelSpec, feature: str) -> ModelSpec:
             key: asdict(spec.positions.rope_scaling)[key] + (14.0, 15.0) for key in ("short_factor", "long_factor")
         }
         spec = with_fields(spec, rope_scaling=replace(spec.positions.rope_scaling, **longer))
+    if feature == "mixer":
+        return with_fields(spec, mixer="softmax", head_dim=spec.value_dim, **asdict(LatentSpec()))
     more = {"shared_expert_gate": False} if feature == "shared_expert_size" else {}
     return with_fields(spec, **{feature: NEUTRAL[feature]} | more)
 
 
 NEUTRAL: dict[str, Any] = {
+    "mixer": "softmax",
     "rope_scaling": None,
     "sliding_window": None,
     "layer_types": (),

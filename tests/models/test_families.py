@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ from shardwise.models.config import (
 from shardwise.models.decoder import Decoder
 from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.models.hf_names import to_hf_name
+from shardwise.models.kinds import LatentSpec
 from shardwise.models.load import load_spec
 from shardwise.models.rope import RopeScaling
 from tests.models.families import (
@@ -108,6 +109,8 @@ def test_all_features_are_at_work_somewhere() -> None:
     of_all = {*(field.name for field in fields(ModelSpec)[:17]), *SIZES, *HEADS, "rope_theta", "rope_scaling"}
     features = flat(specs[0]).keys() - of_all - {"attention_bias"}
     others = {
+        *asdict(LatentSpec()),
+        "mixer_options",
         "attention_output_bias",
         "hf_model",
         "intermediate_sizes",

@@ -174,7 +174,7 @@ class Made(TorchFunctionMode):
         lambda x, _: layers._SwiGLU.forward(x, x.clone()),
         lambda x, _: layers._GeGLU.forward(x, x.clone()),
         lambda x, _: layers._ClampedSwiGLU.forward(x, x.clone()),
-        lambda x, _: layers._Rotate.forward(x, torch.ones(7, 1, 24), torch.ones(7, 1, 24)),
+        lambda x, _: layers._Rotate.forward(x, torch.ones(7, 1, 24), torch.ones(7, 1, 24), False),
     ],
     ids=["norm", "norm plus one", "swiglu", "geglu", "clamped", "rotate"],
 )

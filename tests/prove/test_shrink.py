@@ -124,7 +124,7 @@ def test_experts_can_be_shared_by_the_ranks_that_are_left(name: str) -> None:
         len(few.spec.mlp_sizes) == len(spec.mlp_sizes)
         and few.spec.experts.shared_expert_gate == spec.experts.shared_expert_gate
     )
-    assert any(line.startswith("experts ") for line in few.changed)
+    assert any(line.startswith("num_experts ") for line in few.changed)
 
 
 @pytest.mark.parametrize(("chosen", "left"), [(1, 1), (2, 2), (8, 2), (128, 4)])

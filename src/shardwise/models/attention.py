@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from shardwise.models import blockwise, cudnn, efficient, flash, flex, kernels
 from shardwise.models.blockwise import Rule, Saved
@@ -124,10 +125,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tens
     """softmax(scale * q k^T) v and its log-sum-exp. ``mask`` is the fields of :class:`Rule`.
 
     q [b,h,s,e], k and v [b,hk,s,e] with hk dividing h -> out [b,h,s,e] (laid out as [b,s,h,e]), lse [b,h,s] in fp32.
+    Values may be narrower than keys, and out is then too: kernels compute with zeros beside them.
     Keys of other tokens than the queries (``apart``) may be more, or fewer.
     """
     kernel, rule = _kernel(q, Rule(*mask))
-    out, lse = kernel.forward(q, k, v, rule)
+    out, lse = kernel.forward(q, k, _widened(v, q), rule)
+    out = out[..., : v.shape[-1]]
     if rule.sinks is not None:
         out, lse = blockwise.with_sinks(out, lse, rule.sinks)
     return _heads_inside(out), lse.contiguous()
@@ -144,7 +147,10 @@ def attention_backward(grad: Tensor, *saved_and_mask: Any) -> tuple[Tensor, Tens
     saved = Saved(*saved_and_mask[:5])
     kernel, rule = _kernel(saved.q, Rule(*saved_and_mask[5:]))
     grad = _heads_inside(grad)  # a kernel may take it for granted that the last dim is contiguous
-    grads = kernel.backward(grad, saved, rule)
+    v, out = saved.v, saved.out
+    wide = saved._replace(v=_widened(v, saved.q), out=_widened(out, saved.q))
+    grad_q, grad_k, grad_v = kernel.backward(_widened(grad, saved.q), wide, rule)
+    grads = grad_q, grad_k, grad_v[..., : v.shape[-1]]
     grad_sinks = grad.new_empty(0) if rule.sinks is None else blockwise.sink_gradient(grad, saved, rule.sinks)
     grad_q, grad_k, grad_v = (_heads_inside(x) for x in grads)
     return grad_q, grad_k, grad_v, grad_sinks
@@ -155,14 +161,20 @@ def _heads_inside(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _fresh(x: Tensor) -> Tensor:
+def _widened(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` as wide as the heads of ``like``, with zeros."""
+    missing = like.shape[-1] - x.shape[-1]
+    return pad(x.transpose(1, 2), (0, missing)).transpose(1, 2) if missing else x
+
+
+def _fresh(x: Tensor, width: int | None = None) -> Tensor:
     b, h, s, e = x.shape
-    return x.new_empty(b, s, h, e).transpose(1, 2)
+    return x.new_empty(b, s, h, e if width is None else width).transpose(1, 2)
 
 
 @attention.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _fresh(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _fresh(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 
 @attention_backward.register_fake

@@ -13,7 +13,9 @@ from shardwise.models import rope
 from shardwise.models.families import ACTIVATIONS, FAMILIES, activation, family_of, text_part
 from shardwise.models.family import FULL, SLIDING, Fields
 from shardwise.models.hf_spec import HFModel
-from shardwise.models.kinds import AttentionSpec, ExpertSpec, PositionSpec
+from shardwise.models.kinds import AttentionSpec, ExpertSpec, LatentSpec, PositionSpec
+from shardwise.models.mixer import Matrices
+from shardwise.models.mixers import mixer_of
 from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.models.rope import RopeScaling, number, unsupported
 from shardwise.spec.complaints import show_value
@@ -44,6 +46,7 @@ class ModelSpec:
     intermediate_size: int
     num_hidden_layers: int
     attention: AttentionSpec = AttentionSpec()
+    latent: LatentSpec = LatentSpec()
     positions: PositionSpec = PositionSpec()
     experts: ExpertSpec = ExpertSpec()
     family: str = "llama"
@@ -95,10 +98,16 @@ class ModelSpec:
     @property
     def rotary_dim(self) -> int:
         """How many elements of a head are rotated."""
-        return int(self.attention.head_dim * self.positions.partial_rotary_factor)
+        own = int(self.attention.head_dim * self.positions.partial_rotary_factor)
+        return self.latent.qk_rope_head_dim or own
+
+    @property
+    def value_dim(self) -> int:
+        """How wide a head's values are."""
+        return self.latent.v_head_dim or self.attention.head_dim
 
 
-PARTS = {"attention": AttentionSpec, "positions": PositionSpec, "experts": ExpertSpec}
+PARTS = {"attention": AttentionSpec, "latent": LatentSpec, "positions": PositionSpec, "experts": ExpertSpec}
 """The records within a ModelSpec."""
 _PART = {field.name: part for part, record in PARTS.items() for field in fields(record)}
 
@@ -130,12 +139,14 @@ def flat(spec: ModelSpec) -> Fields:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What may differ between the layers of one model: what a query sees, and how positions enter. ``local``: with the
-    rope theta of sliding layers, or, in a model of transformers, with whatever its sliding layers do differently."""
+    """What may differ between the layers of one model: what a query sees, how positions enter, and how tokens are
+    mixed. ``local``: with the rope theta of sliding layers, or, in a model of transformers, with whatever its sliding
+    layers do differently."""
 
     window: int | None = None
     rotated: bool = True
     local: bool = False
+    mixer: str = "softmax"
 
 
 @lru_cache(maxsize=64)
@@ -143,14 +154,12 @@ def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, ...], tuple[int, ...]
     """The kinds of layer that a model has, in order of appearance, and the kind of each layer."""
     kinds: dict[LayerKind, int] = {}
     order = []
+    window, types, positions = spec.attention.sliding_window, spec.attention.layer_types, spec.positions
     for layer in range(spec.num_hidden_layers):
-        sliding = spec.attention.sliding_window is not None and (
-            not spec.attention.layer_types or spec.attention.layer_types[layer] == SLIDING
-        )
-        local = sliding and (spec.positions.local_rope_theta is not None or spec.hf_model is not None)
-        kind = LayerKind(
-            spec.attention.sliding_window if sliding else None, layer not in spec.positions.nope_layers, local
-        )
+        sliding = window is not None and (not types or types[layer] == SLIDING)
+        local = sliding and (positions.local_rope_theta is not None or spec.hf_model is not None)
+        rotated, mixer = layer not in positions.nope_layers, mixer_of(spec, layer).name
+        kind = LayerKind(window if sliding else None, rotated, local, mixer)
         order.append(kinds.setdefault(kind, len(kinds)))
     return tuple(kinds), tuple(order)
 
@@ -160,10 +169,8 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if spec.hf_model is not None:
         return spec.hf_model.shapes(spec.num_hidden_layers)
     d = spec.hidden_size
-    norms = _norms(spec)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, d)}
     for layer in range(spec.num_hidden_layers):
-        shapes |= {f"layers.{layer}.{norm}.weight": (size,) for norm, size in norms.items()}
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _of_block(spec, layer).items()}
     shapes["norm.weight"] = (d,)
     return shapes if spec.tie_word_embeddings else shapes | {"head.weight": (spec.vocab_size, d)}
@@ -171,33 +178,17 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=1024)
 def _of_block(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of a block but its norms."""
+    """The shape of each parameter of a block."""
     inner = _experts(spec) if spec.has_experts(layer) else _mlp(spec, "mlp", spec.mlp_size(layer))
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, (shape, bias) in (_attention(spec) | inner).items():
+    mixer = mixer_of(spec, layer)
+    norms = _norms(spec) | {f"attention.{name}": size for name, size in mixer.norms(spec).items()}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in norms.items()}
+    mixing = {f"attention.{name}": matrix for name, matrix in mixer.matrices(spec).items()}
+    for name, (shape, bias) in (mixing | inner).items():
         shapes[f"{name}.weight"] = shape
         if bias:
             shapes[f"{name}.bias"] = shape[:1]
-    return shapes | (
-        {"attention.sinks": (spec.attention.num_attention_heads,)} if spec.attention.attention_sinks else {}
-    )
-
-
-Matrices = dict[str, tuple[tuple[int, int], bool]]
-"""The shape of each matrix, and whether it has a bias."""
-
-
-def _attention(spec: ModelSpec) -> Matrices:
-    d, q, kv = (
-        spec.hidden_size,
-        spec.attention.num_attention_heads * spec.attention.head_dim,
-        spec.attention.num_key_value_heads * spec.attention.head_dim,
-    )
-    inner = {
-        f"attention.{name}": ((size, d), spec.attention.attention_bias)
-        for name, size in (("q", q), ("k", kv), ("v", kv))
-    }
-    return inner | {"attention.o": ((d, q), spec.attention.output_bias)}
+    return shapes | {f"attention.{name}": (size,) for name, size in mixer.vectors(spec).items()}
 
 
 def _mlp(spec: ModelSpec, name: str, f: int) -> Matrices:
@@ -216,15 +207,11 @@ def _experts(spec: ModelSpec) -> Matrices:
 
 
 def _norms(spec: ModelSpec) -> dict[str, int]:
-    """Size of each norm of a block."""
+    """Size of each norm of a block but its mixer's."""
     d, placement = spec.hidden_size, spec.norm_placement
     norms = {} if placement == "after" else {"attention_norm": d, "mlp_norm": d}
     if placement != "before":
         norms |= {"attention_after_norm": d, "mlp_after_norm": d}
-    if spec.attention.qk_norm is not None:
-        whole = spec.attention.qk_norm == "projection"
-        heads = {"q": spec.attention.num_attention_heads, "k": spec.attention.num_key_value_heads}
-        norms |= {f"attention.{x}_norm": spec.attention.head_dim * (heads[x] if whole else 1) for x in heads}
     return norms
 
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.attention import Attention, MaskSpec
+from shardwise.models.attention import MaskSpec
 from shardwise.models.blocks import tie
 from shardwise.models.config import LayerKind, ModelSpec, layer_kinds
 from shardwise.models.layers import MLP, Finish, Head, Part, RMSNorm, Rotary, rounded, soft_cap
+from shardwise.models.mixer import Mixer
+from shardwise.models.mixers import mixer_of
 from shardwise.models.moe import MoE
 from shardwise.models.rotary import rotary_tables
 
 
+def program(mixer: Mixer) -> Callable[[ModelSpec], nn.Module]:
+    """The class of a mixer."""
+    module, _, name = mixer.module.partition(":")
+    found: Callable[[ModelSpec], nn.Module] = vars(import_module(module))[name]
+    return found
+
+
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm (or before one, or between two) and added to the residual stream.
-    ``number``: which of the model's it is."""
+    """A mixer of tokens, named ``attention``, and an MLP, each behind a norm (or before one, or between two) and added
+    to the residual stream. ``number``: which of the model's it is."""
 
     def __init__(self, spec: ModelSpec, number: int = 0) -> None:
         super().__init__()
@@ -29,7 +39,7 @@ class Block(nn.Module):
             return RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
 
         self.attention_norm = norm("before")
-        self.attention = Attention(spec)
+        self.attention = program(mixer_of(spec, number))(spec)
         self.attention_after_norm = norm("after")
         self.mlp_norm = norm("before")
         self.mlp = MoE(spec) if spec.has_experts(number) else MLP(spec, spec.mlp_size(number))

@@ -32,6 +32,7 @@ from shardwise.models.family import (
 )
 from shardwise.models.family import FULL as FULL
 from shardwise.models.family import SLIDING as SLIDING
+from shardwise.models.latent_families import LATENT_FAMILIES
 from shardwise.models.rope import number, unsupported
 from shardwise.spec.outside import with_others
 
@@ -225,6 +226,7 @@ _OURS: dict[str, Family] = {
         "GraniteForCausalLM", EDGES | BEFORE | BLOCK, _granite, _write_granite, biases=("attention_bias", "mlp_bias")
     ),
     **EXPERT_FAMILIES,
+    **LATENT_FAMILIES,
 }
 
 FAMILIES = with_others("shardwise.families", Family, _OURS)

@@ -1,4 +1,5 @@
-"""What the kinds of part of a model's blocks have, a record for each: attention, positions, experts. No torch.
+"""What the kinds of part of a model's blocks have, a record for each: attention, latent attention,
+positions, experts. No torch.
 
 Fields have the names that Hugging Face gives them where it has one, and no two records share a name: a family says them
 without saying whose they are (:func:`shardwise.models.config.model_spec`). Each has a default that costs nothing.
@@ -19,7 +20,8 @@ class AttentionSpec:
     attention_output_bias: of o, where it differs from q, k and v. qk_norm: of queries and keys, over each head or over
     the whole projection. attention_scale: of scores, None for 1 / sqrt(head_dim). attention_sinks: a logit of each head
     that takes part in its softmax. sliding_window: positions that a query of a sliding layer sees, its own included;
-    all layers slide unless ``layer_types`` says which.
+    all layers slide unless ``layer_types`` says which; it may also name another mixer than ``mixer`` for some layers
+    (models/mixers.py). mixer_options: what a mixer of an installed package reads, by name.
     """
 
     num_attention_heads: int = 1
@@ -33,6 +35,8 @@ class AttentionSpec:
     attention_sinks: bool = False
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
+    mixer: str = "softmax"
+    mixer_options: tuple[tuple[str, float], ...] = ()
 
     @property
     def output_bias(self) -> bool:
@@ -53,6 +57,22 @@ class PositionSpec:
     local_rope_theta: float | None = None
     nope_layers: tuple[int, ...] = ()
     partial_rotary_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Latent attention, where the mixer is ``latent``: a head has ``qk_nope_head_dim`` elements and then
+    ``qk_rope_head_dim``, which are rotated (rope_interleave: neighbours are pairs), and its values ``v_head_dim``. Keys
+    and values are made of a vector of ``kv_lora_rank`` for each token, queries of one of ``q_lora_rank``; None: of the
+    token itself. num_key_value_heads is the number of heads, head_dim what a head has in all.
+    """
+
+    kv_lora_rank: int = 0
+    q_lora_rank: int | None = None
+    qk_rope_head_dim: int = 0
+    qk_nope_head_dim: int = 0
+    v_head_dim: int = 0
+    rope_interleave: bool = True
 
 
 @dataclass(frozen=True)

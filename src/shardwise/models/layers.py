@@ -193,14 +193,15 @@ GATES = {"silu": swiglu, "gelu_tanh": geglu, "clamped_swiglu": clamped_swiglu}
 """By ``ModelSpec.activation``."""
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool = False) -> Tensor:
     rotated = 2 * cos.shape[-1]
     if rotated < x.shape[-1]:
-        return torch.cat([_rotate(x[..., :rotated], cos, sin, sign), x[..., rotated:]], -1)
-    pairs = x.unflatten(-1, (2, -1))
+        return torch.cat([_rotate(x[..., :rotated], cos, sin, sign, interleaved), x[..., rotated:]], -1)
+    pairs = x.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleaved else x.unflatten(-1, (2, -1))
     out = pairs * cos.unsqueeze(-2)
     out[..., 0, :].addcmul_(pairs[..., 1, :], sin, value=-sign)
     out[..., 1, :].addcmul_(pairs[..., 0, :], sin, value=sign)
+    out = out.transpose(-1, -2) if interleaved else out
     return out.flatten(-2).to(x.dtype)  # under autocast the tables are wider than what a projection made
 
 
@@ -208,23 +209,25 @@ class _Rotate(torch.autograd.Function):
     """Saves the tables alone: backward is the opposite rotation."""
 
     @staticmethod
-    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return returned(_rotate(x, cos, sin, 1.0))
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        return returned(_rotate(x, cos, sin, 1.0, interleaved))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+        ctx.interleaved = inputs[3]
+        ctx.save_for_backward(*inputs[1:3])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1.0), None, None
+        return _rotate(grad, cos, sin, -1.0, ctx.interleaved), None, None, None
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+def rotate(x: Tensor, rotary: Rotary, *, interleaved: bool = False) -> Tensor:
     """x[b,s,h,e] rotated by the tables of :func:`rotary_tables`; element i is paired with i + r/2, where r elements are
-    rotated and the rest is left. The result has the dtype of x, whatever that of the tables."""
-    return _Rotate.apply(x, *rotary)
+    rotated and the rest is left; ``interleaved``: 2i with 2i + 1. The result has the dtype of x, whatever that of the
+    tables."""
+    return _Rotate.apply(x, *rotary, interleaved)
 
 
 class MLP(nn.Module):

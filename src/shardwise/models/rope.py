@@ -25,7 +25,10 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": REQUIRED["llama3"],
-    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+        "mscale_all_dim",
+    ),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
 """The keys of each kind that are written."""
@@ -35,7 +38,8 @@ WRITTEN: dict[str, tuple[str, ...]] = {
 class RopeScaling:
     """One kind of rope scaling. ``linear`` reads ``factor`` alone; ``dynamic`` (NTK) raises theta for sequences beyond
     ``original_max_position_embeddings``; ``longrope`` divides each frequency by its ``short_factor``, or, in sequences
-    beyond it, by its ``long_factor``. ``attention_factor`` multiplies the tables (yarn, longrope)."""
+    beyond it, by its ``long_factor``. ``attention_factor`` multiplies the tables (yarn, longrope);
+    ``mscale_all_dim`` says by what latent attention multiplies its scores (yarn)."""
 
     kind: Kind
     factor: float
@@ -46,6 +50,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    mscale_all_dim: float = 0.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
@@ -90,6 +95,7 @@ def read(values: dict[str, Any], longest: int, original: int | None, name: str) 
         usual = {"beta_fast": 32.0, "beta_slow": 1.0}
         own |= {key: number(values, key, default, name) for key, default in usual.items()}
         own["truncate"] = bool(values.get("truncate", True))
+        own["mscale_all_dim"] = number(values, "mscale_all_dim", 0.0, name)
     elif kind == "longrope":
         own["attention_factor"] = _longrope_attention(values, factor, trained, name)
         own |= {key: _numbers(values, key, name) for key in ("short_factor", "long_factor")}
@@ -124,6 +130,13 @@ def _yarn_attention(values: dict[str, Any], factor: float, name: str) -> float:
     if values.get("mscale") and values.get("mscale_all_dim"):
         return scale(number(values, "mscale", None, name)) / scale(number(values, "mscale_all_dim", None, name))
     return scale(1.0)
+
+
+def score_factor(scaling: RopeScaling | None) -> float:
+    """By what DeepSeek multiplies the scale of scores where yarn stretches positions."""
+    if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
+        return 1.0
+    return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
 
 
 def _longrope_attention(values: dict[str, Any], factor: float, trained: int, name: str) -> float:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from shardwise.errors import ConfigError, Problem, UsageError
 from shardwise.models.config import ModelSpec, active_parameter_count
+from shardwise.models.mixers import mixer_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.devices import begins, find_device
 from shardwise.spec.plan import Plan
@@ -50,7 +51,7 @@ def with_reference(length: Length, plan: Plan, spec: ModelSpec, passes: float) -
     if not plan.method.reference or found is None or length.seconds is None or not plan.estimate.flops_per_step:
         return length
     tokens = batch.global_batch_size(plan.layout.dp) * batch.seq_len
-    scores = 2 * batch.seq_len * spec.attention.num_attention_heads * spec.attention.head_dim * spec.num_hidden_layers
+    scores = batch.seq_len * sum(mixer_of(spec, layer).scores(spec) for layer in range(spec.num_hidden_layers))
     share = tokens * (2 * active_parameter_count(spec) + scores) / plan.estimate.flops_per_step
     reference_s = length.steps * passes * share * (found.compute_s + sum(found.exposed_s.values()))
     factor = 1 + reference_s / length.seconds

@@ -58,7 +58,7 @@ def attention_bytes(op: Op, sizes: tuple[int, int], compute: Dtype, *, determini
     FlashAttention that computes; other kernels take about as much. ``sizes``: sequences, and tokens of each."""
     if compute not in ("bf16", "fp16") or len(op.allocates) < 3:
         return 0
-    b, (heads, s, _, head_dim, key_heads) = sizes[0], (number(dim, sizes) for dim in op.dims)
+    b, (heads, s, _, head_dim, key_heads) = sizes[0], (number(dim, sizes) for dim in op.dims[:5])
     heads, key_heads = heads // b, key_heads // b
     rows = b * s + FLASH_ROWS * b * ceil(s / DOCUMENT_TOKENS)
     padded = ceil(head_dim / 32) * 32 if head_dim <= 192 else 256

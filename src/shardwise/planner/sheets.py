@@ -15,6 +15,7 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import cache, lru_cache
 from importlib import metadata
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pydantic import TypeAdapter
 from shardwise import techniques
 from shardwise.data.whole import write_whole
 from shardwise.models.config import ModelSpec, layer_kinds
+from shardwise.models.mixers import MIXERS
 from shardwise.planner.apart import traced_apart
 from shardwise.planner.shipped import SHIPPED, Shipped
 from shardwise.planner.variants import chosen
@@ -247,8 +249,19 @@ def variant_of(name: str) -> Variant:
 def digest_of(variant: Variant) -> str:
     """A digest of everything that a unit depends on besides its variant."""
     more = THEIRS if variant.concrete else EXPERTS if variant.model.experts else ()
+    if variant.what == "block" and not variant.concrete:
+        more = (*more, *_file_of(MIXERS[variant.model.attention.mixer].module.partition(":")[0]))
     version = metadata.version("transformers") if variant.concrete else ""
     return _digest((*TRACED, *variant.code, *more), version)
+
+
+@cache
+def _file_of(module: str) -> tuple[str, ...]:
+    """Where a mixer's program stands, in this package or another; it is not imported."""
+    if module.startswith("shardwise."):
+        return (module.removeprefix("shardwise.").replace(".", "/") + ".py",)
+    found = find_spec(module)
+    return (found.origin,) if found and found.origin else ()
 
 
 @cache

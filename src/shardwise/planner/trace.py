@@ -328,11 +328,14 @@ class _Naming:
             return Op("matmul", name, symbols=size(2 * prod(sizes)), dims=tuple(map(size, (counts[0], *sizes))))
         if name.startswith("shardwise.attention"):
             backward, ring = name.endswith("_backward"), self.ring if OVER_RANKS in name else 1
-            (b, heads, s, e), (_, key_heads, *_) = event.shapes[0], event.shapes[2 if backward else 1]
+            (_, key_heads, *_, e), (b, heads, s, v) = event.shapes[2 if backward else 1], event.shapes[0]
+            v = event.shapes[3 if backward else 2][-1]
             pairs = b * heads * s * s * ring
-            dims = tuple(map(size, (b * heads, s, s * ring, e, b * key_heads)))
+            dims = tuple(map(size, (b * heads, s, s * ring, e, b * key_heads, v)))
             axis = "ring" if ring > 1 else ""
-            return Op("attention", name, symbols=size((5 if backward else 2) * pairs * e), dims=dims, axis=axis)
+            return Op(
+                "attention", name, symbols=size(pairs * (3 * e + 2 * v if backward else e + v)), dims=dims, axis=axis
+            )
         read, written = (tuple(map(size, each)) for each in (event.read, event.written))
         dims = _dims(name, event, size)
         return Op("elementwise", name, dims=dims, read=read, written=written)

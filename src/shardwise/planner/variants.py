@@ -13,6 +13,8 @@ from typing import Any
 from shardwise import techniques
 from shardwise.models.config import LayerKind, ModelSpec, layer_kinds, model_spec, with_fields
 from shardwise.models.families import FULL, SLIDING
+from shardwise.models.mixer import Mixer
+from shardwise.models.mixers import mixer_of
 from shardwise.models.rope import RopeScaling
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Plan
@@ -33,6 +35,8 @@ PRIMES = {
 }
 """The number that stands for each symbol. A row of d, f or e is whole blocks of 64, as 4 bits ask, so that half a head
 is a product too."""
+MIXED = {"a": 64 * 239, "l": 64 * 241, "v": 64 * 251}
+"""Of symbols that only some mixers use."""
 GROWING = {"b": 1_009, "s": 1_013}
 """Of the micro-batch and the sequence. Larger ones would not leave room for the sizes of storages."""
 
@@ -45,7 +49,8 @@ def _spec(numbers: Sizes, **features: Any) -> ModelSpec:
 
 def sizes(spec: ModelSpec, unit: int | str = 0) -> Sizes:
     """What a unit of a model (``stem``, ``tail`` or a block's number) binds to the symbols."""
-    return {
+    mixer = mixer_of(spec, unit if isinstance(unit, int) else 0)
+    own = {
         "V": spec.vocab_size,
         "d": spec.hidden_size,
         "f": _width(spec, unit) if isinstance(unit, int) else spec.intermediate_size,
@@ -56,8 +61,14 @@ def sizes(spec: ModelSpec, unit: int | str = 0) -> Sizes:
         "G": spec.attention.num_attention_heads // spec.attention.num_key_value_heads,
         "e": spec.attention.head_dim,
         "p": spec.rotary_dim // 2,
-        "e-2p": spec.attention.head_dim - 2 * (spec.rotary_dim // 2),
+        **mixer.sizes(spec),
     }
+    return {**own, **_sums(mixer, own)}
+
+
+def _sums(mixer: Mixer, numbers: Sizes) -> Sizes:
+    """What is computed with and is no product of symbols: what of a head is not rotated, and the mixer's own."""
+    return {"e-2p": numbers["e"] - 2 * numbers["p"], **mixer.sums(dict(numbers))}
 
 
 def _width(spec: ModelSpec, layer: int) -> int:
@@ -112,22 +123,22 @@ def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Size
     partial = spec.rotary_dim < spec.attention.head_dim and kind.rotated
     experts = spec.has_experts(unit)
     shared = experts and spec.experts.shared_expert_size > 0
-    numbers = _numbers(spec, "dfKGe" + "p" * partial + "EM" * experts + "h" * shared)
+    mixer = mixer_of(spec, unit)
+    of_mixer = {symbol: prime for symbol, prime in MIXED.items() if symbol in mixer.symbols}
+    numbers = dict(_numbers(spec, "dfKGe" + "p" * partial + "EM" * experts + "h" * shared))
+    numbers |= of_mixer | dict.fromkeys(mixer.ones, 1)
     template = _spec(
         numbers,
-        attention_bias=spec.attention.attention_bias,
-        attention_output_bias=None
-        if spec.attention.output_bias == spec.attention.attention_bias
-        else spec.attention.output_bias,
+        mixer=mixer.name,
+        mixer_options=spec.attention.mixer_options,
         mlp_bias=spec.mlp_bias,
         activation=spec.activation,
         norm_placement=spec.norm_placement,
         norm_plus_one=spec.norm_plus_one,
-        qk_norm=spec.attention.qk_norm,
         residual_multiplier=_switched(spec.residual_multiplier),
-        partial_rotary_factor=_rotating(numbers) if partial else 1.0,
+        partial_rotary_factor=_rotating(numbers) if partial and not of_mixer else 1.0,
         nope_layers=() if kind.rotated else (0,),
-        attention_sinks=spec.attention.attention_sinks,
+        **mixer.template(spec, numbers),
     )
     if experts:
         template = with_fields(
@@ -143,7 +154,7 @@ def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Size
             router_aux_loss_coef=_on(spec.experts.router_losses[0]),
             router_z_loss_coef=_on(spec.experts.router_losses[1]),
         )
-    return template, {**numbers, "e-2p": numbers["e"] - 2 * numbers["p"]} if partial else {**numbers, "p": 1}
+    return template, {**numbers, **(_sums(mixer, numbers) if partial or of_mixer else {"p": 1})}
 
 
 def _tail(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
@@ -170,6 +181,7 @@ def _begun(spec: ModelSpec, unit: int | str, make_plan: type[Plan]) -> Traced:
     model, numbers = make[unit]() if isinstance(unit, str) else _block(spec, kinds[order[unit]], unit)
     # Sums first: what is a multiple of one is no product of the others.
     atoms = sorted(
-        ((symbol, prime) for symbol, prime in numbers.items() if prime > 2), key=lambda atom: "-" not in atom[0]
+        ((symbol, prime) for symbol, prime in numbers.items() if prime > 2),
+        key=lambda atom: not {"-", "+"} & {*atom[0]},
     )
     return Traced(Variant(what, model, grown, (*atoms, *GROWING.items())), unit, sizes(spec, unit))

@@ -45,7 +45,7 @@ from shardwise.spec.layout import Layout, cut
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Estimate, Offload, Optim, Pipeline, Plan, Remat, Shard
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Unit, Within
+from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Unit, Within, number
 from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, offload, optim, pp, precision, remat, shard, tp
 from shardwise.techniques.offload.narrow import store_narrow
 from shardwise.techniques.variant import Traced
@@ -125,8 +125,22 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 
 def within(op: Op, at: At) -> Within | None:
     """What an operation of a technique's own does besides reading and making what it does; None of any other."""
+    if op.name in ("shardwise.attention", "shardwise.attention_backward"):
+        return _widened(op, at)
     does = _within(ORDER).get(op.name)
     return does(op, at) if does else None
+
+
+def _widened(op: Op, at: At) -> Within | None:
+    """Of attention whose values are narrower than its keys: copies as wide as keys of the values and the output; in
+    backward of these, of the output's gradient and of that of the values (models/attention.py)."""
+    heads, tokens, _, width, key_heads, value_width = (number(dim, (at.b, at.s)) for dim in op.dims)
+    if width == value_width:
+        return None
+    queries, keys = (each * tokens * width * at.width for each in (heads, key_heads))
+    if op.name.endswith("_backward"):
+        return Within(2 * queries + 2 * keys - keys * value_width // width)
+    return Within(queries + keys - queries * value_width // width)
 
 
 @cache

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.mixers import mixers_of
 from shardwise.models.roles import is_adapter, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
@@ -100,7 +101,8 @@ def _beyond_llama(spec: ModelSpec) -> bool:
     """Whether blocks, stem or tail have operations that no test has seen under it."""
     multipliers = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
     norms = spec.attention.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
-    other = spec.attention.attention_sinks or bool(spec.positions.nope_layers) or spec.hf_model is not None
+    mixers = {mixer.name for mixer in mixers_of(spec)} != {"softmax"} or spec.attention.attention_sinks
+    other = mixers or bool(spec.positions.nope_layers) or spec.hf_model is not None
     return norms or set(multipliers) != {1.0} or other
 
 

@@ -14,6 +14,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from shardwise.models.config import ModelSpec
+from shardwise.models.mixers import MIXERS
 from shardwise.models.roles import is_adaptable, is_adapter, is_expert, role
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Plan
@@ -33,12 +34,22 @@ class TableRow(NamedTuple):
     tp: Use
 
 
+_COLUMNS, _INPUTS, _WHOLE = (
+    " ".join(dict.fromkeys(" ".join(words).split()))
+    for words in (
+        [*(mixer.columns for mixer in MIXERS.values()), "gate up"],
+        [*(mixer.rows for mixer in MIXERS.values()), "down"],
+        [mixer.whole for mixer in MIXERS.values()],
+    )
+)
+"""The layers of all mixers, and of the MLP, by how ranks share them."""
 TABLE = (
-    TableRow("q k v gate up", "weight bias codes sizes lora_b lora_m", tp="outputs"),
-    TableRow("q k v gate up", "groups lora_a", tp="own"),
-    TableRow("o down", "weight codes sizes lora_a", tp="inputs"),
-    TableRow("o down", "groups lora_b lora_m", tp="own"),
-    TableRow("o down", "bias", tp="stream"),
+    TableRow(_COLUMNS, "weight bias codes sizes lora_b lora_m", tp="outputs"),
+    TableRow(_COLUMNS, "groups lora_a", tp="own"),
+    TableRow(_INPUTS, "weight codes sizes lora_a", tp="inputs"),
+    TableRow(_INPUTS, "groups lora_b lora_m", tp="own"),
+    TableRow(_INPUTS, "bias", tp="stream"),
+    TableRow(_WHOLE, "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),
     TableRow("attention", "sinks", tp="outputs"),
     TableRow("router shared_gate", "weight bias", tp="stream"),
     TableRow("expert_gate expert_up expert_down", "weight bias codes sizes groups lora_a lora_b lora_m", tp="stream"),
@@ -50,7 +61,7 @@ FEW_KEY_HEADS = (TableRow("k v", "weight bias codes sizes groups lora_a lora_b l
 """In place of the above where there are fewer key heads than ranks: each uses the head that its query heads look at."""
 PROJECTION_NORMS = (TableRow("q_norm k_norm", "weight", tp="outputs"),)
 """In place of the above where a norm is of all heads together."""
-ROW_PRODUCTS = ("o", "down")
+ROW_PRODUCTS = tuple(_INPUTS.split())
 """Layers whose inputs are cut, so that each rank has a part of a sum."""
 VOCABULARY = ("embed", "head")
 

@@ -21,6 +21,7 @@ import torch
 
 from shardwise.errors import PreemptedError
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes
+from shardwise.models.mixers import mixer_of
 from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.runtime.balance import told
 from shardwise.runtime.checkpoint.inflight import SaveResult
@@ -53,9 +54,11 @@ def flops_per_token(spec: ModelSpec, plan: Plan) -> float:
     matmul = sum((4 if frozen(name, plan) else 6) * size for name, size in sizes.items())
     kinds, order = layer_kinds(spec)
     seq_len = plan.batch.seq_len
-    windows = [seq_len if kinds[kind].window is None else min(kinds[kind].window or 1, seq_len) for kind in order]
-    seen = sum(window * (2 * seq_len - window) / seq_len for window in windows)
-    return matmul + 6.0 * seen * spec.attention.num_attention_heads * spec.attention.head_dim
+    scores = 0.0
+    for layer, kind in enumerate(order):
+        window = min(kinds[kind].window or seq_len, seq_len)
+        scores += window * (2 * seq_len - window) / seq_len * mixer_of(spec, layer).scores(spec)
+    return matmul + 3.0 * scores
 
 
 TRIM_S = 30.0

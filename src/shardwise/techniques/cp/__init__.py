@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, with_fields
+from shardwise.models.mixers import mixers_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import divisors
 from shardwise.spec.place import Place
@@ -63,7 +64,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
     asked for, else those that the heads allow."""
     asked, length, others = recipe.parallel.cp, recipe.train.seq_len, cluster.world // plan.layout.tp // plan.layout.pp
     degrees = [1]
-    if length >= 2 * LEAST_TOKENS and spec.hf_model is None:
+    if length >= 2 * LEAST_TOKENS and not _apart(spec):
         degrees = [n for n in divisors(max(1, others)) if n <= length // LEAST_TOKENS and length % (2 * n) == 0]
     for ranks in [asked] if asked and pinned else degrees:
         kind = recipe.parallel.cp_kind
@@ -100,8 +101,8 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
     if layout.cp == 1:
         return []
     problems = []
-    if spec.hf_model is not None:
-        what = f"{spec.name} runs in transformers' own modules, whose attention context parallelism cannot replace"
+    if whose := _apart(spec):
+        what = f"{spec.name} {whose}, which context parallelism cannot replace"
         fix = "`parallel.cp=1`, with `recompute=full` or weights sharded by zero3 for long sequences"
         problems.append(Problem("PLAN026", what, "parallel.cp", fix))
     wanted = {"ulysses": layout.ulysses == layout.cp, "nested": 1 < layout.ulysses < layout.cp}
@@ -116,6 +117,13 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
         what = f"rows of {length:,} tokens cannot be cut for {plan.cp_kind} over {layout.cp} ranks"
         problems.append(Problem("PLAN026", what, "train.seq_len", f"a multiple of {multiple}, such as {nearest:,}"))
     return problems
+
+
+def _apart(spec: ModelSpec) -> str:
+    """What of a model mixes tokens in a way of its own; empty where all its layers have the seam."""
+    if spec.hf_model is not None:
+        return "runs in transformers' own modules with their attention"
+    return next((f"has the mixer {mixer.name}" for mixer in mixers_of(spec) if not mixer.sequence), "")
 
 
 def _heads(spec: ModelSpec, plan: Plan) -> list[Problem]:

@@ -79,12 +79,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *cut: Any) -> tuple[Tensor, Tensor]
     """What :func:`attention_over_ranks` does, operation by operation."""
     rule, count, wide = CutRule(*cut), q.shape[0], accumulation_dtype(q.dtype)
     exchange = rule.exchange(count)
-    out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-    for owner, keys in exchange.keys(torch.stack([k, v])):
+    out = torch.zeros_like(q if k.shape == v.shape else _as_wide_as(v, q), dtype=wide)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+    for owner, keys in exchange.keys(_together(k, v)):
         for part in () if keys is None else parts(rule.rows, count, exchange.place, owner, rule.sees):
             assert keys is not None
             mine, theirs = _places(part)
-            each, each_lse = attention(q[mine], keys[0][theirs], keys[1][theirs], *rule.part(part, q.device))
+            each, each_lse = attention(q[mine], *(one[theirs] for one in _apart(keys, k)), *rule.part(part, q.device))
             before = lse[mine]
             joined = torch.logaddexp(before, each_lse)
             out[mine] *= (before - joined).exp_().unsqueeze(-1)
@@ -104,26 +105,52 @@ def backward(grad: Tensor, *saved_and_cut: Any) -> tuple[Tensor, Tensor, Tensor,
     count, wide = q.shape[0], lse.dtype
     exchange = rule.exchange(count)
     grad_q = torch.zeros_like(q, dtype=wide)
-    home = torch.zeros(2, *k.shape, dtype=wide, device=k.device)  # of this rank's own keys and values
+    home = torch.zeros(_shape(k, v), dtype=wide, device=k.device)  # of this rank's own keys and values
     sums: Tensor | None = None  # of those that were here before
-    for step, (owner, keys) in enumerate(exchange.keys(torch.stack([k, v]))):
+    for step, (owner, keys) in enumerate(exchange.keys(_together(k, v))):
         passing = exchange.passed(step, sums, home)
         sums = home if step == 0 else None if keys is None else torch.zeros_like(keys, dtype=wide)
         for part in () if keys is None else parts(rule.rows, count, exchange.place, owner, rule.sees):
             assert keys is not None and sums is not None
             mine, theirs = _places(part)
-            given = grad[mine], q[mine], keys[0][theirs], keys[1][theirs], out[mine], lse[mine].contiguous()
+            their_k, their_v = (one[theirs] for one in _apart(keys, k))
+            given = grad[mine], q[mine], their_k, their_v, out[mine], lse[mine].contiguous()
             of_q, of_k, of_v, _ = attention_backward(*given, *rule.part(part, q.device))
             grad_q[mine] += of_q
-            sums[0][theirs] += of_k
-            sums[1][theirs] += of_v
-            del given, of_q, of_k, of_v
+            of_keys, of_values = _apart(sums, k)
+            of_keys[theirs] += of_k
+            of_values[theirs] += of_v
+            del given, their_k, their_v, of_q, of_k, of_v
         passing.add(sums, home)
         sums = None if step == 0 else sums
         del passing, keys
     exchange.passed(exchange.steps, sums, home).add(None, home)
     grad_sinks = grad.new_empty(0) if rule.sinks is None else blockwise.sink_gradient(grad, saved, rule.sinks)
-    return grad_q.to(q.dtype), torch.empty_like(k).copy_(home[0]), torch.empty_like(v).copy_(home[1]), grad_sinks
+    grad_k, grad_v = (torch.empty_like(x).copy_(one) for x, one in zip((k, v), _apart(home, k), strict=True))
+    return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks
+
+
+def _shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Of keys and values as one tensor: one behind the other, or, of unlike width, beside each other."""
+    return (2, *k.shape) if k.shape == v.shape else (1, *k.shape[:-1], k.shape[-1] + v.shape[-1])
+
+
+def _together(k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([k, v]) if k.shape == v.shape else torch.cat([k, v], -1).unsqueeze(0)
+
+
+def _apart(both: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The two views."""
+    if both.shape[0] == 2:
+        return both[0], both[1]
+    width = k.shape[-1]
+    return both[0, ..., :width], both[0, ..., width:]
+
+
+def _as_wide_as(v: Tensor, q: Tensor) -> Tensor:
+    """Laid out as queries are, as wide as values."""
+    b, h, s, _ = q.shape
+    return q.new_empty(b, s, h, v.shape[-1]).transpose(1, 2)
 
 
 def _places(part: KernelCall) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
@@ -147,8 +174,10 @@ attention_over_ranks_backward = torch.library.custom_op(
 
 
 @attention_over_ranks.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _as_wide_as(v, q) if k.shape != v.shape else torch.empty_like(q), q.new_empty(
+        q.shape[:3], dtype=accumulation_dtype(q.dtype)
+    )
 
 
 @attention_over_ranks_backward.register_fake

@@ -42,20 +42,24 @@ class HeldBytes:
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """Bytes: of queries (the output is as large), of keys and values, of sums as large as either, and of a number for
-    each query and head in the dtype of sums."""
+    """Bytes: of queries, of the output, of keys and values, of sums as large as any of these, and of a number for each
+    query and head in the dtype of sums."""
 
     queries: int
+    outputs: int
     keys: int
     query_sums: int
+    output_sums: int
     key_sums: int
     rows: int
 
     @classmethod
     def of(cls, op: Op, at: At) -> AttentionBytes:
-        heads, tokens, _, head_dim, key_heads = (number(dim, (at.b, at.s)) for dim in op.dims)
-        wide, queries, keys = max(4, at.width), heads * tokens * head_dim, 2 * key_heads * tokens * head_dim
-        return cls(queries * at.width, keys * at.width, queries * wide, keys * wide, heads * tokens * wide)
+        heads, tokens, _, head_dim, key_heads, value_dim = (number(dim, (at.b, at.s)) for dim in op.dims)
+        wide, keys = max(4, at.width), key_heads * tokens * (head_dim + value_dim)
+        queries, outputs, rows = heads * tokens * head_dim, heads * tokens * value_dim, heads * tokens
+        sizes = (queries * at.width, outputs * at.width, keys * at.width)
+        return cls(*sizes, queries * wide, outputs * wide, keys * wide, rows * wide)
 
     @property
     def apart(self) -> bool:
@@ -96,14 +100,14 @@ def steps(one: AttentionBytes, at: At) -> list[RingStep]:
 def forward(op: Op, at: At) -> Within:
     """The joined output, keys, and what each call of the kernel makes."""
     one, held = AttentionBytes.of(op, at), HeldBytes()
-    held.add(one.query_sums * one.apart, one.keys)
+    held.add(one.output_sums * one.apart, one.keys)
     for place, step in enumerate(steps(one, at)[:-1]):
         held.add(step.coming)
         for queries, _ in _calls(step, at):
-            held.meanwhile(queries * (one.queries + one.query_sums + 4 * one.rows))
+            held.meanwhile(queries * (one.outputs + one.output_sums + 4 * one.rows))
         held.meanwhile(step.coming * at.cut.gathered)  # the same in the order of rows
         held.drop(step.keys * (place > 0))
-    return Within(held.top - one.queries * one.apart, tuple(_sent(one, at)))
+    return Within(held.top - one.outputs * one.apart, tuple(_sent(one, at)))
 
 
 def backward(op: Op, at: At) -> Within:

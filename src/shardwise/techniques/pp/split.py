@@ -8,6 +8,7 @@ from itertools import accumulate
 from math import prod
 
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes
+from shardwise.models.mixers import mixer_of
 from shardwise.models.roles import is_linear
 from shardwise.spec.plan import Plan
 from shardwise.techniques.states import frozen
@@ -24,7 +25,7 @@ def work(spec: ModelSpec, seq_len: int) -> tuple[tuple[int, ...], int]:
             each[int(name.split(".")[1])] += 2 * prod(shape)
     for block, kind in enumerate(order):
         seen = min(kinds[kind].window or seq_len, (seq_len + 1) // 2)
-        each[block] += 4 * seen * spec.attention.num_attention_heads * spec.attention.head_dim
+        each[block] += 2 * seen * mixer_of(spec, block).scores(spec)
     return tuple(each), 2 * spec.hidden_size * spec.vocab_size
 
 

@@ -131,7 +131,7 @@ def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
         found.append(f"{ranks} does not divide its {key_heads} key heads, which are normalised together")
     if (ranks - 1) * ceil(ids / ranks) >= ids:
         found.append(f"a vocabulary of {ids} cannot be split over {ranks} ranks")
-    for layer, columns in [("o", heads * spec.attention.head_dim), *(("down", size) for size in spec.mlp_sizes)]:
+    for layer, columns in [("o", heads * spec.value_dim), *(("down", size) for size in spec.mlp_sizes)]:
         for what, block in _blocks(spec, plan, layer, columns).items():
             if ranks > 1 and columns % (ranks * block):
                 what = f"{what} in blocks of {block}, and of `{layer}` a rank would have "
@@ -335,7 +335,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             share_rows(module, shape, meshes)
         elif isinstance(module, Attention):
             module.own_sinks = partial(_own_sinks, module)  # type: ignore[method-assign]
-        if isinstance(module, Attention | MLP) or place == "head":
+        if isinstance(module, MLP) or place in ("attention", "head"):
             module.register_forward_pre_hook(entered)
         if place in ROW_PRODUCTS:
             module.register_forward_hook(left)  # after an adapter's, whose product is a part of the sum too

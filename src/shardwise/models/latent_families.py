@@ -1,0 +1,107 @@
+"""Families whose mixer is latent attention: DeepSeek's, and those built like them. Imports no torch."""
+
+from __future__ import annotations
+
+from shardwise.models.expert_families import IN_MEMORY, ONE_BY_ONE, read_experts, write_experts
+from shardwise.models.family import BEFORE, BLOCK, EDGES, Config, Family, Fields, Names, whole
+from shardwise.models.rope import read as read_scaling
+from shardwise.models.rope import score_factor, unsupported
+
+_ATTENTION: Names = {
+    f"layers.{{}}.attention.{ours}": f"model.layers.{{}}.self_attn.{theirs}"
+    for ours, theirs in {
+        "q_a": "q_a_proj",
+        "q_a_norm": "q_a_layernorm",
+        "q_b": "q_b_proj",
+        "kv_a": "kv_a_proj_with_mqa",
+        "kv_a_norm": "kv_a_layernorm",
+        "kv_b": "kv_b_proj",
+    }.items()
+}
+_SHARED: Names = {
+    f"layers.{{}}.mlp.shared.{x}": f"model.layers.{{}}.mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")
+}
+_DIMS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+
+def read_latent(config: Config, name: str) -> Fields:
+    """The fields of latent attention."""
+    dims = {key: whole(config, key, name) for key in _DIMS}
+    head_dim = dims["qk_nope_head_dim"] + dims["qk_rope_head_dim"]
+    values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    factor = score_factor(read_scaling(values, config["max_position_embeddings"], None, name))
+    return dims | {
+        "mixer": "latent",
+        "q_lora_rank": None if config.get("q_lora_rank") is None else whole(config, "q_lora_rank", name),
+        "rope_interleave": bool(config.get("rope_interleave", True)),
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": head_dim,
+        "attention_scale": None if factor == 1.0 else head_dim**-0.5 * factor,
+    }
+
+
+def write_latent(fields: Fields) -> Config:
+    """The inverse of :func:`read_latent`."""
+    keys = (*_DIMS, "q_lora_rank", "rope_interleave")
+    return {key: fields[key] for key in keys} | {"head_dim": fields["qk_rope_head_dim"]}
+
+
+def read_dense_first(config: Config, name: str) -> Fields:
+    """Experts, beside an MLP for all tokens, in all layers but the first ones."""
+    if config.get("moe_layer_freq", 1) != 1:
+        what = f"`moe_layer_freq: {config['moe_layer_freq']}` is not supported"
+        raise unsupported(what, name, "moe_layer_freq: 1")
+    own = read_experts(config, name, "n_routed_experts")
+    return own | {
+        "shared_expert_size": whole(config, "n_shared_experts", name) * own["expert_size"],
+        "dense_layers": tuple(range(whole(config, "first_k_dense_replace", name))),
+    }
+
+
+def write_dense_first(fields: Fields) -> Config:
+    """The inverse of :func:`read_dense_first`."""
+    return write_experts(fields, "n_routed_experts") | {
+        "moe_intermediate_size": fields["expert_size"],
+        "n_shared_experts": fields["shared_expert_size"] // max(1, fields["expert_size"]),
+        "first_k_dense_replace": len(fields["dense_layers"]),
+    }
+
+
+def _deepseek_v2(config: Config, name: str) -> Fields:
+    for key, value in {"topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False}.items():
+        if config.get(key, value) not in (value, None):
+            raise unsupported(f"`{key}: {config[key]}` is not supported", name, f"{key}: {value}")
+    return read_dense_first(config, name) | read_latent(config, name) | {"normalised_top_k": False}
+
+
+def _write_deepseek_v2(fields: Fields) -> Config:
+    return write_dense_first(fields) | write_latent(fields) | {"topk_method": "greedy", "norm_topk_prob": False}
+
+
+LATENT_FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        EDGES | BEFORE | BLOCK | _ATTENTION | ONE_BY_ONE | _SHARED,
+        _deepseek_v2,
+        _write_deepseek_v2,
+        {
+            "max_position_embeddings": 2048,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "router_aux_loss_coef": 0.0,
+            "first_k_dense_replace": 0,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "moe_intermediate_size": 1407,
+        },
+        ("attention_bias", "mlp_bias"),
+        brings_code=True,
+        read_too=(IN_MEMORY,),
+    ),
+}
+"""Rows of families.FAMILIES."""

@@ -1,0 +1,51 @@
+"""What a mixer is (:class:`Mixer`): the part of a block in which tokens meet. Its row is read without torch; its
+program is an ``nn.Module`` beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.models.config import ModelSpec
+
+Matrices = dict[str, tuple[tuple[int, int], bool]]
+"""The shape [out, in] of each linear layer, and whether it has a bias."""
+Numbers = dict[str, int]
+"""What symbols stand for."""
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """One way in which blocks mix tokens, as a config names it for all layers or, in ``layer_types``, for some.
+
+    module: its program, ``package.module:Class``: made of a ModelSpec, called with x [b,s,d], the tables of rotation
+    (None: nothing is rotated) and a MaskSpec, it returns [b,s,d]. matrices: its linear layers; norms: the size of each
+    norm; vectors: that of each other parameter, all by their names in the program.
+
+    columns, rows, whole: the names of layers whose outputs, such as heads, are shared by tensor-parallel ranks; whose
+    inputs are; and that every rank has, to use with its own heads. Without any the mixer cannot be shared so.
+    sequence: whether the seam ``inner(q, k, v, mask)`` is all in which its tokens meet, so that context parallelism can
+    take its place. scores: how many numbers a token multiplies for each position that it sees.
+
+    template: the fields of a spec that change its program, in the numbers of a template (planner/variants.py), and
+    ``symbols`` those that it uses besides d, f, K, G, e and p, with the model's own ``sizes``; ``ones`` are always 1,
+    ``sums`` are what it computes with that is no product of symbols.
+    """
+
+    name: str
+    module: str
+    matrices: Callable[[ModelSpec], Matrices]
+    norms: Callable[[ModelSpec], dict[str, int]] = lambda spec: {}
+    vectors: Callable[[ModelSpec], dict[str, int]] = lambda spec: {}
+    columns: str = ""
+    rows: str = ""
+    whole: str = ""
+    sequence: bool = False
+    scores: Callable[[ModelSpec], int] = lambda spec: 0
+    template: Callable[[ModelSpec, Numbers], dict[str, Any]] = lambda spec, numbers: {}
+    symbols: str = ""
+    sizes: Callable[[ModelSpec], Numbers] = lambda spec: {}
+    ones: str = ""
+    sums: Callable[[Numbers], Numbers] = lambda numbers: {}

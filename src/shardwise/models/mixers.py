@@ -1,0 +1,128 @@
+"""The mixers that there are, by name: softmax attention and latent attention, then those of installed packages. Imports
+no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwise.models.mixer import Matrices, Mixer, Numbers
+from shardwise.spec.outside import with_others
+
+if TYPE_CHECKING:
+    from shardwise.models.config import ModelSpec
+
+
+def _softmax_matrices(spec: ModelSpec) -> Matrices:
+    own, d = spec.attention, spec.hidden_size
+    q, kv = own.num_attention_heads * own.head_dim, own.num_key_value_heads * own.head_dim
+    inner = {name: ((size, d), own.attention_bias) for name, size in (("q", q), ("k", kv), ("v", kv))}
+    return inner | {"o": ((d, q), own.output_bias)}
+
+
+def _softmax_norms(spec: ModelSpec) -> dict[str, int]:
+    own = spec.attention
+    if own.qk_norm is None:
+        return {}
+    heads = {"q": own.num_attention_heads, "k": own.num_key_value_heads}
+    return {f"{x}_norm": own.head_dim * (heads[x] if own.qk_norm == "projection" else 1) for x in heads}
+
+
+def _softmax_template(spec: ModelSpec, numbers: Numbers) -> dict[str, Any]:
+    own = spec.attention
+    return {
+        "attention_bias": own.attention_bias,
+        "attention_output_bias": None if own.output_bias == own.attention_bias else own.output_bias,
+        "qk_norm": own.qk_norm,
+        "attention_sinks": own.attention_sinks,
+    }
+
+
+SOFTMAX = Mixer(
+    "softmax",
+    "shardwise.models.attention:Attention",
+    _softmax_matrices,
+    _softmax_norms,
+    lambda spec: {"sinks": spec.attention.num_attention_heads} if spec.attention.attention_sinks else {},
+    columns="q k v",
+    rows="o",
+    sequence=True,
+    scores=lambda spec: 2 * spec.attention.num_attention_heads * spec.attention.head_dim,
+    template=_softmax_template,
+)
+"""Heads of queries, which share those of keys and values (Ainslie et al., "GQA", arXiv 2305.13245)."""
+
+
+def _latent_matrices(spec: ModelSpec) -> Matrices:
+    own, kind, d = spec.attention, spec.latent, spec.hidden_size
+    heads, bias = own.num_attention_heads, own.attention_bias
+    found: Matrices = {"q": ((heads * own.head_dim, d), False)}
+    if kind.q_lora_rank is not None:
+        found = {"q_a": ((kind.q_lora_rank, d), bias), "q_b": ((heads * own.head_dim, kind.q_lora_rank), False)}
+    found["kv_a"] = ((kind.kv_lora_rank + kind.qk_rope_head_dim, d), bias)
+    found["kv_b"] = ((heads * (kind.qk_nope_head_dim + kind.v_head_dim), kind.kv_lora_rank), False)
+    return found | {"o": ((d, heads * kind.v_head_dim), own.output_bias)}
+
+
+def _latent_norms(spec: ModelSpec) -> dict[str, int]:
+    queries = {} if spec.latent.q_lora_rank is None else {"q_a_norm": spec.latent.q_lora_rank}
+    return queries | {"kv_a_norm": spec.latent.kv_lora_rank}
+
+
+def _latent_template(spec: ModelSpec, numbers: Numbers) -> dict[str, Any]:
+    rotated = 2 * numbers["p"]
+    return _softmax_template(spec, numbers) | {
+        "kv_lora_rank": numbers["l"],
+        "q_lora_rank": None if spec.latent.q_lora_rank is None else numbers["a"],
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": numbers["e"] - rotated,
+        "v_head_dim": numbers["v"],
+        "rope_interleave": spec.latent.rope_interleave,
+    }
+
+
+def _latent_sums(numbers: Numbers) -> Numbers:
+    """Latents beside the key of all heads, keys beside values, and how wide the products of attention are."""
+    e, p, latent, value = (numbers[symbol] for symbol in "eplv")
+    return {
+        "l+2p": latent + 2 * p,
+        "e-2p": e - 2 * p,
+        "e-2p+v": e - 2 * p + value,
+        "e+v": e + value,
+        "3e+2v": 3 * e + 2 * value,
+    }
+
+
+LATENT = Mixer(
+    "latent",
+    "shardwise.models.latent:LatentAttention",
+    _latent_matrices,
+    _latent_norms,
+    columns="q q_b kv_b",
+    rows="o",
+    whole="q_a kv_a q_a_norm kv_a_norm",
+    sequence=True,
+    scores=lambda spec: spec.attention.num_attention_heads * (spec.attention.head_dim + spec.latent.v_head_dim),
+    template=_latent_template,
+    symbols="alv",
+    sizes=lambda spec: {
+        "a": spec.latent.q_lora_rank or 1,
+        "l": spec.latent.kv_lora_rank,
+        "v": spec.latent.v_head_dim,
+    },
+    ones="G",
+    sums=_latent_sums,
+)
+"""Keys and values of all heads made of one narrow vector for each token (DeepSeek-V2, arXiv 2405.04434)."""
+
+MIXERS = with_others("shardwise.mixers", Mixer, {row.name: row for row in (SOFTMAX, LATENT)})
+
+
+def mixer_of(spec: ModelSpec, layer: int) -> Mixer:
+    """The mixer of a layer: the one that ``layer_types`` names, else that of the model."""
+    types = spec.attention.layer_types
+    return MIXERS[types[layer] if types and types[layer] in MIXERS else spec.attention.mixer]
+
+
+def mixers_of(spec: ModelSpec) -> tuple[Mixer, ...]:
+    """Those of all layers, each once."""
+    return tuple(dict.fromkeys(mixer_of(spec, layer) for layer in range(spec.num_hidden_layers)))
