@@ -28,9 +28,11 @@ with warnings.catch_warnings(record=True) as told:
     from shardwise.spec.launchers import LAUNCHERS
     from shardwise.interop.systems import SYSTEMS
     from shardwise.models.families import FAMILIES
+    from shardwise.models.mixers import MIXERS
 import sys
 assert "torch" not in sys.modules
-rows = [*METHODS][-1], [*OPTIMIZERS][-1], [*SCHEDULES][-1], [*LAUNCHERS][-1], SYSTEMS[-1].name, [*FAMILIES][-1]
+rows = [[*table][-1] for table in (MIXERS, METHODS, OPTIMIZERS, SCHEDULES, LAUNCHERS)]
+rows += [SYSTEMS[-1].name, [*FAMILIES][-1]]
 print(*rows, *(each.message for each in told), sep="\\n")
 """
 
@@ -99,7 +101,7 @@ def run(site: Path, *words: str) -> str:
 
 def test_rows_of_a_package_are_in_the_tables(installed: Path) -> None:
     assert run(installed, "-c", TRIED).split() == [
-        *("apo_zero", "signum", "exponential", "detached", "inhouse", "ministral")
+        *("gated_mean", "apo_zero", "signum", "exponential", "detached", "inhouse", "ministral")
     ]
 
 
@@ -108,8 +110,8 @@ def test_a_row_that_is_none_is_left_out_and_told(installed: Path) -> None:
     broken = {"sft": f"{rows}:APO_ZERO", "gone": f"{rows}:NOTHING", "apo_zero": f"{rows}:SIGNUM"}
     entry(installed, {"shardwise.methods": broken, "shardwise.optimizers": {"other": f"{rows}:SIGNUM"}})
     told = run(installed, "-c", TRIED).splitlines()
-    assert told[:6] == ["simpo", "adafactor", "wsd_exponential", "slurm", "torchtune", "gpt_oss"]
-    assert [line.split(" is left out: ")[1] for line in told[6:]] == [
+    assert told[:7] == ["latent", "simpo", "adafactor", "wsd_exponential", "slurm", "torchtune", "deepseek_v2"]
+    assert [line.split(" is left out: ")[1] for line in told[7:]] == [
         "it is no MethodSpec of this name",
         f"AttributeError: module '{rows}' has no attribute 'NOTHING'",
         "the name is taken",
@@ -158,6 +160,35 @@ def test_files_of_a_packages_system_are_read(installed: Path) -> None:
 def test_a_family_of_a_package_is_the_decoders(installed: Path) -> None:
     """Its logits are transformers', a window in one of two layers included."""
     run(installed, "-c", MINISTRAL % SIZE)
+
+
+@pytest.mark.prove
+def test_a_mixer_of_a_package_stands_in_the_place_of_attention(installed: Path) -> None:
+    """Planned, trained by sharded and by tensor-parallel ranks, exported; its certificate holds, and context
+    parallelism is refused."""
+    tokens = "".join(json.dumps({"text": f"{i} is followed by {i + 1}; "}) + "\n" for i in range(400))
+    (installed.parent / "text.jsonl").write_text(tokens)
+    recipe = {
+        "model": {"config": {"model_type": "meanformer", "vocab_size": 300, **SIZE}},
+        "data": {"path": "text.jsonl", "cache": "cache", "tokenizer": {"vocab_size": 300}, "repeat": True},
+        "train": {"seq_len": 64, "global_batch_size": 4},
+        "optim": {"learning_rate": 3e-3},
+        "run": {"nproc": 2, "device": "cpu"},
+    }
+    (installed.parent / "recipe.yaml").write_text(json.dumps(recipe))
+    own = ["-m", "shardwise"]
+    assert "It fits" in run(installed, *own, "plan", "--cluster", "8xH100", "recipe.yaml")
+    asked = [*own, "train", "recipe.yaml", "--run", "a"]
+    run(installed, *asked, "parallel.strategy=zero3", "--max-steps", "3")
+    run(installed, *asked, "parallel.tp=2", "--max-steps", "20", "--resume")
+    lines = (installed.parent / "runs/a/metrics.jsonl").read_text().splitlines()
+    told = [line for line in map(json.loads, lines) if "loss" in line]
+    assert told[-1]["step"] == 20 and told[-1]["loss"] < told[0]["loss"]
+    for setting in ("parallel.strategy=zero3", "parallel.tp=2"):
+        said = run(installed, *own, "prove", "recipe.yaml", setting)
+        assert "does not hold" not in said and "parity" in said and "drift" in said
+    asked = ["plan", "--cluster", "8xH100", "recipe.yaml", "parallel.cp=2"]
+    assert run(installed, "-c", f"from shardwise.cli.app import main; print(main({asked}))").splitlines()[-1] == "78"
 
 
 @pytest.mark.prove

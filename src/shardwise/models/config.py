@@ -158,8 +158,9 @@ def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, ...], tuple[int, ...]
     for layer in range(spec.num_hidden_layers):
         sliding = window is not None and (not types or types[layer] == SLIDING)
         local = sliding and (positions.local_rope_theta is not None or spec.hf_model is not None)
-        rotated, mixer = layer not in positions.nope_layers, mixer_of(spec, layer).name
-        kind = LayerKind(window if sliding else None, rotated, local, mixer)
+        mixer = mixer_of(spec, layer)
+        rotated = mixer.rotated and layer not in positions.nope_layers
+        kind = LayerKind(window if sliding else None, rotated, local, mixer.name)
         order.append(kinds.setdefault(kind, len(kinds)))
     return tuple(kinds), tuple(order)
 

@@ -24,9 +24,9 @@ class Mixer:
     (None: nothing is rotated) and a MaskSpec, it returns [b,s,d]. matrices: its linear layers; norms: the size of each
     norm; vectors: that of each other parameter, all by their names in the program.
 
-    columns, rows, whole: the names of layers whose outputs, such as heads, are shared by tensor-parallel ranks; whose
-    inputs are; and that every rank has, to use with its own heads. Without any the mixer cannot be shared so.
-    sequence: whether the seam ``inner(q, k, v, mask)`` is all in which its tokens meet, so that context parallelism can
+    columns, rows, whole: the names of layers whose outputs, a number of heads, are shared by tensor-parallel ranks;
+    whose inputs are; and that every rank has, to use with its own heads. Without any the mixer cannot be shared so.
+    rotated: whether it uses the tables of rotation. sequence: whether the seam ``inner(q, k, v, mask)`` is all in which its tokens meet, so that context parallelism can
     take its place. scores: how many numbers a token multiplies for each position that it sees.
 
     template: the fields of a spec that change its program, in the numbers of a template (planner/variants.py), and
@@ -42,6 +42,7 @@ class Mixer:
     columns: str = ""
     rows: str = ""
     whole: str = ""
+    rotated: bool = False
     sequence: bool = False
     scores: Callable[[ModelSpec], int] = lambda spec: 0
     template: Callable[[ModelSpec, Numbers], dict[str, Any]] = lambda spec, numbers: {}

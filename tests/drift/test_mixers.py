@@ -1,0 +1,23 @@
+"""Plans of models with latent attention say what is sent, held and saved, to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.prove.drift import drift
+from shardwise.spec.plan import Precision
+from tests.parity.mixers import CASES, case
+
+
+@pytest.mark.matrix(8)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_drift(name: str, dtype: str) -> None:
+    spec, of = case(name)
+    of = replace(of, precision=Precision(dtype))  # type: ignore[arg-type]
+    of = of if of.lora is None else replace(of, lora=replace(of.lora, frozen=dtype))  # type: ignore[arg-type]
+    of = replace(of, expert_imbalance=1.0) if of.layout.ep > 1 else of
+    for rank in {0, of.layout.world - 1}:
+        assert not drift(spec, of, rank).differences()
