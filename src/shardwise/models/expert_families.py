@@ -85,6 +85,7 @@ def read_experts(config: Config, name: str, count: str = "num_experts", width: s
 
 
 def write_experts(fields: Fields, count: str = "num_experts") -> Config:
+    """The inverse of :func:`read_experts`, without the width and what is normalised, of which families differ."""
     return {
         count: fields["num_experts"],
         "num_experts_per_tok": fields["experts_per_token"],

@@ -22,6 +22,7 @@ OWNERS = (
     "allenai",
     "ibm-granite",
     "openai",
+    "deepseek-ai",
 )
 """Hub accounts under which these models are found unchanged."""
 

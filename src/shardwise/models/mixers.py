@@ -81,6 +81,18 @@ def _latent_template(spec: ModelSpec, numbers: Numbers) -> dict[str, Any]:
     }
 
 
+def _latent_small(spec: ModelSpec, sizes: Numbers) -> dict[str, Any]:
+    """Half a head is rotated; values stay narrower than keys where they are."""
+    head_dim, kind, latent = sizes["head_dim"], spec.latent, sizes["hidden_size"] // 2
+    return {
+        "kv_lora_rank": latent,
+        "q_lora_rank": None if kind.q_lora_rank is None else latent,
+        "qk_rope_head_dim": head_dim // 2,
+        "qk_nope_head_dim": head_dim - head_dim // 2,
+        "v_head_dim": head_dim if kind.v_head_dim == spec.attention.head_dim else head_dim - head_dim // 4,
+    }
+
+
 def _latent_sums(numbers: Numbers) -> Numbers:
     """Latents beside the key of all heads, keys beside values, and how wide the products of attention are."""
     e, p, latent, value = (numbers[symbol] for symbol in "eplv")
@@ -105,6 +117,7 @@ LATENT = Mixer(
     sequence=True,
     scores=lambda spec: spec.attention.num_attention_heads * (spec.attention.head_dim + spec.latent.v_head_dim),
     template=_latent_template,
+    small=_latent_small,
     symbols="alv",
     sizes=lambda spec: {
         "a": spec.latent.q_lora_rank or 1,

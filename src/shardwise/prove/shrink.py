@@ -19,6 +19,7 @@ from shardwise import techniques
 from shardwise.errors import ConfigError, Problem, first_line
 from shardwise.models.config import ModelSpec, flat, layer_kinds, parameter_shapes, problems, with_fields
 from shardwise.models.load import read_spec
+from shardwise.models.mixers import mixers_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import MESH, Axis, Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
@@ -185,6 +186,8 @@ def _specs(spec: ModelSpec, plan: Plan, blocks: Sequence[int], small: Plan) -> I
         return
     for sizes in _sizes(spec, plan.layout, small.layout):
         own = sizes | _experts(spec, small.layout.ep, sizes["intermediate_size"])
+        for mixer in mixers_of(spec):
+            own |= mixer.small(spec, sizes)
         yield _spec(spec, blocks, _window(spec, plan, small.batch.seq_len), own)
 
 

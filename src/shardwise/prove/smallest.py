@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec, with_fields
+from shardwise.models.kinds import LatentSpec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Axis, least_dp_shard
 from shardwise.spec.plan import Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
@@ -150,6 +151,7 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "chunks of the loss": _one_chunk,
     "shared expert": _no_shared_expert,
     "experts": _no_experts,
+    "mixer": lambda spec, plan: (with_fields(spec, mixer="softmax", **asdict(LatentSpec())), plan),
     "tied embeddings": lambda spec, plan: (replace(spec, tie_word_embeddings=False), plan),
     "biases": _no_biases,
 }
