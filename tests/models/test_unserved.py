@@ -52,7 +52,10 @@ def test_a_config_is_refused_in_the_field_s_words(config: dict[str, Any], said: 
         ("Qwen/Qwen3.5-35B-A3B", EXPERTS),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", EXPERTS),
         ("microsoft/Phi-3.5-MoE-instruct", EXPERTS),
-        ("deepseek-ai/DeepSeek-V3", EXPERTS),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", EXPERTS),
+        ("deepseek-ai/DeepSeek-V2-Lite", EXPERTS),
+        ("moonshotai/Kimi-K2.5", EXPERTS),
+        ("zai-org/GLM-4.5V", EXPERTS),
         ("ibm-granite/granite-3.0-1b-a400m-base", EXPERTS),
         ("state-spaces/mamba-2.8b-hf", "recurrent state"),
         ("google/flan-t5-base", "sequence to sequence"),
@@ -69,7 +72,8 @@ def test_what_may_be_supported_is_refused_by_neither() -> None:
     """Of mixtures of experts only the config says for certain, once it is fetched."""
     dense = "DeepSeek-R1-Distill-Qwen-7B GLM-4-9B Phi-3.5-mini-instruct gpt2 falcon-7b tiny-random-LlamaForCausalLM"
     experts = (
-        "my-Qwen3-30B-A3B-sft Qwen3-Coder-30B-A3B-Instruct dolphin-2.5-mixtral-8x7b OLMoE-1B-7B-0125 gpt-oss-20b-BF16"
+        "my-Qwen3-30B-A3B-sft Qwen3-Coder-30B-A3B-Instruct dolphin-2.5-mixtral-8x7b OLMoE-1B-7B-0125 gpt-oss-20b-BF16 "
+        "MiniMax-M2 MiniMax-M2.1 GLM-4.5 GLM-4.5-Air GLM-4.6 GLM-4.7"
     )
     for name in (*known.configs(), *dense.split(), *experts.split()):
         refuse_name(f"org/{name}")

@@ -31,8 +31,8 @@ from shardwise.models.rope import number, unsupported
 _EXPERTS, _MLP = "layers.{}.mlp.experts.expert_", "model.layers.{}.mlp."
 _MATRICES = ("gate", "up", "down")
 _ROUTER: Names = {"layers.{}.mlp.router": f"{_MLP}gate"}
-_ONE_BY_ONE = _ROUTER | {f"{_EXPERTS}{x}": f"{_MLP}experts.{{}}.{x}_proj" for x in _MATRICES}
-_MIXTRAL: Names = {
+ONE_BY_ONE = _ROUTER | {f"{_EXPERTS}{x}": f"{_MLP}experts.{{}}.{x}_proj" for x in _MATRICES}
+MIXTRAL: Names = {
     "layers.{}.mlp.router": "model.layers.{}.block_sparse_moe.gate",
     f"{_EXPERTS}gate": "model.layers.{}.block_sparse_moe.experts.{}.w1",
     f"{_EXPERTS}up": "model.layers.{}.block_sparse_moe.experts.{}.w3",
@@ -55,7 +55,7 @@ def _stacks(word: str, suffix: str = "", *, interleaved: bool = False, transpose
     }
 
 
-_IN_MEMORY = _ROUTER | _stacks("weight")
+IN_MEMORY = _ROUTER | _stacks("weight")
 _GPT_OSS: Names = {
     "layers.{}.attention.sinks": "model.layers.{}.self_attn.sinks",
     "layers.{}.mlp.router": f"{_MLP}router",
@@ -66,7 +66,7 @@ _MXFP4 = _stacks("weight", interleaved=True)
 """As the files of gpt-oss have the experts: rows of gate and up in turn, none of them transposed."""
 
 
-def _experts(config: Config, name: str, count: str = "num_experts", width: str = "moe_intermediate_size") -> Fields:
+def read_experts(config: Config, name: str, count: str = "num_experts", width: str = "moe_intermediate_size") -> Fields:
     """How many experts and how wide they are, under these keys; ``num_experts`` and ``num_local_experts`` are two names
     of one number, and the families differ in which they write."""
     other = "num_local_experts" if count == "num_experts" else "num_experts"
@@ -84,7 +84,7 @@ def _experts(config: Config, name: str, count: str = "num_experts", width: str =
     }
 
 
-def _write_experts(fields: Fields, count: str = "num_experts") -> Config:
+def write_experts(fields: Fields, count: str = "num_experts") -> Config:
     return {
         count: fields["num_experts"],
         "num_experts_per_tok": fields["experts_per_token"],
@@ -95,22 +95,22 @@ def _write_experts(fields: Fields, count: str = "num_experts") -> Config:
 
 def _mixtral(config: Config, name: str) -> Fields:
     refuse(config, "router_jitter_noise", name)
-    own = _experts(config, name, "num_local_experts", "intermediate_size")
+    own = read_experts(config, name, "num_local_experts", "intermediate_size")
     return all_sliding(config, name) | own | {"normalised_top_k": True}
 
 
 def _write_mixtral(fields: Fields) -> Config:
-    return window(fields) | _write_experts(fields, "num_local_experts")
+    return window(fields) | write_experts(fields, "num_local_experts")
 
 
 def _olmoe(config: Config, name: str) -> Fields:
     if config.get("clip_qkv") is not None:
         raise unsupported(f"`clip_qkv: {config['clip_qkv']}` is not supported", name, "clip_qkv: null")
-    return _experts(config, name, width="intermediate_size")
+    return read_experts(config, name, width="intermediate_size")
 
 
 def _write_olmoe(fields: Fields) -> Config:
-    return _write_experts(fields) | {"norm_topk_prob": fields["normalised_top_k"]}
+    return write_experts(fields) | {"norm_topk_prob": fields["normalised_top_k"]}
 
 
 def _qwen_experts(config: Config, name: str) -> Fields:
@@ -122,7 +122,7 @@ def _qwen_experts(config: Config, name: str) -> Fields:
         what = f"none of the {count} layers has experts"
         fix = "decoder_sparse_step: 1, mlp_only_layers: []; or a dense model's model_type"
         raise ConfigError(Problem("PLAN008", what, f"config of {name}", fix))
-    return _experts(config, name) | {"dense_layers": without}
+    return read_experts(config, name) | {"dense_layers": without}
 
 
 def _write_qwen_experts(fields: Fields) -> Config:
@@ -170,14 +170,14 @@ def _gpt_oss(config: Config, name: str) -> Fields:
     for key, value in _SWIGLU.items():
         if number(config, key, None, name) != value:
             raise unsupported(f"`{key}: {config[key]}` is not supported", name, f"{key}: {value}")
-    own = _experts(config, name, "num_local_experts", "intermediate_size")
+    own = read_experts(config, name, "num_local_experts", "intermediate_size")
     # The softmax of the chosen logits alone is that of all, of which the chosen are divided by their sum.
     return layers(config, name, lambda layer: layer % 2 == 0) | own | {"normalised_top_k": True}
 
 
 def _write_gpt_oss(fields: Fields) -> Config:
     types = {"layer_types": layer_types(fields)}
-    return window(fields) | types | _write_experts(fields, "num_local_experts") | _SWIGLU
+    return window(fields) | types | write_experts(fields, "num_local_experts") | _SWIGLU
 
 
 _QWEN: Config = {
@@ -190,7 +190,7 @@ _QWEN: Config = {
 EXPERT_FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "MixtralForCausalLM",
-        EDGES | BEFORE | BLOCK | _MIXTRAL,
+        EDGES | BEFORE | BLOCK | MIXTRAL,
         _mixtral,
         _write_mixtral,
         {
@@ -202,11 +202,11 @@ EXPERT_FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
             "router_aux_loss_coef": 0.001,
         },
-        read_too=(_IN_MEMORY,),
+        read_too=(IN_MEMORY,),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        EDGES | BEFORE | BLOCK | QK_NORM | _ONE_BY_ONE,
+        EDGES | BEFORE | BLOCK | QK_NORM | ONE_BY_ONE,
         _olmoe,
         _write_olmoe,
         {
@@ -219,11 +219,11 @@ EXPERT_FAMILIES: dict[str, Family] = {
         },
         ("attention_bias",),
         fields={"qk_norm": "projection"},
-        read_too=(_IN_MEMORY,),
+        read_too=(IN_MEMORY,),
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        EDGES | BEFORE | BLOCK | _ONE_BY_ONE | _SHARED,
+        EDGES | BEFORE | BLOCK | ONE_BY_ONE | _SHARED,
         _qwen2_moe,
         _write_qwen2_moe,
         _QWEN
@@ -237,11 +237,11 @@ EXPERT_FAMILIES: dict[str, Family] = {
             "shared_expert_intermediate_size": 5632,
         },
         fields={"attention_output_bias": False, "shared_expert_gate": True},
-        read_too=(_IN_MEMORY,),
+        read_too=(IN_MEMORY,),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        EDGES | BEFORE | BLOCK | QK_NORM | _ONE_BY_ONE,
+        EDGES | BEFORE | BLOCK | QK_NORM | ONE_BY_ONE,
         _qwen3_moe,
         _write_qwen3_moe,
         _QWEN
@@ -253,7 +253,7 @@ EXPERT_FAMILIES: dict[str, Family] = {
         },
         ("attention_bias",),
         fields={"qk_norm": "head"},
-        read_too=(_IN_MEMORY,),
+        read_too=(IN_MEMORY,),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",

@@ -26,6 +26,7 @@ from shardwise.models.family import (
     layers,
     optional,
     refuse,
+    rotated_share,
     switched,
     window,
     write_switched,
@@ -33,6 +34,7 @@ from shardwise.models.family import (
 from shardwise.models.family import FULL as FULL
 from shardwise.models.family import SLIDING as SLIDING
 from shardwise.models.rope import number, unsupported
+from shardwise.models.sigmoid_families import SIGMOID_FAMILIES
 from shardwise.spec.outside import with_others
 
 
@@ -83,9 +85,7 @@ def _gemma3(config: Config, name: str) -> Fields:
 
 
 def _phi3(config: Config, name: str) -> Fields:
-    values = config.get("rope_parameters") or {}
-    share = number(values if "partial_rotary_factor" in values else config, "partial_rotary_factor", 1.0, name)
-    return all_sliding(config, name) | {"partial_rotary_factor": share}
+    return all_sliding(config, name) | rotated_share(config, name)
 
 
 def _write_phi3(fields: Fields) -> Config:
@@ -225,6 +225,7 @@ _OURS: dict[str, Family] = {
         "GraniteForCausalLM", EDGES | BEFORE | BLOCK, _granite, _write_granite, biases=("attention_bias", "mlp_bias")
     ),
     **EXPERT_FAMILIES,
+    **SIGMOID_FAMILIES,
 }
 
 FAMILIES = with_others("shardwise.families", Family, _OURS)

@@ -40,7 +40,8 @@ class Model(Section):
     ``router_aux_loss``, the coefficient of the loss that balances experts; left out, a model that is tuned has it only
     where its config.json says ``output_router_logits``. ``router_z_loss`` is that of the loss that keeps the logits of
     routers small. ``expert_capacity``: how many times its even share of a row's tokens an expert takes at most in
-    training; left out, nothing is dropped."""
+    training; left out, nothing is dropped. ``router_bias_rate``: by how much each step moves the correction of an
+    expert with fewer, or more, tokens than the mean, in routers that choose by sigmoids."""
 
     path: str | None = None
     revision: str | None = None
@@ -52,6 +53,7 @@ class Model(Section):
     router_aux_loss: float | None = Field(default=None, ge=0)
     router_z_loss: float = Field(default=0.0, ge=0)
     expert_capacity: float | None = Field(default=None, ge=1)
+    router_bias_rate: float = Field(default=0.0, ge=0)
 
     def contradictions(self) -> Iterator[Problem]:
         if self.path is not None and self.config is not None:

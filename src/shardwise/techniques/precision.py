@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.roles import is_adapter, role
+from shardwise.models.roles import is_adapter, is_counted, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Dtype, Matmul, Plan, Precision
@@ -101,6 +101,7 @@ def _beyond_llama(spec: ModelSpec) -> bool:
     multipliers = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
     norms = spec.attention.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
     other = spec.attention.attention_sinks or bool(spec.positions.nope_layers) or spec.hf_model is not None
+    other = other or spec.experts.sigmoid is not None
     return norms or set(multipliers) != {1.0} or other
 
 
@@ -138,9 +139,12 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 @lru_cache(maxsize=KEPT_UNITS)
 def _stored(unit: Unit, own: Dtype, frozen: Dtype) -> Unit:
-    """``frozen``: the dtype of weights that are no adapters. Bytes of codes stay bytes."""
+    """``frozen``: the dtype of weights that are no adapters. Bytes of codes stay bytes, and what follows from counts
+    as it is."""
     kept = [
-        weight if weight.dtype == "uint8" else weight.typed(own if is_adapter(weight.name) else frozen, weight.used_as)
+        weight
+        if weight.dtype == "uint8" or is_counted(weight.name)
+        else weight.typed(own if is_adapter(weight.name) else frozen, weight.used_as)
         for weight in unit.weights
     ]
     return dataclasses.replace(unit, weights=tuple(kept))
