@@ -9,19 +9,22 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardwise.models import moe
+from shardwise.errors import DataError
+from shardwise.models import hf, moe
 from shardwise.models.attention import MaskSpec
-from shardwise.models.balance import Routing
-from shardwise.models.config import ModelSpec, from_hf, problems, with_fields
+from shardwise.models.balance import Routing, Tally
+from shardwise.models.config import ModelSpec, from_hf, parameter_shapes, problems, with_fields
 from shardwise.models.decoder import Decoder
 from shardwise.models.kinds import SigmoidRouting
 from shardwise.models.moe import MoE
@@ -173,19 +176,23 @@ def test_the_correction_changes_who_is_chosen_and_has_no_gradient(family: str) -
 
 
 def test_the_loss_that_balances_experts_is_deepseek_s() -> None:
-    """Equations 17 to 20 of arXiv 2412.19437, of one sequence: N_r / (K_r T) of each expert's tokens, times the mean of
-    its share of a token's sigmoids; what is computed here is K_r times as much."""
-    spec = from_hf(config_of("minimax_m2", 0), "test")
-    spec = with_fields(spec, router_aux_loss_coef=1.0, output_router_logits=True)
-    layer = mixtures(random_model(spec, 0, torch.float64))[0]
-    routing = layer.route(torch.randn(30, spec.hidden_size, dtype=torch.float64))
-    sigmoids = 1 / (1 + (-routing.logits).exp())
-    assert routing.scores.allclose(sigmoids / sigmoids.sum(1, keepdim=True), rtol=1e-14)
-    assert (
-        layer.route(torch.randn(30, spec.hidden_size, dtype=torch.float64))
-        .weights.sum(1)
-        .allclose(torch.ones(30, dtype=torch.float64))
-    )
+    """Equations 17 to 20 of arXiv 2412.19437, of one sequence of T tokens: of each of N experts N / (K T) times its
+    tokens, times the mean of its share of a token's sigmoids. What is computed here is K times as much."""
+    spec = with_fields(from_hf(config_of("minimax_m2", 0), "test"), router_aux_loss_coef=1.0, output_router_logits=True)
+    layer, own = mixtures(random_model(spec, 0, torch.float64))[0], spec.experts
+    x = torch.randn(1, 30, spec.hidden_size, dtype=torch.float64)
+    layer.tally = Tally(*(torch.zeros(size, dtype=torch.float64) for size in (own.num_experts, 2, 2)))
+    with torch.no_grad():
+        layer(x)
+    sigmoids = 1 / (1 + (-x[0] @ layer.router.weight.T).exp())
+    chosen = (sigmoids + layer.router.correction).topk(own.experts_per_token).indices
+    loss = 0.0
+    for expert in range(own.num_experts):
+        tokens_of = int((chosen == expert).sum())
+        share = (sigmoids[:, expert] / sigmoids.sum(1)).mean()
+        loss += own.num_experts / (own.experts_per_token * 30) * tokens_of * share.item()
+        assert layer.tally.loads[expert] == tokens_of
+    assert float(layer.tally.losses[0]) == pytest.approx(own.experts_per_token * loss, rel=1e-12)
 
 
 def grouped(groups: int, kept: int, experts: int = 8, each: int = 3) -> ModelSpec:
@@ -207,3 +214,48 @@ def test_groups_that_a_router_can_have() -> None:
     assert not [
         one for groups, kept in ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4)) for one in problems(grouped(groups, kept))
     ]
+
+
+def written(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A random model of this spec, whose files are written in this dtype."""
+    state = random_model(spec).state_dict()
+    hf.write_weights(directory, spec, state.__getitem__, dtype)
+    return state
+
+
+def everything(spec: ModelSpec) -> dict[str, list[slice]]:
+    return {name: [slice(0, size) for size in shape] for name, shape in parameter_shapes(spec).items()}
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2"])
+def test_an_export_in_bf16_has_the_correction_in_fp32(tmp_path: Path, family: str) -> None:
+    spec = from_hf(config_of(family, 0), "test")
+    state = written(tmp_path, spec, torch.bfloat16)
+    held = load_file(tmp_path / hf.SINGLE)
+    dtypes = {name: value.dtype for name, value in held.items()}
+    wide = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert len(wide) == spec.expert_layers and all(name.endswith("e_score_correction_bias") for name in wide)
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+    read = dict(hf.read_weights(tmp_path, everything(spec), spec))
+    for name, value in read.items():
+        exact = name.endswith("correction")
+        assert value.equal(state[name] if exact else state[name].bfloat16()), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    theirs = in_memory(spec, state, loaded)
+    for name in [name for name in loaded if name.endswith("correction_bias")]:
+        assert loaded[name].equal(theirs[name].to(loaded[name].dtype)), name  # MiniMax's class has it in bf16
+
+
+def test_what_is_behind_the_last_layer_is_left_in_the_files_and_nothing_else(tmp_path: Path) -> None:
+    """The layer that predicts one token more; of layers that the model should have, none is passed over."""
+    spec = from_hf(config_of("glm4_moe", 0), "test")
+    written(tmp_path, spec, torch.float32)
+    held = load_file(tmp_path / hf.SINGLE)
+    behind = f"model.layers.{spec.num_hidden_layers}."
+    more = {f"{behind}eh_proj.weight": torch.ones(2, 4), f"{behind}mlp.gate.weight": torch.ones(3)}
+    save_file(held | more, tmp_path / hf.SINGLE)
+    assert dict(hf.read_weights(tmp_path, everything(spec), spec)).keys() == parameter_shapes(spec).keys()
+    for extra in (f"model.layers.{spec.num_hidden_layers + 1}.x", "model.layers.0.x"):
+        save_file(held | {extra: torch.ones(2)}, tmp_path / hf.SINGLE)
+        with pytest.raises(DataError, match="CKPT003"):
+            dict(hf.read_weights(tmp_path, everything(spec), spec))

@@ -85,6 +85,7 @@ def read_experts(config: Config, name: str, count: str = "num_experts", width: s
 
 
 def write_experts(fields: Fields, count: str = "num_experts") -> Config:
+    """The inverse of :func:`read_experts`, but for width and normalisation, which families write in their own ways."""
     return {
         count: fields["num_experts"],
         "num_experts_per_tok": fields["experts_per_token"],

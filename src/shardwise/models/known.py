@@ -22,6 +22,7 @@ OWNERS = (
     "allenai",
     "ibm-granite",
     "openai",
+    "zai-org",
 )
 """Hub accounts under which these models are found unchanged."""
 
