@@ -181,6 +181,30 @@ def deepseek_v2(rng: random.Random) -> dict[str, Any]:
     return base | rope(rng, stretch) | experts | more | dims | own | bias
 
 
+def deepseek_v3(rng: random.Random) -> dict[str, Any]:
+    v2 = deepseek_v2(rng)
+    groups, kept = rng.choice([(2, 1), (4, 2)])
+    routing = {"n_routed_experts": 8, "n_group": groups, "topk_group": kept, "routed_scaling_factor": 2.5}
+    own = {"rope_interleave": rng.random() < 0.75, "norm_topk_prob": rng.random() < 0.75}
+    return {key: value for key, value in v2.items() if key != "topk_method"} | routing | own
+
+
+def glm4_moe(rng: random.Random) -> dict[str, Any]:
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": rng.choice([16, 20])}
+    groups, kept = rng.choice([(1, 1), (2, 1), (4, 2)])
+    more = {"n_shared_experts": rng.choice([1, 2]), "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
+    more |= {"n_group": groups, "topk_group": kept}
+    own = {"head_dim": 16, "attention_bias": rng.random() < 0.5, "use_qk_norm": rng.random() < 0.5}
+    stretch = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    return shared(rng) | experts | more | own | {"rope_parameters": stretch, "norm_topk_prob": True}
+
+
+def minimax_m2(rng: random.Random) -> dict[str, Any]:
+    experts = {"num_local_experts": rng.choice([5, 8]), "num_experts_per_tok": 3, "intermediate_size": 20}
+    stretch = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    return shared(rng) | experts | {"head_dim": 16, "rope_parameters": stretch}
+
+
 CONFIGS: dict[str, Make] = {
     "llama": lambda rng: random_config(rng.randrange(100)),
     "mistral": mistral,
@@ -196,8 +220,11 @@ CONFIGS: dict[str, Make] = {
     "olmoe": olmoe,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
+    "glm4_moe": glm4_moe,
+    "minimax_m2": minimax_m2,
     "gpt_oss": gpt_oss,
     "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
 }
 
 
@@ -218,6 +245,8 @@ def random_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.floa
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             nn.init.uniform_(parameter, -0.5 if spec.norm_plus_one else 0.5, 0.5 if spec.norm_plus_one else 1.5)
+        elif name.endswith("correction"):  # negative ones too, and larger than what scores differ by
+            nn.init.normal_(parameter, 0.0, 0.3)
         else:
             clamped = spec.activation == "clamped_swiglu" and name.endswith(("expert_gate.weight", "expert_up.weight"))
             nn.init.normal_(parameter, 0.0, 1.0 if clamped else 0.2)
@@ -229,7 +258,7 @@ def theirs_of(spec: ModelSpec, config: dict[str, Any], ours: Decoder) -> PreTrai
     theirs = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config), attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
-    state = in_memory(spec, ours.state_dict(), dict(theirs.named_parameters()))
+    state = in_memory(spec, ours.state_dict(), theirs.state_dict())
     if spec.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     theirs.load_state_dict(state)
@@ -264,14 +293,21 @@ def routed(model: nn.Module, chosen: list[Routing] | None = None) -> list[Routin
             routing = MoE.route(moe, x)
             if chosen is not None:
                 ids = chosen[number].ids
-                weights = moe.router(x).softmax(-1).gather(1, ids)
+                scores = moe.router(x)
+                weights = (scores.softmax(-1) if moe.sigmoid is None else scores.sigmoid()).gather(1, ids)
                 weights = weights / weights.sum(-1, keepdim=True) if moe.normalised else weights
+                weights = weights if moe.sigmoid is None else weights * moe.sigmoid.scale
                 routing = routing._replace(ids=ids, weights=weights, counts=chosen[number].counts)
             found.append(routing)
             return routing
 
         moe.route = route  # type: ignore[method-assign]
     return found
+
+
+def corrections(model: nn.Module) -> dict[str, Tensor]:
+    """What transformers holds as buffers, of no gradient."""
+    return {name: value for name, value in model.state_dict().items() if "correction" in name}
 
 
 def without(spec: ModelSpec, feature: str) -> ModelSpec:
@@ -315,5 +351,6 @@ NEUTRAL: dict[str, Any] = {
     "shared_expert_size": 0,
     "shared_expert_gate": False,
     "dense_layers": (),
+    "sigmoid": None,
 }
 """Features, and what a model without them has."""

@@ -13,7 +13,14 @@ from transformers import LlamaConfig
 
 from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, ShardwiseError
 from shardwise.models import known
-from shardwise.models.config import RopeScaling, active_parameter_count, from_hf, parameter_count, to_hf, with_fields
+from shardwise.models.config import (
+    RopeScaling,
+    active_parameter_count,
+    from_hf,
+    parameter_count,
+    to_hf,
+    with_fields,
+)
 from shardwise.models.load import load_spec, read_spec
 from tests.models.llama import random_config
 
@@ -99,8 +106,19 @@ def test_built_in_mixtures_of_experts_have_the_published_sizes(name: str) -> Non
     assert active_parameter_count(dense) == parameter_count(dense)
 
 
+@pytest.mark.parametrize(("name", "total", "active"), [("GLM-4.5", 355, 32), ("GLM-4.5-Air", 106, 12.2)])
+def test_glm_has_the_published_sizes(name: str, total: float, active: float) -> None:
+    """Within 1 %: what is published counts the layer behind the last too, and of those that compute a token neither
+    embedding nor output layer."""
+    spec = load_spec(f"zai-org/{name}-Base")
+    ends = 2 * spec.vocab_size * spec.hidden_size
+    assert parameter_count(spec) / 1e9 == pytest.approx(total, rel=0.01)
+    assert (active_parameter_count(spec) - ends) / 1e9 == pytest.approx(active, rel=0.01)
+
+
 def test_every_built_in_mixture_of_experts_is_tested() -> None:
-    assert {name for name in known.configs() if load_spec(name).experts} == EXPERTS.keys()
+    mixtures = {name for name in known.configs() if load_spec(name).experts}
+    assert mixtures == EXPERTS.keys() | {"GLM-4.5", "GLM-4.5-Air"}
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from tests.models.families import (
     LENGTH,
     NEUTRAL,
     config_of,
+    corrections,
     in_memory,
     pair,
     random_model,
@@ -67,7 +68,9 @@ def test_logits_and_gradients_are_those_of_transformers(family: str, seed: int) 
     F.cross_entropy(logits.flatten(0, 1), labels).backward()
     F.cross_entropy(reference.flatten(0, 1), labels).backward()
     given = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-    gradients = in_memory(ours.spec, given, dict(theirs.named_parameters()))
+    given |= corrections(ours)
+    gradients = in_memory(ours.spec, given, theirs.state_dict())
+    gradients = {name: value for name, value in gradients.items() if name not in corrections(theirs)}
     largest = max(float(gradient.norm()) for gradient in gradients.values())
     for name, parameter in theirs.named_parameters():
         gradient = gradients.pop(name)
@@ -153,6 +156,7 @@ def test_names_are_a_bijection_with_those_of_transformers(family: str) -> None:
         numbers[name] = torch.arange(total, total + parameter.numel()).view(parameter.shape)
         total += parameter.numel()
     known = {name: parameter.shape for name, parameter in theirs.named_parameters()}
+    known |= {name: value.shape for name, value in corrections(theirs).items()}
     in_model, in_files = (in_memory(ours.spec, numbers, names) for names in (known, ()))
     assert {name: value.shape for name, value in in_model.items()} == known
     for held in (in_model, in_files):

@@ -18,6 +18,7 @@ from shardwise.models.resolve import data_of, resolve
 from shardwise.models.rows import with_added
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Data, Model, Recipe, TokenizerSection
+from tests.models.families import config_of
 from tests.runtime.small_run import MODEL
 
 YARN = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
@@ -118,6 +119,18 @@ def test_a_recipe_sets_the_losses_of_routers(monkeypatch: pytest.MonkeyPatch) ->
     assert found() == (0.01, 0.0)
     assert found("model.router_aux_loss=0.5", "model.router_z_loss=0.001") == (0.5, 0.001)
     assert found("model.router_aux_loss=0") == (0.0, 0.0)
+
+
+def test_corrections_move_at_the_rate_that_is_asked_for_where_all_weights_are_trained() -> None:
+    config = {**config_of("glm4_moe"), "output_router_logits": False}
+    found = resolve(Recipe.model_validate({"model": {"config": config, "router_bias_rate": 0.001}})).experts.sigmoid
+    plain = resolve(Recipe.model_validate({"model": {"config": config}})).experts.sigmoid
+    assert found is not None and plain is not None
+    assert (found.bias_rate, plain.bias_rate) == (0.001, 0.0) and replace(found, bias_rate=0.0) == plain
+    for model, lora in ((config, {"rank": 4}), (config_of("mixtral"), {}), (MODEL, {})):
+        asked = {"model": {"config": model, "router_bias_rate": 0.001}, "lora": lora}
+        with pytest.raises(ConfigError, match=r"CFG008.*`model.router_bias_rate`"):
+            resolve(Recipe.model_validate(asked))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def torch_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"model_type": "granitemoe", "num_local_experts": 32}, EXPERTS),
         ({"model_type": "phimoe", "num_local_experts": 16}, EXPERTS),
-        ({"model_type": "deepseek_v3", "n_routed_experts": 256, "kv_lora_rank": 512}, EXPERTS),
+        ({"model_type": "deepseek_v32", "n_routed_experts": 256, "kv_lora_rank": 512}, EXPERTS),
         ({"model_type": "anything_vl", "text_config": TEXT, "vision_config": {"depth": 2}}, EXPERTS),
         ({"model_type": "minicpm3", "kv_lora_rank": 256}, "multi-head latent attention"),
         ({"model_type": "mamba", "state_size": 16}, "recurrent state"),
@@ -52,7 +52,10 @@ def test_a_config_is_refused_in_the_field_s_words(config: dict[str, Any], said: 
         ("Qwen/Qwen3.5-35B-A3B", EXPERTS),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", EXPERTS),
         ("microsoft/Phi-3.5-MoE-instruct", EXPERTS),
-        ("deepseek-ai/DeepSeek-V3", EXPERTS),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", EXPERTS),
+        ("deepseek-ai/DeepSeek-V2-Chat", EXPERTS),
+        ("moonshotai/Kimi-K2.5", EXPERTS),
+        ("zai-org/GLM-4.5V", EXPERTS),
         ("ibm-granite/granite-3.0-1b-a400m-base", EXPERTS),
         ("state-spaces/mamba-2.8b-hf", "recurrent state"),
         ("google/flan-t5-base", "sequence to sequence"),
@@ -69,7 +72,8 @@ def test_what_may_be_supported_is_refused_by_neither() -> None:
     """Of mixtures of experts only the config says for certain, once it is fetched."""
     dense = "DeepSeek-R1-Distill-Qwen-7B GLM-4-9B Phi-3.5-mini-instruct gpt2 falcon-7b tiny-random-LlamaForCausalLM"
     experts = (
-        "my-Qwen3-30B-A3B-sft Qwen3-Coder-30B-A3B-Instruct dolphin-2.5-mixtral-8x7b OLMoE-1B-7B-0125 gpt-oss-20b-BF16"
+        "my-Qwen3-30B-A3B-sft Qwen3-Coder-30B-A3B-Instruct dolphin-2.5-mixtral-8x7b OLMoE-1B-7B-0125 gpt-oss-20b-BF16 "
+        "MiniMax-M2 MiniMax-M2.1 GLM-4.5 GLM-4.5-Air GLM-4.6 GLM-4.7"
     )
     for name in (*known.configs(), *dense.split(), *experts.split()):
         refuse_name(f"org/{name}")
@@ -91,14 +95,14 @@ def test_another_size_is_no_misspelling() -> None:
 
 
 def test_all_that_a_model_lacks_is_named_with_the_memory_that_it_needs_anyway() -> None:
-    """DeepSeek-V3: 671 B parameters of 16 bytes. Of a name that says nothing of its size, nothing is said."""
+    """Of the size of DeepSeek-V3: 671 B parameters of 16 bytes. Of a name that says nothing of its size, nothing is said."""
     latent = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     config = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280}
     config |= {"intermediate_size": 18432, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "v_head_dim": 128}
     config |= {"n_routed_experts": 256, "n_shared_experts": 1, **latent}
     count = parameters_of(config)
     assert count is not None and abs(count / 671.0e9 - 1) < 0.001
-    for load in (lambda: load_spec("deepseek-ai/DeepSeek-V3"), lambda: read_spec(config, "DeepSeek-V3")):
+    for load in (lambda: load_spec("deepseek-ai/DeepSeek-V3.2-Exp"), lambda: read_spec(config, "another")):
         with pytest.raises(ConfigError) as caught:
             load()
         [problem] = caught.value.problems

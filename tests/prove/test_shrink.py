@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import layer_kinds, parameter_count, parameter_shapes, with_fields
+from shardwise.models.kinds import SigmoidRouting
 from shardwise.models.load import load_spec, read_spec
 from shardwise.prove.shrink import THEIRS, real_name, shrink
 from shardwise.spec.cluster import parse_cluster
@@ -125,6 +126,14 @@ def test_experts_can_be_shared_by_the_ranks_that_are_left(name: str) -> None:
         and few.spec.experts.shared_expert_gate == spec.experts.shared_expert_gate
     )
     assert any(line.startswith("num_experts ") for line in few.changed)
+
+
+@pytest.mark.parametrize(("groups", "kept", "left"), [(1, 1, (1, 1)), (8, 4, (2, 1)), (8, 8, (2, 2)), (2, 1, (2, 1))])
+def test_of_groups_of_experts_as_few_are_kept(groups: int, kept: int, left: tuple[int, int]) -> None:
+    spec = with_fields(MOE, sigmoid=SigmoidRouting(groups, kept, 2.5, 0.001))
+    few = shrink(spec, Plan(Layout(dp_shard=8, ep=8), Batch(), Shard("zero3"))).spec.experts
+    assert few.sigmoid == SigmoidRouting(*left, 2.5, 0.001)
+    assert few.experts_per_token * left[0] <= few.num_experts * left[1]
 
 
 @pytest.mark.parametrize(("chosen", "left"), [(1, 1), (2, 2), (8, 2), (128, 4)])

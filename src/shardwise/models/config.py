@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from shardwise.errors import ConfigError, Problem
 from shardwise.models import rope
+from shardwise.models.expert_shapes import expert_matrices, expert_problems, mlp_matrices
 from shardwise.models.families import ACTIVATIONS, FAMILIES, activation, family_of, text_part
 from shardwise.models.family import FULL, SLIDING, Fields
 from shardwise.models.hf_spec import HFModel
 from shardwise.models.kinds import AttentionSpec, ExpertSpec, LatentSpec, PositionSpec
-from shardwise.models.mixer import Matrices
 from shardwise.models.mixers import mixer_of
 from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.models.rope import RopeScaling, number, unsupported
@@ -180,8 +180,9 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 @lru_cache(maxsize=1024)
 def _of_block(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of a block."""
-    inner = _experts(spec) if spec.has_experts(layer) else _mlp(spec, "mlp", spec.mlp_size(layer))
-    mixer = mixer_of(spec, layer)
+    d, experts, mixer = spec.hidden_size, spec.has_experts(layer), mixer_of(spec, layer)
+    inner = expert_matrices(spec.experts, d, bias=spec.mlp_bias) if experts else {}
+    inner = inner or mlp_matrices("mlp", d, spec.mlp_size(layer), bias=spec.mlp_bias)
     norms = _norms(spec) | {f"attention.{name}": size for name, size in mixer.norms(spec).items()}
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in norms.items()}
     mixing = {f"attention.{name}": matrix for name, matrix in mixer.matrices(spec).items()}
@@ -189,22 +190,9 @@ def _of_block(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.weight"] = shape
         if bias:
             shapes[f"{name}.bias"] = shape[:1]
+    if experts and spec.experts.sigmoid is not None:
+        shapes["mlp.router.correction"] = (spec.experts.num_experts,)
     return shapes | {f"attention.{name}": (size,) for name, size in mixer.vectors(spec).items()}
-
-
-def _mlp(spec: ModelSpec, name: str, f: int) -> Matrices:
-    d, bias = spec.hidden_size, spec.mlp_bias
-    return {f"{name}.gate": ((f, d), bias), f"{name}.up": ((f, d), bias), f"{name}.down": ((d, f), bias)}
-
-
-def _experts(spec: ModelSpec) -> Matrices:
-    """Those of a mixture of experts: each matrix of all experts is one, an expert's rows after another's."""
-    d, rows, bias = spec.hidden_size, spec.experts.num_experts * spec.experts.expert_size, spec.experts.expert_bias
-    found: Matrices = {"mlp.router": ((spec.experts.num_experts, d), spec.experts.router_bias)}
-    found |= {f"mlp.experts.expert_{name}": ((rows, d), bias) for name in ("gate", "up")}
-    found |= {"mlp.experts.expert_down": ((spec.experts.num_experts * d, spec.experts.expert_size), bias)}
-    found |= _mlp(spec, "mlp.shared", spec.experts.shared_expert_size) if spec.experts.shared_expert_size else {}
-    return found | ({"mlp.shared_gate": ((1, d), False)} if spec.experts.shared_expert_gate else {})
 
 
 def _norms(spec: ModelSpec) -> dict[str, int]:
@@ -223,7 +211,7 @@ def learnt_positions(spec: ModelSpec) -> str | None:
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Trainable elements; tied embeddings count once."""
+    """The elements of all parameters; tied embeddings count once."""
     return sum(prod(shape) for shape in parameter_shapes(spec).values())
 
 
@@ -261,11 +249,8 @@ def problems(spec: ModelSpec) -> list[Problem]:
     elif spec.rotary_dim < 2 or spec.rotary_dim % 2:
         what = f"partial_rotary_factor {positions.partial_rotary_factor} rotates {spec.rotary_dim}, not an even number"
         refuse(what, "partial_rotary_factor: 1.0")
-    if experts and not 1 <= experts.experts_per_token <= experts.num_experts:
-        what = f"{experts.experts_per_token} experts for each token, of {experts.num_experts}"
-        refuse(what, f"num_experts_per_tok: 1 to {experts.num_experts}")
-    if experts and experts.expert_size < 1:
-        refuse(f"experts are {experts.expert_size} wide", "moe_intermediate_size: 1 or more")
+    for what, fix in expert_problems(experts):
+        refuse(what, fix)
     if attention.sliding_window is not None and attention.sliding_window < 1:
         refuse(f"sliding_window is {attention.sliding_window}", "sliding_window: 1 or more, or null")
     if attention.layer_types and len(attention.layer_types) != spec.num_hidden_layers:

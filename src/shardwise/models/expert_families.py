@@ -32,7 +32,7 @@ _EXPERTS, _MLP = "layers.{}.mlp.experts.expert_", "model.layers.{}.mlp."
 _MATRICES = ("gate", "up", "down")
 _ROUTER: Names = {"layers.{}.mlp.router": f"{_MLP}gate"}
 ONE_BY_ONE = _ROUTER | {f"{_EXPERTS}{x}": f"{_MLP}experts.{{}}.{x}_proj" for x in _MATRICES}
-_MIXTRAL: Names = {
+MIXTRAL: Names = {
     "layers.{}.mlp.router": "model.layers.{}.block_sparse_moe.gate",
     f"{_EXPERTS}gate": "model.layers.{}.block_sparse_moe.experts.{}.w1",
     f"{_EXPERTS}up": "model.layers.{}.block_sparse_moe.experts.{}.w3",
@@ -85,7 +85,7 @@ def read_experts(config: Config, name: str, count: str = "num_experts", width: s
 
 
 def write_experts(fields: Fields, count: str = "num_experts") -> Config:
-    """The inverse of :func:`read_experts`, without the width and what is normalised, of which families differ."""
+    """The inverse of :func:`read_experts`, but for width and normalisation, which families write in their own ways."""
     return {
         count: fields["num_experts"],
         "num_experts_per_tok": fields["experts_per_token"],
@@ -191,7 +191,7 @@ _QWEN: Config = {
 EXPERT_FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "MixtralForCausalLM",
-        EDGES | BEFORE | BLOCK | _MIXTRAL,
+        EDGES | BEFORE | BLOCK | MIXTRAL,
         _mixtral,
         _write_mixtral,
         {

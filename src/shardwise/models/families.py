@@ -26,14 +26,16 @@ from shardwise.models.family import (
     layers,
     optional,
     refuse,
+    rotated_share,
     switched,
     window,
     write_switched,
 )
 from shardwise.models.family import FULL as FULL
 from shardwise.models.family import SLIDING as SLIDING
-from shardwise.models.latent_families import LATENT_FAMILIES
+from shardwise.models.latent_families import LATENT_FAMILIES, SAME_CLASS
 from shardwise.models.rope import number, unsupported
+from shardwise.models.sigmoid_families import SIGMOID_FAMILIES
 from shardwise.spec.outside import with_others
 
 
@@ -84,9 +86,7 @@ def _gemma3(config: Config, name: str) -> Fields:
 
 
 def _phi3(config: Config, name: str) -> Fields:
-    values = config.get("rope_parameters") or {}
-    share = number(values if "partial_rotary_factor" in values else config, "partial_rotary_factor", 1.0, name)
-    return all_sliding(config, name) | {"partial_rotary_factor": share}
+    return all_sliding(config, name) | rotated_share(config, name)
 
 
 def _write_phi3(fields: Fields) -> Config:
@@ -227,6 +227,7 @@ _OURS: dict[str, Family] = {
     ),
     **EXPERT_FAMILIES,
     **LATENT_FAMILIES,
+    **SIGMOID_FAMILIES,
 }
 
 FAMILIES = with_others("shardwise.families", Family, _OURS)
@@ -248,6 +249,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 def family_of(config: dict[str, Any], name: str) -> str | None:
     """The key in FAMILIES of the model that a config describes, or None. Raises PolicyError (SEC008)."""
     config = text_part(config)
+    config = {**config, "model_type": SAME_CLASS.get(str(config.get("model_type")), config.get("model_type"))}
     by_architecture = {family.architecture: model_type for model_type, family in FAMILIES.items()}
     model_type = config.get("model_type")
     if config.get("auto_map") and not (model_type in FAMILIES and FAMILIES[model_type].brings_code):

@@ -68,7 +68,8 @@ class Family:
     ``defaults``: keys that a config.json may leave out, as transformers fills them.
     ``read`` gives the fields that this family's keys mean, ``write`` is its inverse. ``biases`` are the keys that say
     where biases are. ``within`` is the model_type of a model of text and images whose text part this is, and ``unused``
-    matches the tensors of its other parts. ``brings_code``: the files name Python code, which transformers has made its
+    matches the tensors of its other parts, or of what is behind its last layer (LAYERS stands for how many there are).
+    ``brings_code``: the files name Python code, which transformers has made its
     own since, and which is not needed here either. ``fields`` are those that all of its models share."""
 
     architecture: str
@@ -135,6 +136,12 @@ def write_switched(fields: Fields) -> Config:
     """The inverse of :func:`switched`."""
     switch = fields["sliding_window"] is not None
     return window(fields) | {"use_sliding_window": switch, "layer_types": layer_types(fields)}
+
+
+def rotated_share(config: Config, name: str) -> Fields:
+    """Of each head the share that is rotated, in ``rope_parameters`` or beside them."""
+    key, values = "partial_rotary_factor", config.get("rope_parameters") or {}
+    return {key: number(values if key in values else config, key, 1.0, name)}
 
 
 def refuse(config: Config, key: str, name: str) -> None:

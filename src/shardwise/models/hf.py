@@ -18,6 +18,7 @@ from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.families import FAMILIES
 from shardwise.models.hf_names import Location, locations, name_in_files, tensors
 from shardwise.models.hf_spec import HFModel
+from shardwise.models.roles import is_counted
 from shardwise.models.stored import StoredParameter, StoredRows
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.file_kind import PICKLES, pickle_refused
@@ -180,7 +181,7 @@ def _readable(dtype: torch.dtype, packed: bool) -> bool:
 
 def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entry]:
     """The entries of the text part of a model of text and images, under the names of a text-only model."""
-    unused = FAMILIES[spec.family].unused
+    unused = FAMILIES[spec.family].unused.replace("LAYERS", str(spec.num_hidden_layers))
     if not unused:
         return found
     kept = {name: entry for name, entry in found.items() if not re.match(rf"(model\.)?({unused})", name)}
@@ -238,10 +239,13 @@ def write_weights(
     """Write ``directory`` as transformers' ``from_pretrained`` reads it; returns the files of weights.
 
     ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in :func:`order_of_writing`,
-    and no more than one parameter, one tensor of the files and a copy of it are held."""
+    and no more than one parameter, one tensor of the files and a copy of it are held. What follows from counts is
+    written in fp32, whatever the ``dtype``."""
     directory.mkdir(parents=True, exist_ok=True)
     held, fetched = tensors(locations(spec)), {"": torch.empty(0)}
-    sizes_bytes = {name: prod(parts[0][1].shape) * dtype.itemsize for name, parts in held.items()}
+    wider = {name for name, parts in held.items() if is_counted(parts[0][0])}
+    each = {name: torch.float32.itemsize if name in wider else dtype.itemsize for name in held}
+    sizes_bytes = {name: prod(parts[0][1].shape) * each[name] for name, parts in held.items()}
     files = _files(sizes_bytes, max_shard_bytes)
 
     def value(name: str) -> Tensor:
@@ -252,7 +256,7 @@ def write_weights(
 
     for file, names in files.items():
         shapes = {name: held[name][0][1].shape for name in names}
-        tensorfile.write(directory / file, shapes, dtype, (assembled(held[name], value) for name in names))
+        tensorfile.write(directory / file, shapes, dtype, (assembled(held[name], value) for name in names), wider)
     if len(files) > 1:
         file_of = {name: file for file, names in files.items() for name in names}
         _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": file_of})

@@ -25,8 +25,8 @@ Draw = Callable[[str, Sequence[int], Sequence[slice], int, ModelSpec], Tensor]
 def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec: ModelSpec) -> Tensor:
     """The slice ``part`` (start and stop for each dim, no step) of the initial value of a parameter, in fp32.
 
-    ``name`` is canonical and ``shape`` global. Matrices are normal(0, initializer_range), norms one (zero
-    where one is added), biases zero; of an adapter, A is normal with the variance that PEFT's uniform values have,
+    ``name`` is canonical and ``shape`` global. Matrices are normal(0, initializer_range), norms one (zero where one is
+    added), biases and corrections zero; of an adapter, A is normal with the variance that PEFT's uniform values have,
     1 / (3 in), and B zero; a magnitude follows from its weight (runtime/build.py). A model of transformers' own modules
     begins as transformers begins it.
     """
@@ -35,7 +35,7 @@ def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec
     if spec.hf_model is not None and not is_adapter(name):
         mean, deviation = spec.hf_model.drawn(name)
         return (normal(name, shape, part, seed).mul_(deviation) if deviation else torch.zeros(local)) + mean
-    if kind in ("norm", "bias", "lora_b", "lora_m"):
+    if kind in ("norm", "bias", "lora_b", "lora_m", "correction"):
         return torch.full(local, 1.0 if kind == "norm" and not spec.norm_plus_one else 0.0)
     deviation = (3 * shape[1]) ** -0.5 if kind == "lora_a" else spec.initializer_range
     return normal(name, shape, part, seed).mul_(deviation)

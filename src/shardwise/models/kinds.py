@@ -76,6 +76,19 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
+class SigmoidRouting:
+    """How a router chooses by sigmoids (DeepSeek-V3, arXiv 2412.19437): the experts with the largest sums of score and
+    a correction that no gradient reaches, of the ``kept_groups`` of ``groups`` whose two best are the largest together.
+    Their weights are the scores without it, times ``scale``. ``bias_rate``: by how much a step raises the correction of
+    an expert with fewer tokens than the mean, and lowers that of one with more (arXiv 2408.15664)."""
+
+    groups: int = 1
+    kept_groups: int = 1
+    scale: float = 1.0
+    bias_rate: float = 0.0
+
+
+@dataclass(frozen=True)
 class ExpertSpec:
     """Experts in the place of the MLP of each layer but the ``dense_layers``; false where there are none.
 
@@ -84,7 +97,8 @@ class ExpertSpec:
     shared_expert_gate: multiplied by the sigmoid of a product of its own. router_aux_loss_coef: of the loss that
     balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/balance.py);
     output_router_logits: whether the first is added, as transformers names it. expert_capacity: how many times its even
-    share of a row an expert takes at most in training; None: all of it.
+    share of a row an expert takes at most in training; None: all of it. sigmoid: of a router that chooses by sigmoids;
+    None: by a softmax.
     """
 
     num_experts: int = 0
@@ -100,6 +114,7 @@ class ExpertSpec:
     router_z_loss_coef: float = 0.0
     output_router_logits: bool = True
     expert_capacity: float | None = None
+    sigmoid: SigmoidRouting | None = None
 
     def __bool__(self) -> bool:
         return self.num_experts > 0

@@ -23,6 +23,7 @@ OWNERS = (
     "ibm-granite",
     "openai",
     "deepseek-ai",
+    "zai-org",
 )
 """Hub accounts under which these models are found unchanged."""
 

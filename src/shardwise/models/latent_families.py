@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from shardwise.models.expert_families import IN_MEMORY, ONE_BY_ONE, read_experts, write_experts
+from shardwise.models.expert_families import IN_MEMORY, ONE_BY_ONE
 from shardwise.models.family import BEFORE, BLOCK, EDGES, Config, Family, Fields, Names, whole
 from shardwise.models.rope import read as read_scaling
 from shardwise.models.rope import score_factor, unsupported
+from shardwise.models.sigmoid_families import (
+    DEEPSEEK,
+    SHARED,
+    read_deepseek,
+    read_dense_first,
+    write_deepseek,
+    write_dense_first,
+)
 
 _ATTENTION: Names = {
     f"layers.{{}}.attention.{ours}": f"model.layers.{{}}.self_attn.{theirs}"
@@ -17,9 +25,6 @@ _ATTENTION: Names = {
         "kv_a_norm": "kv_a_layernorm",
         "kv_b": "kv_b_proj",
     }.items()
-}
-_SHARED: Names = {
-    f"layers.{{}}.mlp.shared.{x}": f"model.layers.{{}}.mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")
 }
 _DIMS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
@@ -46,29 +51,12 @@ def write_latent(fields: Fields) -> Config:
     return {key: fields[key] for key in keys} | {"head_dim": fields["qk_rope_head_dim"]}
 
 
-def read_dense_first(config: Config, name: str) -> Fields:
-    """Experts, beside an MLP for all tokens, in all layers but the first ones."""
-    if config.get("moe_layer_freq", 1) != 1:
-        what = f"`moe_layer_freq: {config['moe_layer_freq']}` is not supported"
-        raise unsupported(what, name, "moe_layer_freq: 1")
-    own = read_experts(config, name, "n_routed_experts")
-    return own | {
-        "shared_expert_size": whole(config, "n_shared_experts", name) * own["expert_size"],
-        "dense_layers": tuple(range(whole(config, "first_k_dense_replace", name))),
-    }
-
-
-def write_dense_first(fields: Fields) -> Config:
-    """The inverse of :func:`read_dense_first`."""
-    return write_experts(fields, "n_routed_experts") | {
-        "moe_intermediate_size": fields["expert_size"],
-        "n_shared_experts": fields["shared_expert_size"] // max(1, fields["expert_size"]),
-        "first_k_dense_replace": len(fields["dense_layers"]),
-    }
+_V2 = {"topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False, "moe_layer_freq": 1}
+"""What is read of DeepSeek-V2's router: it chooses among all experts, by a softmax, as in V2-Lite."""
 
 
 def _deepseek_v2(config: Config, name: str) -> Fields:
-    for key, value in {"topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False}.items():
+    for key, value in _V2.items():
         if config.get(key, value) not in (value, None):
             raise unsupported(f"`{key}: {config[key]}` is not supported", name, f"{key}: {value}")
     return read_dense_first(config, name) | read_latent(config, name) | {"normalised_top_k": False}
@@ -78,10 +66,18 @@ def _write_deepseek_v2(fields: Fields) -> Config:
     return write_dense_first(fields) | write_latent(fields) | {"topk_method": "greedy", "norm_topk_prob": False}
 
 
+def _deepseek_v3(config: Config, name: str) -> Fields:
+    return read_deepseek(config, name) | read_latent(config, name)
+
+
+def _write_deepseek_v3(fields: Fields) -> Config:
+    return write_deepseek(fields) | write_latent(fields)
+
+
 LATENT_FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        EDGES | BEFORE | BLOCK | _ATTENTION | ONE_BY_ONE | _SHARED,
+        EDGES | BEFORE | BLOCK | _ATTENTION | ONE_BY_ONE | SHARED,
         _deepseek_v2,
         _write_deepseek_v2,
         {
@@ -103,5 +99,37 @@ LATENT_FAMILIES: dict[str, Family] = {
         brings_code=True,
         read_too=(IN_MEMORY,),
     ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        EDGES | BEFORE | BLOCK | _ATTENTION | DEEPSEEK,
+        _deepseek_v3,
+        _write_deepseek_v3,
+        {
+            "max_position_embeddings": 4096,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "router_aux_loss_coef": 0.0,
+            "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 256,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
+        ("attention_bias",),
+        unused=r"layers\.LAYERS\.",
+        brings_code=True,
+        read_too=(IN_MEMORY,),
+    ),
 }
 """Rows of families.FAMILIES."""
+SAME_CLASS = {"kimi_k2": "deepseek_v3"}
+"""Other names of a ``model_type``."""

@@ -24,6 +24,7 @@ from shardwise.models.balance import Routing, RowPlaces, Tally, balanced, count_
 from shardwise.models.capacity import within_capacity
 from shardwise.models.config import ModelSpec
 from shardwise.models.grouped import grouped, owners, sorting
+from shardwise.models.kinds import SigmoidRouting
 from shardwise.models.layers import GATES, MLP, accumulation_dtype
 from shardwise.models.room import expert_room
 
@@ -54,12 +55,15 @@ class _RouterProduct(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """The logits of each expert for each token, computed in fp32 whatever the dtype of the rest."""
+    """The logits of each expert for each token, computed in fp32 whatever the dtype of the rest. ``correction`` [E], of
+    one that chooses by sigmoids: added to the scores where experts are chosen, and trained by no gradient."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.experts.num_experts, spec.hidden_size))
         self.bias = nn.Parameter(torch.empty(spec.experts.num_experts)) if spec.experts.router_bias else None
+        if spec.experts.sigmoid is not None:
+            self.correction = nn.Parameter(torch.zeros(spec.experts.num_experts), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [n,d] -> [n,E]."""
@@ -175,6 +179,28 @@ class _Combined(torch.autograd.Function):
         return of_token.mul_(own), grad_weights, None, None
 
 
+@torch.library.custom_op("shardwise::choose", mutates_args=())
+def choose(scores: Tensor, correction: Tensor, groups: int, kept: int, k: int) -> Tensor:
+    """The k experts [n,k] with the largest sums of scores [n,E] and correction [E], of the ``kept`` groups whose two
+    best are the largest together. One operation: nothing in it is saved, and it has no gradient."""
+    sums = scores + correction.to(scores.dtype)
+    if kept < groups:
+        each = sums.unflatten(-1, (groups, -1))
+        best = each.topk(2, -1).values.sum(-1).topk(kept, -1).indices
+        outside = torch.ones_like(each[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        sums = each.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
+    return sums.topk(k, -1).indices
+
+
+@choose.register_fake
+def _(scores: Tensor, correction: Tensor, groups: int, kept: int, k: int) -> Tensor:
+    return scores.new_empty(scores.shape[0], k, dtype=torch.int64)
+
+
+LEAST_SUM = 1e-20
+"""Added to the sum of a token's sigmoids, which may all be zero."""
+
+
 @dataclass
 class Lazy:
     """What is computed when it is first asked for, once."""
@@ -224,7 +250,7 @@ class MoE(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.top, self.normalised = spec.experts.experts_per_token, spec.experts.normalised_top_k
-        self.coefficients = spec.experts.router_losses
+        self.sigmoid, self.coefficients = spec.experts.sigmoid, spec.experts.router_losses
         self.room = None if spec.experts.expert_capacity is None else partial(expert_room, spec)
         self.tally: Tally | None = None
         self.router, self.experts = Router(spec), Experts(spec)
@@ -251,10 +277,26 @@ class MoE(nn.Module):
     def route(self, x: Tensor) -> Routing:
         """The seam that decides which experts compute a token. x [n,d], the weights in fp32."""
         found = self.router(x)
+        if self.sigmoid is not None:
+            return self.by_sigmoids(found, self.sigmoid)
         scores = found.softmax(-1)
         weights, ids = scores.topk(self.top, -1)
         if self.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(ids, weights, counted(ids, scores.shape[-1]), found, scores)
+
+    def by_sigmoids(self, found: Tensor, how: SigmoidRouting) -> Routing:
+        """The same of a router that chooses by the sigmoids of its logits [n,E]. In the loss that balances experts,
+        the scores of a token add up to one, as DeepSeek-V3 has it."""
+        scores = found.sigmoid()
+        ids = choose(scores.detach(), self.router.correction, how.groups, how.kept_groups, self.top)
+        weights = scores.gather(-1, ids)
+        if self.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        if how.scale != 1.0:
+            weights = weights * how.scale
+        if self.coefficients[0]:
+            scores = scores / (scores.sum(-1, keepdim=True) + LEAST_SUM)
         return Routing(ids, weights, counted(ids, scores.shape[-1]), found, scores)
 
     def kept(self, routing: Routing, places: RowPlaces, room: Callable[[int], int], tally: Tally) -> Routing:

@@ -20,6 +20,10 @@ FEW_HELD_OUT = 8
 def resolve(recipe: Recipe) -> ModelSpec:
     """The model that the recipe names or describes, with the losses of routers and the capacity of experts that it asks
     for. Raises ConfigError: CFG004 when it does neither, or not whole; CFG008 for these of a model without experts."""
+    if recipe.model.router_bias_rate and recipe.lora.rank:
+        what = "`model.router_bias_rate` moves corrections of routers, and with adapters only these are saved"
+        fix = "leave it out, or train all weights"
+        raise ConfigError(Problem("CFG008", what, "model.router_bias_rate", fix))
     return _balanced(_described(recipe), recipe.model)
 
 
@@ -29,12 +33,17 @@ def _balanced(spec: ModelSpec, model: Model) -> ModelSpec:
     if key := next((key for key, value in asked.items() if value and not spec.experts), ""):
         what = f"`model.{key}` is for routers and experts, and {spec.name} has no experts that Shardwise computes"
         raise ConfigError(Problem("CFG008", what, f"model.{key}", "leave it out"))
+    routing = spec.experts.sigmoid
+    if model.router_bias_rate and routing is None:
+        what = f"`model.router_bias_rate` is for routers that choose by sigmoids, and {spec.name} has none"
+        raise ConfigError(Problem("CFG008", what, "model.router_bias_rate", "leave it out, or `model.router_aux_loss`"))
     if not spec.experts:
         return spec
+    routing = routing and replace(routing, bias_rate=model.router_bias_rate)
     auxiliary = spec.experts.router_aux_loss_coef if model.router_aux_loss is None else model.router_aux_loss
     begins = model.config is not None or model.init == "random"
     added = spec.experts.output_router_logits or begins if model.router_aux_loss is None else model.router_aux_loss > 0
-    spec = with_fields(spec, router_aux_loss_coef=auxiliary, output_router_logits=added)
+    spec = with_fields(spec, router_aux_loss_coef=auxiliary, output_router_logits=added, sigmoid=routing)
     return with_fields(spec, router_z_loss_coef=model.router_z_loss, expert_capacity=model.expert_capacity)
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 def role(name: str) -> str:
     """The role of the parameter with this canonical name, such as ``q`` for ``layers.3.attention.q.weight``: what its
     layer is called (embed, head, q, k, v, o, gate, up, down, router, shared_gate, expert_gate, expert_up, expert_down,
-    lora_a, lora_b; in an HF model, as transformers calls it), ``norm`` for that of any norm, and ``bias``, ``lora_m``
-    and ``sinks`` for all parameters of that name."""
+    lora_a, lora_b; in an HF model, as transformers calls it), ``norm`` for that of any norm, and ``bias``, ``lora_m``,
+    ``sinks`` and ``correction`` for all parameters of that name."""
     layer, _, word = name.rpartition(".")
     module = layer.rpartition(".")[2]
-    if word in ("bias", "lora_m", "sinks"):
+    if word in ("bias", "lora_m", "sinks", "correction"):
         return word
     if word != "weight":
         raise KeyError(f"no role for parameter {name!r}")
@@ -51,6 +51,12 @@ def router_of(name: str) -> str:
 
 MULTIPLIED = ("layers.", "embed.", "head.")
 """Prefixes of weights in matrix products; any other matrix of a model is a table that is looked up."""
+
+
+def is_counted(name: str) -> bool:
+    """Whether this parameter follows from what a step counts, not from gradients: every rank holds all of it, in fp32
+    at least, for bf16 would lose most of its small steps."""
+    return name.endswith(".router.correction")
 
 
 def is_adapter(name: str) -> bool:

@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -178,13 +178,21 @@ def encode_header(header: Mapping[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[Tensor]) -> None:
-    """Write a file of ``tensors``, made one at a time in the order of ``shapes`` and cast to ``dtype``."""
+def write(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    tensors: Iterable[Tensor],
+    wider: Set[str] = frozenset(),
+) -> None:
+    """Write a file of ``tensors``, made one at a time in the order of ``shapes`` and cast to ``dtype``, those named
+    ``wider`` to fp32."""
+    dtypes = {name: torch.float32 if name in wider else dtype for name in shapes}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, shape in shapes.items():
-        stop = position + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
+        stop = position + prod(shape) * dtypes[name].itemsize
+        header[name] = {"dtype": NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [position, stop]}
         position = stop
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
@@ -192,7 +200,7 @@ def write(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype,
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)}, to be written as {shape}")
-            flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
+            flat = tensor.detach().to("cpu", dtypes[name]).contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())

@@ -13,6 +13,7 @@ from typing import Any
 from shardwise import techniques
 from shardwise.models.config import LayerKind, ModelSpec, layer_kinds, model_spec, with_fields
 from shardwise.models.families import FULL, SLIDING
+from shardwise.models.kinds import SigmoidRouting
 from shardwise.models.mixer import Mixer
 from shardwise.models.mixers import mixer_of
 from shardwise.models.rope import RopeScaling
@@ -94,6 +95,11 @@ def _on(coefficient: float) -> float:
     return float(coefficient != 0.0)
 
 
+def _routing(own: SigmoidRouting | None) -> SigmoidRouting | None:
+    """A router's stand-in: groups are chosen within one operation."""
+    return None if own is None else SigmoidRouting(scale=_switched(own.scale))
+
+
 def _rotating(numbers: Sizes) -> float:
     """The share of a head that is rotated in pairs; half an element more, so that it is not rounded to fewer."""
     return (2 * numbers["p"] + 0.5) / numbers["e"]
@@ -151,6 +157,7 @@ def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Size
             normalised_top_k=spec.experts.normalised_top_k,
             shared_expert_size=numbers["h"] if shared else 0,
             shared_expert_gate=spec.experts.shared_expert_gate,
+            sigmoid=_routing(spec.experts.sigmoid),
             router_aux_loss_coef=_on(spec.experts.router_losses[0]),
             router_z_loss_coef=_on(spec.experts.router_losses[1]),
         )

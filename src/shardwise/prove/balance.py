@@ -3,8 +3,9 @@ rows, by autograd alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,36 +19,61 @@ from shardwise.models.moe import MoE
 from shardwise.models.room import expert_room
 
 
+class RouterTally:
+    """What the routers of a model have done in one forward pass of whole rows. ``shapes``: the rows and tokens of each
+    layer's input, and ``rows``, how many tokens of each row are more than padding at its end."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.logits: list[Tensor] = []
+        self.chosen: dict[str, Tensor] = {}
+        self.shapes: list[tuple[int, int]] = []
+        self.rows: list[list[int]] = []
+
+    def added(self) -> Tensor:
+        """What is added to the loss of these rows: the losses of all routers, times their coefficients."""
+        each = (
+            of_rows(logits.unflatten(0, shape), ids.unflatten(0, shape), self.spec)
+            for logits, ids, shape in zip(self.logits, self.chosen.values(), self.shapes, strict=True)
+        )
+        return sum(each, start=torch.zeros((), dtype=torch.float64)) / max(1, len(self.logits))
+
+    def correct(self, parameters: Mapping[str, Tensor]) -> None:
+        """Moves the corrections among these parameters: up where an expert got less than the mean, down where more."""
+        if (routing := self.spec.experts.sigmoid) is None:
+            return
+        for layer, ids in self.chosen.items():
+            loads = one_hot(ids, self.spec.experts.num_experts).sum((0, 1)).double()
+            parameters[f"{layer}.router.correction"].data += routing.bias_rate * (loads.mean() - loads).sign()
+
+
 @contextmanager
-def plain_balance(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """Yields what tells, after one forward pass of the model within it, what is added to the loss of its rows: the
-    losses of all routers, times their coefficients. What experts have no room for has no weight."""
+def plain_balance(model: nn.Module) -> Iterator[RouterTally]:
+    """Yields what tells of one forward pass of the model within it. What experts have no room for has no weight."""
     spec: ModelSpec = model.spec  # type: ignore[assignment]
-    found: list[Tensor] = []
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    found = RouterTally(spec)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
     def routed(module: nn.Module, args: tuple[Any, ...], logits: Tensor) -> None:
-        found.append(logits)
+        found.logits.append(logits)
 
     def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
-        shapes.append((args[0].shape[0], args[0].shape[1]))
-        rows.append(args[1].tolist() if len(args) > 1 else [args[0].shape[1]] * args[0].shape[0])
+        found.shapes.append((args[0].shape[0], args[0].shape[1]))
+        found.rows.append(args[1].tolist() if len(args) > 1 else [args[0].shape[1]] * args[0].shape[0])
 
-    def added() -> Tensor:
-        each = (of_rows(logits.unflatten(0, shape), spec) for logits, shape in zip(found, shapes, strict=True))
-        return sum(each, start=torch.zeros((), dtype=torch.float64)) / max(1, len(layers))
-
-    def chosen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def chosen(name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, routing, *more = args
-        return x, routing._replace(weights=routing.weights * has_room(routing, shapes[-1], spec, rows[-1])), *more
+        found.chosen[name] = routing.ids
+        if layers[name].room:
+            room = has_room(routing, found.shapes[-1], spec, found.rows[-1])
+            routing = routing._replace(weights=routing.weights * room)
+        return x, routing, *more
 
-    shapes: list[tuple[int, int]] = []
-    rows: list[list[int]] = []
-    hooks = [layer.register_forward_pre_hook(entered) for layer in layers]
-    hooks += [layer.router.register_forward_hook(routed) for layer in layers]
-    hooks += [layer.experts.register_forward_pre_hook(chosen) for layer in layers if layer.room]
+    hooks = [layer.register_forward_pre_hook(entered) for layer in layers.values()]
+    hooks += [layer.router.register_forward_hook(routed) for layer in layers.values()]
+    hooks += [layer.experts.register_forward_pre_hook(partial(chosen, name)) for name, layer in layers.items()]
     try:
-        yield added
+        yield found
     finally:
         for hook in hooks:
             hook.remove()
@@ -66,12 +92,13 @@ def has_room(routing: Routing, shape: tuple[int, int], spec: ModelSpec, filled: 
     return found
 
 
-def of_rows(logits: Tensor, spec: ModelSpec) -> Tensor:
-    """Both losses of a layer with logits [b,s,E], times their coefficients: means over the rows."""
+def of_rows(logits: Tensor, ids: Tensor, spec: ModelSpec) -> Tensor:
+    """Both losses of a layer with logits [b,s,E] and chosen experts [b,s,k], times their coefficients: means over the
+    rows."""
     scores = logits.softmax(-1)
-    chosen = (
-        one_hot(scores.topk(spec.experts.experts_per_token).indices, spec.experts.num_experts).to(scores.dtype).sum(2)
-    )
+    if spec.experts.sigmoid is not None:
+        scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    chosen = one_hot(ids, spec.experts.num_experts).to(scores.dtype).sum(2)
     shares, means = chosen.mean(1), scores.mean(1)  # [b,E]
     auxiliary = spec.experts.num_experts * (shares * means).sum(1).mean()
     of_loads, of_logits = spec.experts.router_losses

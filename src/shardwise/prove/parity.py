@@ -31,7 +31,7 @@ from shardwise.methods.pairs import Answers, losses_of
 from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
-from shardwise.models.roles import is_adapter, is_stacked
+from shardwise.models.roles import is_adapter, is_counted, is_stacked
 from shardwise.prove.apart import Worst, apart, differences, directions, farthest, worst
 from shardwise.prove.balance import plain_balance
 from shardwise.prove.pool import Ranks
@@ -272,7 +272,7 @@ def plain(job: Workload) -> Trace:
         optimizer.zero_grad()
         with plain_balance(model) as balance:
             loss, told = plain_terms(model, merged(parameters, job), collate(job.batch(number)), job)
-        (loss + balance()).backward()
+        (loss + balance.added()).backward()
         if number == job.steps:
             torch.optim.SGD([p for p in parameters.values() if p.requires_grad], OPTIM.learning_rate).step()
             break
@@ -285,6 +285,7 @@ def plain(job: Workload) -> Trace:
         for group in optimizer.param_groups:
             group["lr"] = OPTIM.learning_rate * min(warm, 1.0 - max(0.0, fallen))
         optimizer.step()
+        balance.correct(parameters)
         losses.append(loss.item())
         figures.append({name: told[name] for name in job.figures})
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -299,7 +300,7 @@ def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
         value = job.first(name, shape)
         if name.endswith(".lora_m"):
             value = parameters[f"{name.removesuffix('lora_m')}weight"].detach().norm(dim=1)
-        held = any(fnmatchcase(name, glob) for glob in job.frozen)
+        held = is_counted(name) or any(fnmatchcase(name, glob) for glob in job.frozen)
         if job.lora is not None:
             held = not (is_adapter(name) or job.lora.saves(name))
         if job.lora is not None and held and not (name == "norm.weight" and job.lora.saves("head.weight")):

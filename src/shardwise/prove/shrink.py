@@ -234,13 +234,17 @@ def _sizes(spec: ModelSpec, layout: Layout, few: Layout) -> Iterator[dict[str, A
 
 
 def _experts(spec: ModelSpec, ranks: int, width: int) -> dict[str, Any]:
-    """As many experts as ``ranks`` can share."""
+    """As many experts as ``ranks`` can share; of groups two, of which one is kept where not all are."""
     if not spec.experts:
         return {}
     count = -(-EXPERTS // ranks) * ranks
     each = spec.experts.experts_per_token
     chosen = count if each == spec.experts.num_experts else min(CHOSEN, each)
-    return {"num_experts": count, "experts_per_token": chosen, "expert_size": width // 2}
+    found: dict[str, Any] = {"num_experts": count, "experts_per_token": chosen, "expert_size": width // 2}
+    if (routing := spec.experts.sigmoid) is not None:
+        few = 2 if routing.groups > 1 and count % 2 == 0 else 1
+        found["sigmoid"] = replace(routing, groups=few, kept_groups=1 if routing.kept_groups < routing.groups else few)
+    return found
 
 
 def _window(spec: ModelSpec, plan: Plan, length: int) -> int | None:

@@ -121,7 +121,7 @@ class Landscape:
         whole = merged({name: point[name] for name in self.weights}, self.job, self.weights)
         wide = nullcontext() if self.job.spec.hf_model is None else Widened()
         with wide, self._adding(point), plain_balance(self.model) as balance:
-            return plain_loss(self.model, whole, self.batch, self.job) + balance()
+            return plain_loss(self.model, whole, self.batch, self.job) + balance.added()
 
     def gradients(self) -> tuple[float, dict[str, Tensor]]:
         """The loss and its gradients, of what is not used zeros."""

@@ -100,7 +100,7 @@ def _no_ep(spec: ModelSpec, plan: Plan) -> Case:
 def _no_experts(spec: ModelSpec, plan: Plan) -> Case:
     """An MLP in their place in every layer."""
     dense = {"num_experts": 0, "experts_per_token": 0, "expert_size": 0, "expert_bias": False, "router_bias": False}
-    return with_fields(_no_shared_expert(spec, plan)[0], dense_layers=(), **dense), plan
+    return with_fields(_no_shared_expert(spec, plan)[0], dense_layers=(), sigmoid=None, **dense), plan
 
 
 def _no_shared_expert(spec: ModelSpec, plan: Plan) -> Case:
@@ -150,6 +150,7 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "offload": lambda spec, plan: (spec, replace(plan, offload=Offload())),
     "chunks of the loss": _one_chunk,
     "shared expert": _no_shared_expert,
+    "choice by sigmoids": lambda spec, plan: (with_fields(spec, sigmoid=None), plan),
     "experts": _no_experts,
     "mixer": lambda spec, plan: (with_fields(spec, mixer="softmax", **asdict(LatentSpec())), plan),
     "tied embeddings": lambda spec, plan: (replace(spec, tie_word_embeddings=False), plan),

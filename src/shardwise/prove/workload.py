@@ -211,6 +211,6 @@ def random_everywhere(name: str, shape: Sequence[int], part: Sequence[slice], se
     every rank adds, a sum that the gradient of A lacks, or the wrong slice of a norm would not be seen in the first
     step."""
     begun = init.fill(name, shape, part, seed, spec)
-    if role(name) in ("bias", "lora_b", "norm"):
+    if role(name) in ("bias", "lora_b", "norm", "correction"):
         begun += init.normal(name, shape, part, seed).mul_(DEVIATION)
     return begun

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
+from shardwise.distributed.slices import kept
 from shardwise.models.balance import Tally
 from shardwise.models.blocks import numbered, spec_of
 from shardwise.models.config import ModelSpec
@@ -74,6 +75,24 @@ def counting(
     finally:
         for _, module in found:
             module.tally = None
+
+
+def correct(parts: Sequence[nn.Module], numbers: Tensor, finite: Tensor) -> None:
+    """After a step of which all ranks have counted these ``numbers``: raises the corrections of experts with fewer
+    tokens than the mean of their layer and lowers those of others; nothing where the step was not ``finite``. The host
+    waits for a device only where weights are kept on the host."""
+    spec = spec_of(parts)
+    routing, layers, experts = spec.experts.sigmoid, layers_of(spec), spec.experts.num_experts
+    if routing is None or not routing.bias_rate:
+        return
+    loads = numbers[2 : 2 + len(layers) * experts].view(len(layers), experts)
+    changes = (loads.mean(-1, keepdim=True) - loads).sign() * finite * routing.bias_rate
+    for part in parts:
+        for number, block in numbered(part):
+            for module in block.modules():
+                if isinstance(module, MoE):
+                    held = kept(module.router.correction)
+                    held.add_(changes[layers.index(number)].to(held))
 
 
 def share(numbers: Tensor, plan: Plan, meshes: Meshes) -> Tensor:

@@ -121,6 +121,7 @@ def launch(
     if multiply:  # the kernel divides by 1 / factor in fp32, which rounds otherwise
         reduce.scale_gradients(parameters, factor)
     optim.update(state.optimizer, skip, None if multiply else factor)
+    balance.correct(state.parts, figures[2 + len(loss.figures) :], finite)
     state.optimizer.zero_grad(set_to_none=True)
     if state.host and not state.host.scratch:
         state.host.give_back()

@@ -34,13 +34,13 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """What is trained: a Hub id, a local directory, a built-in name, or the dimensions of a new model in ``config``.
-    ``frozen`` are globs over parameter names (``embed.*``): those weights stay as they are. ``rope_scaling`` and
-    ``rope_theta`` take the place of those in the model's config.json, to train on at a longer length; so does
-    ``router_aux_loss``, the coefficient of the loss that balances experts; left out, a model that is tuned has it only
-    where its config.json says ``output_router_logits``. ``router_z_loss`` is that of the loss that keeps the logits of
-    routers small. ``expert_capacity``: how many times its even share of a row's tokens an expert takes at most in
-    training; left out, nothing is dropped."""
+    """What is trained: a Hub id, a local directory, a built-in name, or dimensions of a new model in ``config``.
+    ``frozen``: globs over names of parameters (``embed.*``) that stay as they are. ``rope_scaling`` and ``rope_theta``
+    take the place of those in the model's config.json; so does ``router_aux_loss``, the coefficient of the loss that
+    balances experts; left out, a tuned model has it where its config.json says ``output_router_logits``.
+    ``router_z_loss`` keeps logits of routers small. ``expert_capacity``: how many times its even share of a row an
+    expert takes at most in training; left out, all. ``router_bias_rate``: by how much a step moves corrections of
+    routers."""
 
     path: str | None = None
     revision: str | None = None
@@ -52,6 +52,7 @@ class Model(Section):
     router_aux_loss: float | None = Field(default=None, ge=0)
     router_z_loss: float = Field(default=0.0, ge=0)
     expert_capacity: float | None = Field(default=None, ge=1)
+    router_bias_rate: float = Field(default=0.0, ge=0)
 
     def contradictions(self) -> Iterator[Problem]:
         if self.path is not None and self.config is not None:

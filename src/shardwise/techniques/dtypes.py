@@ -6,7 +6,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from shardwise.models.roles import is_adapter, role
+from shardwise.models.roles import is_adapter, is_counted, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Dtype, Plan, Precision
 from shardwise.spec.recipe import Recipe
@@ -39,7 +39,9 @@ def compute_dtype(precision: Precision, module: str) -> Dtype:
 def stored_dtype(plan: Plan, name: str) -> Dtype:
     """The dtype in which the parameter with this canonical name is stored; with adapters, the model's own weights have
     one of their own (``lora.frozen``), but for those of an end that is trained whole: beside an embedding a table of
-    positions, beside an output layer the norm before it."""
+    positions, beside an output layer the norm before it. What follows from counts is in fp32 at least."""
+    if is_counted(name):
+        return "fp64" if plan.precision.weights == "fp64" else "fp32"
     if plan.lora is None or is_adapter(name):
         return plan.precision.weights
     if name.startswith("layers."):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Problem
 from shardwise.models.blocks import canonical
 from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.roles import is_counted
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Lora, Plan
@@ -102,7 +103,8 @@ def _first_trained(spec: ModelSpec, patterns: tuple[str, ...], lora: Lora | None
         names = parameters(spec, "stem" if unit < 0 else f"layers.{unit}.")
         if lora is not None and any(adapted(name, lora) or lora.saves(name) for name in names):
             return unit
-        if lora is None and not all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
+        held = (is_counted(name) or any(fnmatchcase(name, pattern) for pattern in patterns) for name in names)
+        if lora is None and not all(held):
             return unit
     return spec.num_hidden_layers
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.mixers import mixers_of
-from shardwise.models.roles import is_adapter, role
+from shardwise.models.roles import is_adapter, is_counted, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Dtype, Matmul, Plan, Precision
@@ -103,6 +103,7 @@ def _beyond_llama(spec: ModelSpec) -> bool:
     norms = spec.attention.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
     mixers = {mixer.name for mixer in mixers_of(spec)} != {"softmax"} or spec.attention.attention_sinks
     other = mixers or bool(spec.positions.nope_layers) or spec.hf_model is not None
+    other = other or spec.experts.sigmoid is not None
     return norms or set(multipliers) != {1.0} or other
 
 
@@ -140,9 +141,12 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 @lru_cache(maxsize=KEPT_UNITS)
 def _stored(unit: Unit, own: Dtype, frozen: Dtype) -> Unit:
-    """``frozen``: the dtype of weights that are no adapters. Bytes of codes stay bytes."""
+    """``frozen``: the dtype of weights that are no adapters. Bytes of codes stay bytes, and what follows from counts
+    as it is."""
     kept = [
-        weight if weight.dtype == "uint8" else weight.typed(own if is_adapter(weight.name) else frozen, weight.used_as)
+        weight
+        if weight.dtype == "uint8" or is_counted(weight.name)
+        else weight.typed(own if is_adapter(weight.name) else frozen, weight.used_as)
         for weight in unit.weights
     ]
     return dataclasses.replace(unit, weights=tuple(kept))

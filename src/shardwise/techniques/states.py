@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from shardwise.models.config import ModelSpec
 from shardwise.models.mixers import MIXERS
-from shardwise.models.roles import is_adaptable, is_adapter, is_expert, role
+from shardwise.models.roles import is_adaptable, is_adapter, is_counted, is_expert, role
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Plan
 from shardwise.spec.sheet import Sheet, Tensor
@@ -52,6 +52,7 @@ TABLE = (
     TableRow(_WHOLE, "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),
     TableRow("attention", "sinks", tp="outputs"),
     TableRow("router shared_gate", "weight bias", tp="stream"),
+    TableRow("router", "correction", tp="stream"),
     TableRow("expert_gate expert_up expert_down", "weight bias codes sizes groups lora_a lora_b lora_m", tp="stream"),
     TableRow("embed head", "weight", tp="outputs"),
     TableRow("q_norm k_norm", "weight", tp="own"),
@@ -80,8 +81,10 @@ def adapted(weight: str, lora: Lora) -> bool:
 
 
 def frozen(name: str, plan: Plan) -> bool:
-    """Whether the parameter with this canonical name stays as it is: with adapters all but theirs and what is trained
-    whole beside them, else what ``model.frozen`` names."""
+    """Whether no gradient changes the parameter with this canonical name: with adapters all but theirs and what is
+    trained whole beside them, else what ``model.frozen`` names; and what follows from counts."""
+    if is_counted(name):
+        return True
     if plan.lora is not None:
         return not (is_adapter(name) or plan.lora.saves(name))
     return any(fnmatchcase(name, pattern) for pattern in plan.frozen)
@@ -147,14 +150,20 @@ def state(name: str, how: Division) -> State:
     return State(dim, used == "own" or (used == "stream" and how.sequence_parallel))
 
 
+def is_cut(name: str, dims: int) -> bool:
+    """Whether a sharded strategy cuts a parameter of so many ``dims``: along dim 0, which a scalar does not have; what
+    follows from counts is whole on every rank."""
+    return dims > 0 and not is_counted(name)
+
+
 def states(name: str, dims: int, how: Division, plan: Plan) -> States:
     """The states of a parameter of so many ``dims`` on every axis. Over data-parallel ranks every gradient is a part of
-    a sum; a sharded strategy cuts dim 0, which a scalar does not have."""
+    a sum, and a sharded strategy cuts dim 0 of most."""
     if plan.layout.ep > 1 and is_expert(name):
         found = {"ep": State(0)}
     else:
         found = {"tp": state(name, how)} if how.ranks > 1 else {}
-    if plan.sharded and dims:
+    if plan.sharded and is_cut(name, dims):
         return found | {"dp_replicate": State(None, partial=True), slices_over(name, plan): State(0, partial=True)}
     return found | {summed_over(name, plan): State(None, partial=True)}
 

@@ -36,7 +36,7 @@ from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.shard.degrees import grouped, layouts
 from shardwise.techniques.shard.replicas import Replicas
-from shardwise.techniques.states import summed_over
+from shardwise.techniques.states import is_cut, summed_over
 
 if TYPE_CHECKING:
     from torch import nn
@@ -109,7 +109,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Cuts every weight along dim 0. When they are gathered and their gradients summed, planner/weights.py tells."""
+    """Cuts weights along dim 0. When they are gathered and their gradients summed, planner/weights.py tells."""
     spread = plan.layout.ep > 1
     return sheet.rewritten(lambda unit: _cut_over_ranks(unit, spread=spread)) if plan.sharded else sheet
 
@@ -118,7 +118,8 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 def _cut_over_ranks(unit: Unit, *, spread: bool) -> Unit:
     """``spread``: ranks have different experts."""
     groups = ("expert_fsdp" if spread and is_expert(weight.name) else "fsdp" for weight in unit.weights)
-    cut = (weight.cut((group, 0)) for weight, group in zip(unit.weights, groups, strict=True))
+    pairs = zip(unit.weights, groups, strict=True)
+    cut = (weight.cut((group, 0)) if is_cut(weight.name, len(weight.shape)) else weight for weight, group in pairs)
     return dataclasses.replace(unit, weights=tuple(cut))
 
 
@@ -140,7 +141,7 @@ def apply(
     apart: Sequence[nn.Module] = (),
 ) -> list[nn.Module]:
     """``whole``: the ids of blocks that are not sharded as units of their own but belong to the root; ``apart``:
-    further modules that are units. A parameter without dims cannot be cut: it is replicated under every strategy."""
+    further modules that are units. What cannot be cut is replicated under every strategy."""
     summed = [group for group in ("loss", *["expert_loss"] * (plan.layout.ep > 1)) if plan.layout.size(group) > 1]
     wire = torch_dtype(plan.precision.reduce)
     known: set[nn.Parameter] = set()
@@ -151,7 +152,7 @@ def apply(
             if len(own) < len([*part.parameters()]):
                 raise ValueError("FSDP2 cannot shard a weight that two parts have: leave it untied, or use ddp")
             _fully_shard(part, plan, meshes, whole, apart)
-            own = {name: parameter for name, parameter in own.items() if parameter.ndim == 0}
+            own = {name: parameter for name, parameter in own.items() if not is_cut(name, parameter.ndim)}
         _REPLICAS[part] = [
             Replicas(named, meshes.groups[group], plan.shard.bucket_bytes, wire)
             for group in summed
@@ -167,7 +168,7 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
 
     dp_mesh = meshes.mesh("dp_replicate", "fsdp")
     reshard = plan.shard.reshard_after_forward if plan.shard.strategy == "zero3" else False
-    scalars = {parameter for parameter in part.parameters() if parameter.ndim == 0}
+    uncut = {parameter for name, parameter in part.named_parameters() if not is_cut(name, parameter.ndim)}
     reduce = torch_dtype(plan.precision.reduce)
     outside = torch_dtype(plan.precision.compute)
     # FSDP2 must not cast a block's inputs: rotation tables may be in fp32, under every strategy.
@@ -185,7 +186,7 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
             own_mesh, inner = (expert_mesh, bool(inner)) if spread and is_expert(f"{name}.") else (dp_mesh, inner)
             # What a product with a bias returns is a view, of which torch warns; nothing here writes to it in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-            fully_shard(module, mesh=own_mesh, mp_policy=own, reshard_after_forward=inner, ignored_params=scalars)
+            fully_shard(module, mesh=own_mesh, mp_policy=own, reshard_after_forward=inner, ignored_params=uncut)
     for module in [each for each in part.modules() if isinstance(each, Experts)] if spread else ():
         fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=bool(reshard))
     places = {id(module): index for index, module in enumerate(part.modules())}
@@ -197,7 +198,7 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
         elif unit == tail or unit[0] in (*once, *apart):
             after = bool(reshard) and unit[0] in once
         if members:
-            fully_shard(members, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=after, ignored_params=scalars)
+            fully_shard(members, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=after, ignored_params=uncut)
     for module in [inner for one in once for inner in one.modules() if isinstance(inner, FSDPModule)]:
         # Otherwise the backward of the next unit would prefetch it, or the experts in it, for nothing.
         module.set_unshard_in_backward(False)

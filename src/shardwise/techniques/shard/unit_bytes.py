@@ -11,7 +11,7 @@ from shardwise.models.roles import is_expert
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
-from shardwise.techniques.states import slices_over
+from shardwise.techniques.states import is_cut, slices_over
 
 
 class Slices(NamedTuple):
@@ -81,6 +81,7 @@ def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, UnitBytes]:
 def _apart(weights: tuple[Tensor, ...], plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Those of a block, and those that are cut over other ranks."""
     spread = plan.layout.ep > 1
+    weights = tuple(weight for weight in weights if is_cut(weight.name, len(weight.shape)))
     own = tuple(weight for weight in weights if not (spread and is_expert(weight.name)))
     return own, tuple(weight for weight in weights if spread and is_expert(weight.name))
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Problem
 from shardwise.models.blocks import named, spec_of
 from shardwise.models.config import ModelSpec, parameter_shapes, with_fields
-from shardwise.models.roles import is_adaptable, is_expert
+from shardwise.models.roles import is_adaptable, is_counted, is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, cut, divisors
 from shardwise.spec.place import Place
@@ -259,12 +259,15 @@ def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> No
 
 
 def _cut(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
-    """Replace every parameter by a DTensor, of which this rank holds its part."""
+    """Replace every parameter by a DTensor, of which this rank holds its part; but for what follows from counts, which
+    is computed with as it is."""
     from torch import nn
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, ranks, made, how = meshes.mesh("tp"), meshes.size("tp"), {}, division(spec_of([part]), plan)
     for name, parameter in list(part.named_parameters(remove_duplicate=False)):
+        if is_counted(name):
+            continue
         if id(parameter) not in made:  # a tied weight is one parameter
             dim, piece = state(name, how).dim, parameter.detach()
             if dim is not None:
