@@ -14,7 +14,6 @@ from transformers import LlamaConfig
 from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError, ShardwiseError
 from shardwise.models import known
 from shardwise.models.config import (
-    ModelSpec,
     RopeScaling,
     active_parameter_count,
     from_hf,
