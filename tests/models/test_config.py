@@ -78,6 +78,8 @@ EXPERTS = {
     "Qwen3-235B-A22B-Instruct-2507": (235.0, 22.0),
     "gpt-oss-20b": (20.9, 3.6),
     "gpt-oss-120b": (116.8, 5.1),
+    "DeepSeek-V2-Lite": (15.7, 2.66),
+    "DeepSeek-V3": (671.0, 37.6),
 }
 SMALL: dict[str, Any] = {
     "model_type": "llama",

@@ -39,8 +39,7 @@ class Model(Section):
     take the place of those in the model's config.json; so does ``router_aux_loss``, the coefficient of the loss that
     balances experts; left out, a tuned model has it where its config.json says ``output_router_logits``.
     ``router_z_loss`` keeps logits of routers small. ``expert_capacity``: how many times its even share of a row an
-    expert takes at most in training; left out, all. ``router_bias_rate``: by how much a step moves corrections of
-    routers."""
+    expert takes at most in training; left out, all. ``router_bias_rate``: by how much a step moves its correction."""
 
     path: str | None = None
     revision: str | None = None
