@@ -1,0 +1,135 @@
+"""Certificates that ``shardwise prove`` wrote before: whether one is of what is here, and of what it is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli.length import known_windows
+from shardwise.errors import ConfigError, Problem, ShardwiseError
+from shardwise.models.config import ModelSpec
+from shardwise.prove.basis import Basis, Change, basis_of, changed, plan_digest
+from shardwise.prove.kept import FILE, Kept, read_kept
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import Recipe
+
+DIRECTORY = Path("certificates")
+"""Where certificates are written unless `-o` says otherwise."""
+NAMED = 3
+"""So many changes of a part are named in a line."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A certificate in ``file``, beside what is here: by part and name what has another value, as (then, now)."""
+
+    file: Path
+    kept: Kept
+    changes: dict[str, dict[str, Change]]
+
+    @property
+    def good(self) -> bool:
+        """Whether it holds and matches what is here."""
+        return self.kept.holds and not self.changes
+
+    @property
+    def verdict(self) -> str:
+        """What it says, or in which parts it does not match."""
+        if not self.changes:
+            return f"{self.kept.verdict} and matches"
+        told = [f"{part}: {_listed(changes)}" for part, changes in self.changes.items()]
+        return f"does not match: {'; '.join(told)}"
+
+    def lines(self) -> Iterator[str]:
+        """What it covers, what it could not show, and every change."""
+        kept = self.kept
+        yield f"certificate {self.file} of `{kept.recipe}`: {kept.verdict} ({kept.effort}, begun {kept.begun})"
+        for check in kept.checks:
+            yield f"  {check.proof:<11}  {'fails' if check.problems else 'holds'}  {check.case}"
+            yield from (f"               {problem}" for problem in check.problems)
+        yield from _listing("made smaller", [*(kept.shrunk.changed if kept.shrunk else ()), *_rows(kept)])
+        yield from _listing("not shown", kept.not_shown)
+        if not kept.basis.get("data"):
+            yield "it is of no data: they were not prepared"
+        for part, changes in self.changes.items():
+            yield from _listing(f"another {part}", [_change(name, change) for name, change in changes.items()])
+        yield f"it {'does not match' if self.changes else 'matches'} what is here"
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for a program."""
+        kept = self.kept
+        changes = {
+            part: {name: {"then": then, "now": now} for name, (then, now) in each.items()}
+            for part, each in self.changes.items()
+        }
+        return {
+            "certificate": str(self.file),
+            "holds": kept.holds,
+            "verdict": kept.verdict,
+            "matches": not changes,
+            "changed": changes,
+            "recipe": kept.recipe,
+            "checks": [vars(check) for check in kept.checks],
+            "made_smaller": kept.shrunk.changed if kept.shrunk else [],
+            "rows": kept.rows,
+            "not_shown": kept.not_shown,
+            "digests": kept.digests,
+        }
+
+
+def rests_on(recipe: Recipe, spec: ModelSpec, plan: Plan) -> Basis:
+    """What a certificate of it rests on, with the length that data give which are prepared."""
+    from shardwise.data.epochs import settled
+
+    windows = known_windows(recipe)
+    return basis_of(recipe if windows is None else settled(recipe, windows), spec, plan)
+
+
+def compared(path: Path, basis: Basis) -> Compared:
+    """Return the certificate in ``path`` beside what is here. Raises as :func:`read_kept`."""
+    file, kept = read_kept(path)
+    return Compared(file, kept, changed(kept.basis, basis))
+
+
+def told_of_run(recipe: Recipe, spec: ModelSpec, plan: Plan, names: list[str], command: str) -> str | None:
+    """A line about the certificate that `prove` wrote of this run, or where none is of it, about the newest that it
+    wrote under one of these names; None where there is none. Raises ConfigError (CERT001) where the recipe requires one
+    that holds: ``command`` writes it."""
+    required = recipe.run.certificate == "require"
+    files = [*DIRECTORY.glob(f"*-{plan_digest(plan)[:8]}/{FILE}")]
+    stems = {stem for name in names for stem in (name, re.sub(r"-\d+$", "", name))}
+    files += [file for file in DIRECTORY.glob(f"*/{FILE}") if file.parent.name.rpartition("-")[0] in stems]
+    basis = rests_on(recipe, spec, plan) if files else {}
+    found, unread = list[Compared](), ""
+    for file in sorted(dict.fromkeys(files), key=lambda file: file.stat().st_mtime, reverse=True):
+        try:
+            found.append(compared(file, basis))
+        except ShardwiseError as error:
+            unread = unread or error.problems[0].what
+    best = min(found, key=lambda each: (not each.good, bool(each.changes)), default=None)
+    said = f"{best.file.parent} {best.verdict}" if best else unread
+    if required and not (best and best.good):
+        what = f"`run.certificate` is `require`, and {said or f'no certificate of this run is in {DIRECTORY}'}"
+        raise ConfigError(Problem("CERT001", what, "run.certificate", f"`{command}`, then start the run again"))
+    return f"certificate {said}" if said else None
+
+
+def _listed(changes: dict[str, Change]) -> str:
+    first = ", ".join(_change(name, change) for name, change in [*changes.items()][:NAMED])
+    return first + f" and {len(changes) - NAMED} more" * (len(changes) > NAMED)
+
+
+def _change(name: str, change: Change) -> str:
+    then, now = (f"{text[:60]}..." if len(text := str(value)) > 64 else text for value in change)
+    return f"{name} {then} -> {now}"
+
+
+def _rows(kept: Kept) -> list[str]:
+    return [f"rows: {kept.rows}"] if kept.rows else []
+
+
+def _listing(head: str, lines: list[str]) -> list[str]:
+    return [f"{head}:", *(f"  {line}" for line in lines)] if lines else []
