@@ -133,8 +133,8 @@ def run(options: Options) -> int:
 
 
 def _asked(options: Options, *, prepare: bool = False) -> Asked:
-    """Return what is to be proved, as a run would settle it: where the batch follows from data that are few, ``prepare``
-    them."""
+    """Return what is to be proved, as a run would settle it. Where the batch follows from data that are few, these are
+    prepared first, if told."""
     words = sort_words(options.arguments, Options, several=True)
     planned_for = load_plan(options.plan).cluster or None if options.plan else None
     machines = options.cluster or planned_for
