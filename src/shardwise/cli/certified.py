@@ -12,7 +12,7 @@ from shardwise.cli.length import known_windows
 from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.models.config import ModelSpec
 from shardwise.prove.basis import Basis, Change, basis_of, changed, plan_digest
-from shardwise.prove.kept import FILE, Kept, read_kept
+from shardwise.prove.kept import FILE, KeptCertificate, read_kept
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
@@ -23,11 +23,11 @@ NAMED = 3
 
 
 @dataclass(frozen=True)
-class Compared:
+class BesideHere:
     """A certificate in ``file``, beside what is here: by part and name what has another value, as (then, now)."""
 
     file: Path
-    kept: Kept
+    kept: KeptCertificate
     changes: dict[str, dict[str, Change]]
 
     @property
@@ -88,10 +88,10 @@ def rests_on(recipe: Recipe, spec: ModelSpec, plan: Plan) -> Basis:
     return basis_of(recipe if windows is None else settled(recipe, windows), spec, plan)
 
 
-def compared(path: Path, basis: Basis) -> Compared:
+def compared(path: Path, basis: Basis) -> BesideHere:
     """Return the certificate in ``path`` beside what is here. Raises as :func:`read_kept`."""
     file, kept = read_kept(path)
-    return Compared(file, kept, changed(kept.basis, basis))
+    return BesideHere(file, kept, changed(kept.basis, basis))
 
 
 def told_of_run(recipe: Recipe, spec: ModelSpec, plan: Plan, names: list[str], command: str) -> str | None:
@@ -103,7 +103,7 @@ def told_of_run(recipe: Recipe, spec: ModelSpec, plan: Plan, names: list[str], c
     stems = {stem for name in names for stem in (name, re.sub(r"-\d+$", "", name))}
     files += [file for file in DIRECTORY.glob(f"*/{FILE}") if file.parent.name.rpartition("-")[0] in stems]
     basis = rests_on(recipe, spec, plan) if files else {}
-    found, unread = list[Compared](), ""
+    found, unread = list[BesideHere](), ""
     for file in sorted(dict.fromkeys(files), key=lambda file: file.stat().st_mtime, reverse=True):
         try:
             found.append(compared(file, basis))
@@ -127,7 +127,7 @@ def _change(name: str, change: Change) -> str:
     return f"{name} {then} -> {now}"
 
 
-def _rows(kept: Kept) -> list[str]:
+def _rows(kept: KeptCertificate) -> list[str]:
     return [f"rows: {kept.rows}"] if kept.rows else []
 
 

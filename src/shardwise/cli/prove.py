@@ -74,7 +74,7 @@ class Options(Foreign, Common):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ToProve:
     """What the command line is of. ``path``: of the recipe, or of the first of other systems' files."""
 
     words: Words
@@ -132,7 +132,7 @@ def run(options: Options) -> int:
     return 0 if found.holds else 1
 
 
-def _asked(options: Options, *, prepare: bool = False) -> Asked:
+def _asked(options: Options, *, prepare: bool = False) -> ToProve:
     """Return what is to be proved, as a run would settle it. Where the batch follows from data that are few, these are
     prepared first, if told."""
     words = sort_words(options.arguments, Options, several=True)
@@ -151,10 +151,10 @@ def _asked(options: Options, *, prepare: bool = False) -> Asked:
     plan = plan_of(recipe, spec, cluster, options.plan)
     planned = None if options.plan else partial(plan_of, spec=spec, cluster=cluster, given=None)
     recipe, plan = suited(recipe, plan, known_count(recipe), planned)
-    return Asked(words, of.path, recipe, spec, cluster, plan)
+    return ToProve(words, of.path, recipe, spec, cluster, plan)
 
 
-def _again(options: Options, of: Asked) -> Command:
+def _again(options: Options, of: ToProve) -> Command:
     """The words that ask for the same once more."""
     words = [*map(str, of.words.files), *of.words.overrides]
     plan = None if options.plan is None else str(options.plan)

@@ -178,6 +178,10 @@ def result(check: Check) -> str:
         missed = int(found["not judged"])
         judged = counted(int(found["tensors"]) - missed, "tensor") + f", {missed} more not judged" * (missed > 0)
         return f"within {found['derivative']:.0e} of the loss's differences: {judged}"
+    if check.proof == "documents":
+        error = found["document"]
+        how = f"within {error:.0e}" if error else "equal to the bit"
+        return f"{how}: losses and gradients, {counted(int(found['tensors']), 'tensor')} over all ranks"
     if check.proof == "checkpoint":
         return f"{counted(int(found['tensors']), 'tensor')} equal, losses within {found['loss']:.0e}"
     return f"within {max(found.values()):.0e}"

@@ -44,7 +44,7 @@ class Small:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCertificate:
     """Of a certificate what :meth:`Certificate.as_json` wrote, without figures and plans."""
 
     format: int
@@ -63,7 +63,7 @@ class Kept:
     sha256: str
 
 
-def read_kept(path: Path) -> tuple[Path, Kept]:
+def read_kept(path: Path) -> tuple[Path, KeptCertificate]:
     """The certificate in ``path``, a file or the directory that it lies in, and the file. Raises MissingInputError
     (CFG011); DataError: CERT002 for what is damaged or no certificate, CERT003 for one of another format."""
     file = path / FILE if path.is_dir() else path
@@ -83,7 +83,7 @@ def read_kept(path: Path) -> tuple[Path, Kept]:
         what = f"{file} was written by {'a newer' if newer else 'an older'} version, in another format than {FORMAT}"
         raise DataError(Problem("CERT003", what, str(file), AGAIN))
     try:
-        found = from_json(Kept, text)
+        found = from_json(KeptCertificate, text)
     except ValueError as error:
         raise _damaged(file, str(error)) from None
     if found.sha256 != digest({key: value for key, value in told.items() if key != "sha256"}):

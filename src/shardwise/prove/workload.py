@@ -43,12 +43,13 @@ ROWS = 64
 class Setting:
     """What a plan leaves open. ``rows``: those of one step. ``draw``: the first weights, or None:
     as a run draws them. ``sgd``: after the optimizer's steps one of plain gradient descent, without clipping: AdamW's
-    steps hardly depend on a factor of all gradients."""
+    steps hardly depend on a factor of all gradients. ``packed``: rows hold documents that do not see each other."""
 
     method: Method = field(default_factory=Method)
     rows: Callable[[Workload, int], list[Sample]] = field(default_factory=lambda: texts)
     draw: Draw | None = None
     sgd: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
     """What ``recipe`` trains, with pieces of its own records where they are prepared or small, else rows like them that
     are drawn; in words, which and why."""
     drawn = pairs if recipe.pairs else texts
-    setting = Setting(recipe.method, drawn, random_everywhere, sgd=True)
+    packed = recipe.method.spec.records or recipe.data.mask_documents
+    setting = Setting(recipe.method, drawn, random_everywhere, sgd=True, packed=packed)
     try:
         prepared = prepared_of(recipe)
     except ShardwiseError as error:
