@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.models.config import parameter_count
 from shardwise.prove.basis import Basis, digest, digests
 from shardwise.prove.certify import OWN_DTYPES, Certification, Check, Effort, micro_batches, places
+from shardwise.prove.documents import OF_EXPERTS
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE
 from shardwise.prove.kept import FORMAT, Command
 from shardwise.prove.parity import TOLERANCE
@@ -161,6 +162,7 @@ TOLERANCES = f"""\
 * parity: losses and what is reported with them, norms, first gradients and last weights within {TOLERANCE:g}
   (relative); what several ranks hold of a weight is equal to the bit after every step
 * dtypes: loss, norm and 1 - cosine of each gradient within {COARSE}
+* documents: equal to the bit; of layers with experts, and of transformers' own modules, within {OF_EXPERTS:g}
 * checkpoint: every weight and moment is equal to the bit, losses after it within {TOLERANCE:g}
 
 docs/prove.md says what each proof compares, and what it cannot show."""
@@ -181,7 +183,7 @@ def result(check: Check) -> str:
     if check.proof == "documents":
         error = found["document"]
         how = f"within {error:.0e}" if error else "equal to the bit"
-        return f"{how}: losses and gradients, {counted(int(found['tensors']), 'tensor')} over all ranks"
+        return f"{how}: {counted(int(found['tensors']), 'tensor')}"
     if check.proof == "checkpoint":
         return f"{counted(int(found['tensors']), 'tensor')} equal, losses within {found['loss']:.0e}"
     return f"within {max(found.values()):.0e}"

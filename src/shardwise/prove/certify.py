@@ -175,7 +175,7 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
     if proof == "parity":
         return f"float64, {those}, {STEPS} steps of {subject.plan.optim.spec.title} and one of SGD"
     if proof == "documents":
-        return f"float64, {those}, one document of each row trained on, with two sets of tokens in the others"
+        return f"float64, {those}, one document of each row, with other tokens in the others"
     if proof == "dtypes":
         return f"{_coarsest(subject.small.own)}, {those}, one step"
     other = moves.elsewhere(subject.small.plan)
