@@ -72,8 +72,8 @@ def test_a_certificate_says_what_it_covers_and_that_it_matches(certificate: Path
     assert [check["proof"] for check in told["checks"]] == ["drift", "drift"]
     assert any("2 ranks are the fewest" in line for line in told["not_shown"])
     kept = json.loads(certificate.read_text())
-    assert told["digests"] == kept["digests"] == basis.digests(kept["basis"])
-    assert {"recipe", "model", "plan", "data", "versions", "code", "all"} == set(told["digests"])
+    assert kept["digests"] == basis.digests(told["basis"])
+    assert {"recipe", "model", "plan", "data", "versions", "code", "all"} == set(kept["digests"])
     assert certificate.parent.name == f"mine-{kept['digests']['plan'][:8]}"
 
 
@@ -136,7 +136,7 @@ def test_other_versions_and_other_code(certificate: Path, checked: Checked, monk
     found = [*basis._code()]
     assert len(found) > 300 and dict(found)["prove/basis.py"]
     monkeypatch.setattr(basis, "_code", lambda: iter([(found[0][0], "0"), *found[1:-1], ("new.py", "1")]))
-    monkeypatch.setattr(basis, "_version", lambda name: "9.9")
+    monkeypatch.setattr(basis, "version", lambda name: "9.9")
     code, told = checked(str(certificate))
     assert code == 1
     assert names(told) == {"versions": {"torch"}, "code": {found[0][0], found[-1][0], "new.py"}}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,16 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class BesideHere:
-    """A certificate in ``file``, beside what is here: by part and name what has another value, as (then, now)."""
+    """A certificate in ``file``, and what one would rest on ``here``."""
 
     file: Path
     kept: KeptCertificate
-    changes: dict[str, dict[str, Change]]
+    here: Basis
+
+    @cached_property
+    def changes(self) -> dict[str, dict[str, Change]]:
+        """By part and name what has another value, as (then, now)."""
+        return changed(self.kept.basis, self.here)
 
     @property
     def good(self) -> bool:
@@ -50,7 +56,8 @@ class BesideHere:
         for check in kept.checks:
             yield f"  {check.proof:<11}  {'fails' if check.problems else 'holds'}  {check.case}"
             yield from (f"               {problem}" for problem in check.problems)
-        yield from _listing("made smaller", [*(kept.shrunk.changed if kept.shrunk else ()), *_rows(kept)])
+        smaller = [*kept.shrunk["changed"], f"rows: {kept.rows}"] if kept.shrunk else []
+        yield from _listing("made smaller", smaller)
         yield from _listing("not shown", kept.not_shown)
         if not kept.basis.get("data"):
             yield "it is of no data: they were not prepared"
@@ -59,25 +66,12 @@ class BesideHere:
         yield f"it {'does not match' if self.changes else 'matches'} what is here"
 
     def as_json(self) -> dict[str, Any]:
-        """The same for a program."""
-        kept = self.kept
+        """All of it for a program, each change as ``then`` and ``now``."""
         changes = {
-            part: {name: {"then": then, "now": now} for name, (then, now) in each.items()}
+            part: {name: dict(zip(("then", "now"), change, strict=True)) for name, change in each.items()}
             for part, each in self.changes.items()
         }
-        return {
-            "certificate": str(self.file),
-            "holds": kept.holds,
-            "verdict": kept.verdict,
-            "matches": not changes,
-            "changed": changes,
-            "recipe": kept.recipe,
-            "checks": [vars(check) for check in kept.checks],
-            "made_smaller": kept.shrunk.changed if kept.shrunk else [],
-            "rows": kept.rows,
-            "not_shown": kept.not_shown,
-            "digests": kept.digests,
-        }
+        return asdict(self.kept) | {"certificate": str(self.file), "matches": not changes, "changed": changes}
 
 
 def rests_on(recipe: Recipe, spec: ModelSpec, plan: Plan) -> Basis:
@@ -88,12 +82,6 @@ def rests_on(recipe: Recipe, spec: ModelSpec, plan: Plan) -> Basis:
     return basis_of(recipe if windows is None else settled(recipe, windows), spec, plan)
 
 
-def compared(path: Path, basis: Basis) -> BesideHere:
-    """Return the certificate in ``path`` beside what is here. Raises as :func:`read_kept`."""
-    file, kept = read_kept(path)
-    return BesideHere(file, kept, changed(kept.basis, basis))
-
-
 def told_of_run(recipe: Recipe, spec: ModelSpec, plan: Plan, names: list[str], command: str) -> str | None:
     """A line about the certificate that `prove` wrote of this run, or where none is of it, about the newest that it
     wrote under one of these names; None where there is none. Raises ConfigError (CERT001) where the recipe requires one
@@ -102,11 +90,11 @@ def told_of_run(recipe: Recipe, spec: ModelSpec, plan: Plan, names: list[str], c
     files = [*DIRECTORY.glob(f"*-{plan_digest(plan)[:8]}/{FILE}")]
     stems = {stem for name in names for stem in (name, re.sub(r"-\d+$", "", name))}
     files += [file for file in DIRECTORY.glob(f"*/{FILE}") if file.parent.name.rpartition("-")[0] in stems]
-    basis = rests_on(recipe, spec, plan) if files else {}
-    found, unread = list[BesideHere](), ""
-    for file in sorted(dict.fromkeys(files), key=lambda file: file.stat().st_mtime, reverse=True):
+    files = sorted({file for file in files if file.is_file()}, key=lambda file: file.stat().st_mtime, reverse=True)
+    basis, found, unread = rests_on(recipe, spec, plan) if files else {}, list[BesideHere](), ""
+    for file in files:
         try:
-            found.append(compared(file, basis))
+            found.append(BesideHere(*read_kept(file), basis))
         except ShardwiseError as error:
             unread = unread or error.problems[0].what
     best = min(found, key=lambda each: (not each.good, bool(each.changes)), default=None)
@@ -125,10 +113,6 @@ def _listed(changes: dict[str, Change]) -> str:
 def _change(name: str, change: Change) -> str:
     then, now = (f"{text[:60]}..." if len(text := str(value)) > 64 else text for value in change)
     return f"{name} {then} -> {now}"
-
-
-def _rows(kept: KeptCertificate) -> list[str]:
-    return [f"rows: {kept.rows}"] if kept.rows else []
 
 
 def _listing(head: str, lines: list[str]) -> list[str]:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from shardwise.cli.certified import DIRECTORY, compared, rests_on
+from shardwise.cli.certified import DIRECTORY, BesideHere, rests_on
 from shardwise.cli.decide import cluster_of, plan_of, suited, with_measured_experts
 from shardwise.cli.imported import Foreign, given
 from shardwise.cli.length import known_count
-from shardwise.cli.options import Common, RecipeWords, Words, misused, sort_words
+from shardwise.cli.options import Common, RecipeWords, misused, sort_words
 from shardwise.cli.render import title
 from shardwise.cli.show import coloured, note, print_json, say, write_out
 from shardwise.errors import ShardwiseError
@@ -75,26 +75,14 @@ class Options(Foreign, Common):
 
 @dataclass(frozen=True)
 class ToProve:
-    """What the command line is of. ``path``: of the recipe, or of the first of other systems' files."""
+    """What the command line is of, settled as a run would settle it, and what its certificate is called."""
 
-    words: Words
-    path: Path | None
+    command: Command
     recipe: Recipe
     spec: ModelSpec
     cluster: Cluster
     plan: Plan
-
-    @property
-    def stem(self) -> str:
-        """What its certificate is called by default."""
-        named, path = self.recipe.run.name, self.path
-        return named if named != Run().name else path.stem if path else self.spec.name
-
-    @property
-    def said(self) -> str:
-        """The recipe and the settings, in words."""
-        files = [str(file) for file in self.words.files] or ["quickstart"] * (self.path is not None)
-        return " ".join([*files, *self.words.overrides])
+    name: str
 
 
 def run(options: Options) -> int:
@@ -108,7 +96,7 @@ def run(options: Options) -> int:
 
     from shardwise.prove import certificate, certify
 
-    directory = options.out or DIRECTORY / f"{of.stem}-{plan_digest(plan)[:8]}"
+    directory = options.out or DIRECTORY / f"{of.name}-{plan_digest(plan)[:8]}"
     check_writable(directory.absolute())
     for line in (title(spec, cluster), f"proving {label(plan)}"):
         note(line, as_json=options.json)
@@ -118,8 +106,8 @@ def run(options: Options) -> int:
     subject, basis = certify.subject_of(of.recipe, spec, plan, ranks, effort), rests_on(of.recipe, spec, plan)
     with RankPool(subject.ranks) as pool, _bar(hidden=options.json) as tell:
         checks, smallest = certify.certify(subject, effort, pool, tell, _shown(hidden=options.json))
-    machines, again = title(spec, cluster).partition(" on ")[2], _again(options, of)
-    facts = certificate.Facts(of.said, machines, label(plan), effort, begun, again, basis)
+    machines = title(spec, cluster).partition(" on ")[2]
+    facts = certificate.Facts(" ".join(of.command.words), machines, label(plan), effort, begun, of.command, basis)
     found = certificate.Certificate(subject, facts, checks, smallest)
     document = found.as_json()
     write_out(directory / "certificate.md", found.markdown(), "--out")
@@ -151,25 +139,24 @@ def _asked(options: Options, *, prepare: bool = False) -> ToProve:
     plan = plan_of(recipe, spec, cluster, options.plan)
     planned = None if options.plan else partial(plan_of, spec=spec, cluster=cluster, given=None)
     recipe, plan = suited(recipe, plan, known_count(recipe), planned)
-    return ToProve(words, of.path, recipe, spec, cluster, plan)
-
-
-def _again(options: Options, of: ToProve) -> Command:
-    """The words that ask for the same once more."""
-    words = [*map(str, of.words.files), *of.words.overrides]
-    plan = None if options.plan is None else str(options.plan)
-    return Command(words, options.cluster, plan, options.system, options.set)
+    named, path = recipe.run.name, of.path
+    files = [str(file) for file in words.files] or ["quickstart"] * (path is not None)
+    file = None if options.plan is None else str(options.plan)
+    command = Command([*files, *words.overrides], options.cluster, file, options.system, options.set)
+    name = named if named != Run().name else path.stem if path else spec.name
+    return ToProve(command, recipe, spec, cluster, plan, name)
 
 
 def _check(options: Options, path: Path) -> int:
     """Compare a certificate with what the command line names, or else with what it was of."""
-    of = read_kept(path)[1].command
+    file, kept = read_kept(path)
+    of = kept.command
     asked = replace(options, cluster=options.cluster or of.cluster)
     if not options.arguments:
         plan = options.plan or (None if of.plan is None else Path(of.plan))
         asked = replace(asked, arguments=of.words, plan=plan, system=of.system, set=of.set)
     found = _asked(asked)
-    answer = compared(path, rests_on(found.recipe, found.spec, found.plan))
+    answer = BesideHere(file, kept, rests_on(found.recipe, found.spec, found.plan))
     print_json(answer.as_json()) if options.json else say(*answer.lines())
     return 0 if answer.good else 1
 

@@ -9,7 +9,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from shardwise.spec.recipe import Recipe
 
 Basis = dict[str, dict[str, Any]]
 """Of each part ("recipe", "model", "plan", "data", "versions", "code") its values by name, as JSON has them."""
-DECIDED_ELSEWHERE = ("run", "checkpoint", "evaluate", "parallel", "precision", "recompute", "compile", "offload")
+ELSEWHERE = ("run", "checkpoint", "evaluate", "parallel", "precision", "recompute", "compile", "offload")
 """Sections of a recipe that say where it runs, and what is kept and told of it, or what the plan has too."""
-NUMBERS_OF_A_RUN = ("run.seed", "run.deterministic")
+OF_RUN = ("run.seed", "run.deterministic")
 FOR_THE_READER = ("estimate", "why", "cluster")
 """Of a plan: the same one has others on another day, as more runs of this machine are known."""
 NOT_HERE = "not there"
@@ -41,15 +41,14 @@ def basis_of(recipe: Recipe, spec: ModelSpec, plan: Plan) -> Basis:
     if spec.hf_model is not None:
         model["hf_model"] = json.loads(spec.hf_model.config)
     parts: Basis = {
-        "recipe": {key: value for key, value in settings.items() if _decides(key)},
+        "recipe": {key: settings[key] for key in settings if key in OF_RUN or key.partition(".")[0] not in ELSEWHERE},
         "model": dotted(model),
         "plan": _planned(plan),
         "data": _data(recipe),
         "versions": versions(spec),
         "code": dict(_code()),
     }
-    as_read: Basis = json.loads(json.dumps(parts))
-    return as_read
+    return dict(json.loads(json.dumps(parts)))
 
 
 def digests(basis: Basis) -> dict[str, str]:
@@ -65,7 +64,7 @@ def digest(value: Any) -> str:
 
 def plan_digest(plan: Plan) -> str:
     """The digest of the part "plan" alone."""
-    return digest(json.loads(json.dumps(_planned(plan))))
+    return digest(_planned(plan))
 
 
 def changed(then: Basis, now: Basis) -> dict[str, dict[str, Change]]:
@@ -80,26 +79,15 @@ def changed(then: Basis, now: Basis) -> dict[str, dict[str, Change]]:
     return found
 
 
-def versions(spec: ModelSpec | None = None) -> dict[str, str]:
+def versions(spec: ModelSpec) -> dict[str, str]:
     """What the proofs are run with; transformers for a model of its own modules."""
-    theirs = {"transformers": _version("transformers")} if spec is not None and spec.hf_model is not None else {}
-    own = {"shardwise": shardwise.__version__, "torch": _version("torch"), "python": platform.python_version()}
-    return own | theirs
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return NOT_HERE
+    theirs = ["torch"] + ["transformers"] * (spec.hf_model is not None)
+    own = {"shardwise": shardwise.__version__, "python": platform.python_version()}
+    return own | {name: version(name) for name in theirs}
 
 
 def _planned(plan: Plan) -> dict[str, Any]:
     return dotted({key: value for key, value in asdict(plan).items() if key not in FOR_THE_READER})
-
-
-def _decides(key: str) -> bool:
-    return key in NUMBERS_OF_A_RUN or key.partition(".")[0] not in DECIDED_ELSEWHERE
 
 
 def _data(recipe: Recipe) -> dict[str, str]:

@@ -121,7 +121,7 @@ class Certificate:
             "plan": self.facts.plan,
             "begun": f"{self.facts.begun}, took {show_seconds(sum(check.seconds for check in self.checks))}",
             "versions": ", ".join(f"{name} {version}" for name, version in self.facts.basis["versions"].items()),
-            **_shown(self.facts.basis),
+            "SHA-256 of all that it rests on": digests(self.facts.basis)["all"],
         }
         words = [("**fails**: " if one.problems else "holds: ") + result(one) for one in self.checks]
         rows = [
@@ -187,10 +187,3 @@ def result(check: Check) -> str:
     if check.proof == "checkpoint":
         return f"{counted(int(found['tensors']), 'tensor')} equal, losses within {found['loss']:.0e}"
     return f"within {max(found.values()):.0e}"
-
-
-def _shown(basis: Basis) -> dict[str, str]:
-    """Rows of the digests of what was there."""
-    found = digests(basis)
-    of = {"SHA-256 of all it rests on": found["all"]}
-    return of | {f"of the {part}": found[part] if values else "not prepared" for part, values in basis.items()}

@@ -222,12 +222,11 @@ def _parity(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, fl
 
 def _documents(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
     """What one document of a row is trained to, with other tokens in the others."""
-    plan, setting = documents.tokens_alone(small.plan, setting)
-    found = ranks.run(documents.prove_on_rank, small.spec, plan, setting, world=plan.layout.world, timeout_s=300)
+    given, world = (small.spec, small.plan, setting), small.plan.layout.world
+    found: list[documents.Unmoved] = ranks.run(documents.prove_on_rank, *given, world=world, timeout_s=300)
     figures["document"] = max((one.error for rank in found for one in rank.changed), default=0.0)
     figures["tensors"] = sum(rank.tensors for rank in found)
-    untrained = [] if any(rank.trained for rank in found) else ["no document has a gradient"]
-    return [*untrained, *(line for rank in found for line in rank.leaks())]
+    return [line for rank in found for line in rank.leaks()] or ["nothing is trained"] * (not figures["tensors"])
 
 
 def _dtypes(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:

@@ -34,31 +34,19 @@ OF_EXPERTS = 1e-11
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a rank found: how many ``tensors`` it compared, of them, and of the loss, those that changed, and whether
-    any gradient was more than zero. ``most``: by how much they may."""
+class Unmoved:
+    """What a rank found: how many ``tensors`` it compared that are not zero, which of them changed, and by how much
+    they may at ``most``."""
 
     tensors: int
     changed: list[Worst]
-    trained: bool
     most: float
 
     def leaks(self) -> list[str]:
         """A line for each that changed by more."""
-        of = "with the tokens of another document"
-        return [
-            f"{one.what} changes {of}: {one.expected:.9g} expected, {one.found:.9g} found on rank {one.rank} "
-            f"(relative error {one.error:.1e}, at most {self.most:g})"
-            for one in self.changed
-            if not one.error <= self.most
-        ]
-
-
-def tokens_alone(plan: Plan, setting: Setting) -> tuple[Plan, Setting]:
-    """``plan`` with the loss of tokens: one of pairs is of two documents, and which ones parity shows."""
-    if not plan.method.pairs:
-        return plan, setting
-    return replace(plan, loss="cross_entropy", entropy=False), replace(setting, method=Method())
+        moved = [one for one in self.changed if not one.error <= self.most]
+        of, most = "changes with the tokens of another", f"at most {self.most:g}"
+        return [f"{one.what} {of}: {one.values} (relative error {one.error:.1e}, {most})" for one in moved]
 
 
 def packed_rows(job: Workload, *, changed: bool) -> list[Sample]:
@@ -80,8 +68,10 @@ def packed_rows(job: Workload, *, changed: bool) -> list[Sample]:
     return rows
 
 
-def prove_on_rank(rank: int, world: int, spec: ModelSpec, plan: Plan, setting: Setting) -> Beside:
-    """What a rank does: both passes, and the comparison of what it holds."""
+def prove_on_rank(rank: int, world: int, spec: ModelSpec, plan: Plan, setting: Setting) -> Unmoved:
+    """What a rank does: both passes, with the loss of tokens, and the comparison of what it holds. (Losses of pairs
+    are of two documents; which ones parity shows.)"""
+    plan = replace(plan, loss=Plan.loss, entropy=False)
     job, groups = job_of(spec, plan, 1, setting), meshes(plan.layout, "cpu")
     state = build(Recipe(optim=OPTIM, run=Run(seed=job.seed)), spec, plan, groups, CPU, setting.draw)
     known, found = (_gradients(state, packed_rows(job, changed=changed), groups, plan) for changed in (False, True))
@@ -89,8 +79,7 @@ def prove_on_rank(rank: int, world: int, spec: ModelSpec, plan: Plan, setting: S
     worst = [Worst(error, name, rank, *farthest(known.get(name), found.get(name))) for name, error in errors.items()]
     worst.sort(key=lambda one: (not one.what.startswith("the loss"), -one.error))
     routed = spec.hf_model is not None or any(isinstance(each, MoE) for part in state.parts for each in part.modules())
-    trained = any(bool(value.any()) for value in found.values())
-    return Beside(len(known), worst, trained, OF_EXPERTS if routed else 0.0)
+    return Unmoved(sum(bool(value.any()) for value in known.values()), worst, OF_EXPERTS if routed else 0.0)
 
 
 def _gradients(state: TrainState, rows: list[Sample], groups: Meshes, plan: Plan) -> dict[str, Tensor]:
