@@ -13,10 +13,15 @@ import pytest
 
 from shardwise.cli import prove
 from shardwise.cli.app import main
+from shardwise.cli.start import How
+from shardwise.cli.work import work
+from shardwise.errors import ShardwiseError
 from shardwise.launch import local
 from shardwise.launch.local import Ended
+from shardwise.launch.worker import LAUNCHER
 from shardwise.prove import basis
-from shardwise.spec.load import dump_recipe
+from shardwise.runtime import loop
+from shardwise.spec.load import dump_recipe, load_recipe
 from tests.runtime.small_run import recipe
 
 RECIPE, SETTINGS = "mine.yaml", ["parallel.strategy=zero3"]
@@ -261,3 +266,18 @@ def test_a_certificate_that_is_required(
     certificate.unlink()
     assert main(["train", *required[:-1], "run.name=mine-2", *words]) == 78
     assert "no certificate of this run is in certificates" in capfd.readouterr().err
+
+
+def test_a_rank_that_torchrun_started_asks_too(
+    certificate: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our launcher has asked for its own ranks."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    trained: list[object] = []
+    monkeypatch.setattr(loop, "train", lambda *given, **named: trained.append(given))
+    asked = load_recipe(RECIPE, ["run.certificate=require", "run.name=alone", "run.out=runs", "run.nproc=1"])
+    done = work(asked, How())
+    assert isinstance(done, ShardwiseError) and [one.code for one in done.problems] == ["CERT001"] and not trained
+    assert "shardwise prove" in capfd.readouterr().err

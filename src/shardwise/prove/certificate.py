@@ -58,7 +58,7 @@ class Certificate:
         """What it does not show."""
         plan, small = self.subject.plan, self.subject.small
         looked = len(places(plan.layout, self.facts.effort))
-        found = [f"derivatives, parity, checkpoints and dtypes: {self.subject.why}"] if small is None else []
+        found = [f"all proofs but drift: {self.subject.why}"] if small is None else []
         if looked < plan.layout.world:
             found.append(f"drift on {plan.layout.world - looked:,} of {plan.layout.world:,} ranks")
         if (run := micro_batches(plan)) < plan.batch.accumulation:
@@ -142,7 +142,7 @@ class Certificate:
     def smaller(self, small: Shrunk) -> str:
         """What the small runs were of."""
         blocks = ", ".join(map(str, small.blocks))
-        lines = ["For derivatives, parity, dtypes and checkpoints:", "", *(f"* {line}" for line in small.changed)]
+        lines = ["For all proofs but drift:", "", *(f"* {line}" for line in small.changed)]
         lines += [f"* the small model's {len(small.blocks)} blocks stand for the model's blocks {blocks}"]
         return "\n".join([*lines, f"* rows: {self.subject.rows}"])
 
