@@ -281,3 +281,12 @@ def test_a_rank_that_torchrun_started_asks_too(
     done = work(asked, How())
     assert isinstance(done, ShardwiseError) and [one.code for one in done.problems] == ["CERT001"] and not trained
     assert "shardwise prove" in capfd.readouterr().err
+
+
+def test_no_secret_of_a_url_is_kept(certificate: Path, checked: Checked) -> None:
+    remote = "data.path=https://me:canary1@example.org/text.jsonl?token=canary2"
+    assert main(["prove", RECIPE, *SETTINGS, remote, "--quick", "-o", "of-a-url"]) == 0
+    written = [path.read_text() for path in Path("of-a-url").iterdir()]
+    assert len(written) == 2 and all("example.org" in text and "canary" not in text for text in written)
+    code, told = checked("of-a-url", RECIPE, *SETTINGS, remote)
+    assert code == 0 and "canary" not in json.dumps(told)

@@ -21,6 +21,7 @@ from shardwise.cli.length import known_count
 from shardwise.cli.options import Common, RecipeWords, misused, sort_words
 from shardwise.cli.render import title
 from shardwise.cli.show import coloured, note, print_json, say, write_out
+from shardwise.data.remote import all_shown
 from shardwise.errors import ShardwiseError
 from shardwise.launch.rundir import check_writable
 from shardwise.models.config import ModelSpec
@@ -142,7 +143,8 @@ def _asked(options: Options, *, prepare: bool = False) -> ToProve:
     named, path = recipe.run.name, of.path
     files = [str(file) for file in words.files] or ["quickstart"] * (path is not None)
     file = None if options.plan is None else str(options.plan)
-    command = Command([*files, *words.overrides], options.cluster, file, options.system, options.set)
+    said, variables = all_shown([*files, *words.overrides]), all_shown(options.set)
+    command = Command(said, options.cluster, file, options.system, variables)
     name = named if named != Run().name else path.stem if path else spec.name
     return ToProve(command, recipe, spec, cluster, plan, name)
 
