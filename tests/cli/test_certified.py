@@ -15,6 +15,7 @@ from shardwise.cli import prove
 from shardwise.cli.app import main
 from shardwise.cli.start import How
 from shardwise.cli.work import work
+from shardwise.data import tokens
 from shardwise.errors import ShardwiseError
 from shardwise.launch import local
 from shardwise.launch.local import Ended
@@ -290,3 +291,25 @@ def test_no_secret_of_a_url_is_kept(certificate: Path, checked: Checked) -> None
     assert len(written) == 2 and all("example.org" in text and "canary" not in text for text in written)
     code, told = checked("of-a-url", RECIPE, *SETTINGS, remote)
     assert code == 0 and "canary" not in json.dumps(told)
+
+
+def test_batch_and_length_that_follow_from_the_data_are_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody prepared the data before."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prove, "available_memory_bytes", lambda: 1)
+    monkeypatch.setattr(local, "run_ranks", lambda *_, **__: Ended(0))
+    talk = '{"messages": [{"role": "user", "content": "say %d"}, {"role": "assistant", "content": "%d %d %d"}]}\n'
+    Path("talks.jsonl").write_text("".join(talk % (4 * (n,)) for n in range(300)))
+    tokens.train_tokenizer(["say it again " * 50], 300, Path("."))
+    sections = {"data": {"path": "talks.jsonl", "chat_template": "zephyr", "tokenizer": {"path": "."}}}
+    sections["train"] = {"seq_len": 128, "max_steps": None}
+    made = recipe(tmp_path, run={"nproc": 2}, method={"name": "sft"}, **sections)
+    Path(RECIPE).write_text(dump_recipe(made))
+    assert main(["prove", RECIPE, "--quick"]) == 0
+    [kept] = [json.loads(path.read_text()) for path in Path("certificates").rglob("*.json")]
+    settled = kept["basis"]["recipe"]
+    assert settled["train.global_batch_size"] < 32 and settled["train.num_epochs"] == 3.0 and kept["basis"]["data"]
+    assert main(["train", RECIPE, "run.certificate=require"]) == 0
+    assert "holds and matches" in capfd.readouterr().out
