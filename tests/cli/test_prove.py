@@ -34,7 +34,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_certificate(made: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", made, *SETTINGS]) == 0
     told = capfd.readouterr().out
-    for proof in ("drift", "derivatives", "parity", "dtypes", "checkpoint"):
+    for proof in ("drift", "derivatives", "parity", "documents", "dtypes", "checkpoint"):
         assert f"{proof:<11}  holds" in told
     [directory] = Path("certificates").iterdir()
     assert directory.name.startswith("mine-") and f"holds; written: {directory}/certificate.md and .json" in told
@@ -48,6 +48,7 @@ def test_a_certificate(made: str, capfd: pytest.CaptureFixture[str]) -> None:
         "drift",
         "derivatives",
         "parity",
+        "documents",
         "dtypes",
         "checkpoint",
     ]
@@ -108,7 +109,7 @@ def test_a_machine_too_small_for_the_ranks(
     assert main(["prove", made, *SETTINGS]) == 0
     told = capfd.readouterr().out
     assert "what could be shown holds" in told
-    assert "derivatives, parity, checkpoints and dtypes: 2 ranks are the fewest with this layout" in told
+    assert "all proofs but drift: 2 ranks are the fewest with this layout" in told
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from tests.prove.certified_ranks import FIELD, faulty
 from tests.prove.planted import DRIFT, RESUME
 
 DRAWN = Recipe(data=Data(path="nothing-here.jsonl"))
-SMALL = ("parity", "dtypes", "checkpoint")
+SMALL = ("parity", "documents", "dtypes", "checkpoint")
 
 
 def subject_of(spec: ModelSpec, plan: Plan, recipe: Recipe = DRAWN) -> Certification:

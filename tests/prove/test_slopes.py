@@ -20,6 +20,7 @@ from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.hf_model import Model
 from shardwise.prove import certify, slopes
 from shardwise.prove.certificate import Certificate, Facts, result
+from shardwise.prove.kept import Command
 from shardwise.prove.slopes import Slope
 from shardwise.prove.workload import Setting, Workload, pairs, random_everywhere
 from shardwise.spec.methods import METHODS
@@ -237,7 +238,7 @@ def test_what_is_not_judged_is_said() -> None:
         check = certify.run(subject, "derivatives", 0, Here())
     assert not check.problems and check.figures["not judged"] == check.figures["tensors"] == 5
     assert "0 tensors, 5 more not judged" in result(check)
-    facts = Facts("", "", "", "quick", "")
+    facts = Facts("", "", "", "quick", "", Command(), {})
     [line] = [line for line in Certificate(subject, facts, [check], {}).unseen() if "derivatives" in line]
     assert line.startswith("derivatives along 5 of 5 tensors")
 

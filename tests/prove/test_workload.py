@@ -107,7 +107,7 @@ def test_rows_of_pairs_that_are_small_enough(tmp_path: Path) -> None:
 def test_why_rows_are_drawn(tmp_path: Path) -> None:
     missing = recipe(tmp_path, data={"path": str(tmp_path / "nowhere")})
     setting, told = workload.setting_of(missing, UNTIED, 12)
-    assert setting == Setting(Method(), workload.texts, random_everywhere, sgd=True)
+    assert setting == Setting(Method(), workload.texts, random_everywhere, sgd=True, packed=True)
     assert "cannot be read" in told and "nowhere" in told
     (tmp_path / "text").rename(tmp_path / "nowhere")
     _, told = workload.setting_of(missing, UNTIED, 12)

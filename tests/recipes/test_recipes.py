@@ -239,7 +239,7 @@ def test_a_recipe_is_certified(path: Path, tmp_path: Path, ranks: RankPool) -> N
     subject = certify.subject_of(recipe, spec, choose(recipe, spec, parse_cluster(MEANT_FOR[path.stem])), 8)
     assert subject.small is not None
     with RankPool(8) if subject.ranks > 4 else nullcontext(ranks) as pool:
-        checks = [certify.run(subject, proof, 0, pool) for proof in ("derivatives", "parity", "dtypes", "checkpoint")]
+        checks = [certify.run(subject, proof, 0, pool) for proof in certify.PROOFS]
     assert not [check for check in checks if check.problems]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -12,6 +13,7 @@ from math import prod
 from pathlib import Path
 
 from shardwise.cli import render
+from shardwise.cli.certified import told_of_run
 from shardwise.cli.decide import beyond, cluster_of, far, plan_of, slower, suited, with_measured_experts
 from shardwise.cli.length import known_count
 from shardwise.cli.lengths import epoch, few_steps, late_validation, many_epochs, validated
@@ -45,7 +47,8 @@ from shardwise.techniques import lora
 class How:
     """The settings of a run's start. ``plan``, or its file, runs unchanged, without a search. ``stem``: the recipe
     names no run, so that its name is this with the first free number. ``fresh``: it may start over where no checkpoint
-    is intact. ``hidden``: nothing but errors is told, and results as JSON."""
+    is intact. ``hidden``: nothing but errors is told, and results as JSON. ``words``: files and settings of the command
+    line."""
 
     plan: Plan | Path | None = None
     stem: str | None = None
@@ -55,6 +58,7 @@ class How:
     hidden: bool = False
     debug: bool = False
     port: int = DEFAULT_PORT
+    words: tuple[str, ...] = ()
 
 
 def named(recipe: Recipe, how: How) -> Recipe:
@@ -112,6 +116,7 @@ def _start(recipe: Recipe, directory: Path, how: How) -> Ended | None:
             say(line)
     _check_inputs(recipe, spec, plan, fetch=launcher.here and not how.dry_run)
     if how.dry_run:
+        _tell_certificate(recipe, spec, plan, how)
         _tell_dry_run(recipe, spec, plan, {"disk_bytes": space, "resume_step": standing}, how)
         return None
     with rundir.owned(directory, partial(note, as_json=how.hidden)) as claim:
@@ -119,6 +124,7 @@ def _start(recipe: Recipe, directory: Path, how: How) -> Ended | None:
         resumes = None if standing is None else rundir.resuming(directory, standing, recipe)
         if launcher.here:
             recipe, plan = _prepare(recipe, spec, plan, directory, planned, hidden=how.hidden)
+        _tell_certificate(recipe, spec, plan, how)
         words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
         flags = {"--allow-fresh-start": how.fresh, "--debug": how.debug}
         flags["--resume"] = how.resume and not launcher.here  # ranks that others start check it themselves
@@ -134,6 +140,15 @@ def _start(recipe: Recipe, directory: Path, how: How) -> Ended | None:
         if not claim.held():  # what stands in exit.json now is the other one's
             answer = Ended(OutputError.exit_code, claim.lost())
     return answer
+
+
+def _tell_certificate(recipe: Recipe, spec: ModelSpec, plan: Plan, how: How) -> None:
+    """Tell of the certificate that lies here, if one does; raises CERT001 where one is required and none is good."""
+    words = [*how.words, *(["--plan", str(how.plan)] if isinstance(how.plan, Path) else [])]
+    names = [name for name in (how.stem, recipe.run.name) if name is not None]
+    line = told_of_run(recipe, spec, plan, names, shlex.join(["shardwise", "prove", *words]))
+    if line is not None and not how.hidden:
+        say(line)
 
 
 def _tell_dry_run(recipe: Recipe, spec: ModelSpec, plan: Plan, facts: dict[str, int | None], how: How) -> None:

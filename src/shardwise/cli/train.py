@@ -68,6 +68,7 @@ def run(options: Options) -> int:
         hidden=options.json,
         debug=options.debug,
         port=options.port,
+        words=(*map(str, words.files), *words.overrides),
     )
     if is_worker():
         set_up_torch(deterministic=loaded.recipe.run.deterministic)

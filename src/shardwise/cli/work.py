@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.certified import told_of_run
 from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of, suited
 from shardwise.cli.show import defect, note, out_of_memory, print_error, say
 from shardwise.cli.start import How
@@ -117,6 +119,8 @@ def _train(recipe: Recipe, how: How, claim: Claim | None) -> Report:
             recipe, plan = suited(recipe, plan, count_windows(recipe), again)
         else:
             recipe, plan = suited(recipe, plan, None, None)
+    if run.certificate == "require" and not by_our_launcher():  # which has asked for its ranks
+        told_of_run(recipe, spec, plan, [run.name], shlex.join(["shardwise", "prove", *how.words]))
     recipe = recipe.model_copy(update={"run": run.model_copy(update={"device": cluster.kind})})
     report = train(recipe, plan, start=Start(allow_fresh_start=how.fresh, claim=claim, spec=spec))
     if rank() == 0 and (seconds := plan.estimate.seconds) is not None:

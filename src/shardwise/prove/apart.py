@@ -25,6 +25,11 @@ class Worst:
     def where(self) -> str:
         return f"{self.what}, rank {self.rank}"
 
+    @property
+    def values(self) -> str:
+        """The two values, in words."""
+        return f"{self.expected:.9g} expected, {self.found:.9g} found on rank {self.rank}"
+
     def __str__(self) -> str:
         return f"{self.error:.2e} ({self.where})"
 

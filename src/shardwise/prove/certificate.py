@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import platform
+import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
-import shardwise
 from shardwise.models.config import parameter_count
+from shardwise.prove.basis import Basis, digest, digests
 from shardwise.prove.certify import OWN_DTYPES, Certification, Check, Effort, micro_batches, places
+from shardwise.prove.documents import OF_EXPERTS
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE
+from shardwise.prove.kept import FORMAT, Command
 from shardwise.prove.parity import TOLERANCE
 from shardwise.prove.shrink import Shrunk
 from shardwise.prove.slopes import TOLERANCE as SLOPE_TOLERANCE
 from shardwise.prove.smallest import Smallest
-from shardwise.spec.load import dump_plan
-from shardwise.spec.plan import Plan
 from shardwise.spec.units import counted, markdown_table, show_bytes, show_count, show_seconds
 
 ALWAYS_UNSEEN = "that training goes well: learning rate, data and length are not looked at"
@@ -27,13 +23,15 @@ ALWAYS_UNSEEN = "that training goes well: learning rate, data and length are not
 
 @dataclass(frozen=True)
 class Facts:
-    """What was asked, in words; ``begun``: when, in UTC."""
+    """What was asked, in words, and the ``command``; ``begun``: when, in UTC; ``basis``: what it rests on."""
 
     recipe: str
     cluster: str
     plan: str
     effort: Effort
     begun: str
+    command: Command
+    basis: Basis
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Certificate:
         """What it does not show."""
         plan, small = self.subject.plan, self.subject.small
         looked = len(places(plan.layout, self.facts.effort))
-        found = [f"derivatives, parity, checkpoints and dtypes: {self.subject.why}"] if small is None else []
+        found = [f"all proofs but drift: {self.subject.why}"] if small is None else []
         if looked < plan.layout.world:
             found.append(f"drift on {plan.layout.world - looked:,} of {plan.layout.world:,} ranks")
         if (run := micro_batches(plan)) < plan.batch.accumulation:
@@ -75,9 +73,15 @@ class Certificate:
         return [*found, *(small.unseen if small else ()), ALWAYS_UNSEEN]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for a program."""
+        """Everything, for a program. ``sha256`` is of all the rest."""
+        told = self._told()
+        return told | {"sha256": digest(told)}
+
+    def _told(self) -> dict[str, Any]:
         small = self.subject.small
-        return {
+        told = {
+            "format": FORMAT,
+            "command": asdict(self.facts.command),
             "holds": self.holds,
             "verdict": self.verdict,
             "recipe": self.facts.recipe,
@@ -100,13 +104,11 @@ class Certificate:
                 "own dtypes": OWN_DTYPES,
                 "peak": PEAK_TOLERANCE,
             },
-            "versions": versions(),
-            "digests": self.digests(),
+            "basis": self.facts.basis,
+            "digests": digests(self.facts.basis),
         }
-
-    def digests(self) -> dict[str, str]:
-        """What the certificate is of."""
-        return {"plan": plan_digest(self.subject.plan), "code": code_digest()}
+        as_read: dict[str, Any] = json.loads(json.dumps(told))
+        return as_read
 
     def markdown(self) -> str:
         """The same for people."""
@@ -118,8 +120,8 @@ class Certificate:
             "machines": self.facts.cluster,
             "plan": self.facts.plan,
             "begun": f"{self.facts.begun}, took {show_seconds(sum(check.seconds for check in self.checks))}",
-            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-            **{f"SHA-256 of the {name}": digest for name, digest in self.digests().items()},
+            "versions": ", ".join(f"{name} {version}" for name, version in self.facts.basis["versions"].items()),
+            "SHA-256 of all that it rests on": digests(self.facts.basis)["all"],
         }
         words = [("**fails**: " if one.problems else "holds: ") + result(one) for one in self.checks]
         rows = [
@@ -140,7 +142,7 @@ class Certificate:
     def smaller(self, small: Shrunk) -> str:
         """What the small runs were of."""
         blocks = ", ".join(map(str, small.blocks))
-        lines = ["For derivatives, parity, dtypes and checkpoints:", "", *(f"* {line}" for line in small.changed)]
+        lines = ["For all proofs but drift:", "", *(f"* {line}" for line in small.changed)]
         lines += [f"* the small model's {len(small.blocks)} blocks stand for the model's blocks {blocks}"]
         return "\n".join([*lines, f"* rows: {self.subject.rows}"])
 
@@ -160,6 +162,7 @@ TOLERANCES = f"""\
 * parity: losses and what is reported with them, norms, first gradients and last weights within {TOLERANCE:g}
   (relative); what several ranks hold of a weight is equal to the bit after every step
 * dtypes: loss, norm and 1 - cosine of each gradient within {COARSE}
+* documents: equal to the bit; of layers with experts, and of transformers' own modules, within {OF_EXPERTS:g}
 * checkpoint: every weight and moment is equal to the bit, losses after it within {TOLERANCE:g}
 
 docs/prove.md says what each proof compares, and what it cannot show."""
@@ -177,24 +180,10 @@ def result(check: Check) -> str:
         missed = int(found["not judged"])
         judged = counted(int(found["tensors"]) - missed, "tensor") + f", {missed} more not judged" * (missed > 0)
         return f"within {found['derivative']:.0e} of the loss's differences: {judged}"
+    if check.proof == "documents":
+        error = found["document"]
+        how = f"within {error:.0e}" if error else "equal to the bit"
+        return f"{how}: {counted(int(found['tensors']), 'tensor')}"
     if check.proof == "checkpoint":
         return f"{counted(int(found['tensors']), 'tensor')} equal, losses within {found['loss']:.0e}"
     return f"within {max(found.values()):.0e}"
-
-
-def versions() -> dict[str, str]:
-    """What the proofs were run with."""
-    return {"shardwise": shardwise.__version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def plan_digest(plan: Plan) -> str:
-    """SHA-256 of the plan as ``plan.yaml`` has it."""
-    return hashlib.sha256(dump_plan(plan).encode()).hexdigest()
-
-
-def code_digest() -> str:
-    """SHA-256 of the package's source files and their names."""
-    root, digest = Path(shardwise.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()

@@ -3,8 +3,9 @@
 ``drift``: at the plan's own degrees and dimensions, in a fake world, what its ranks send, hold and save, against what
 the plan says. ``derivatives``: of the plan's model made small (prove/shrink.py), the plain loop's gradients against
 differences of its loss, in float64. ``parity``: the small plan and model, trained on CPU ranks in float64, against this
-plain loop in one process. ``dtypes``: the same for a step in the plan's own dtypes. ``checkpoint``: a run that is saved
-and goes on under another layout. Where one fails, the smallest layout that fails is looked for.
+plain loop in one process. ``documents``: what one of them is trained to, with other tokens in the others of its row.
+``dtypes``: the same as parity for a step in the plan's own dtypes. ``checkpoint``: a run that is saved and goes on
+under another layout. Where one fails, the smallest layout that fails is looked for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Literal
 
 from shardwise.errors import ShardwiseError, first_line
 from shardwise.models.config import ModelSpec
-from shardwise.prove import moves, parity, slopes
+from shardwise.prove import documents, moves, parity, slopes
 from shardwise.prove.drift import drift
 from shardwise.prove.moves import SavedRun
 from shardwise.prove.parity import COMPARED, TOLERANCE
@@ -47,7 +48,7 @@ class Check:
     """One proof of one case: it holds if there are no ``problems``. ``figures`` are what was compared. ``raised``: it
     did not come to an end."""
 
-    proof: Literal["drift", "derivatives", "parity", "dtypes", "checkpoint"]
+    proof: Literal["drift", "derivatives", "parity", "documents", "dtypes", "checkpoint"]
     case: str
     problems: tuple[str, ...]
     seconds: float
@@ -75,8 +76,9 @@ class Certification:
     def cases(self, effort: Effort) -> list[tuple[str, int]]:
         """The proofs to be run, in their order, with the rank whose drift is looked at."""
         ranks = [("drift", rank) for rank in places(self.plan.layout, effort)]
-        proofs = [proof for proof in PROOFS if proof != "dtypes" or effort != "quick"]
-        return ranks + [(proof, 0) for proof in proofs if self.small is not None]
+        left = {"dtypes"} if effort == "quick" else set()
+        left |= set() if self.setting.packed else {"documents"}
+        return ranks + [(proof, 0) for proof in PROOFS if self.small is not None and proof not in left]
 
 
 def subject_of(
@@ -172,6 +174,8 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
         return "float64, one CPU rank, a random direction of each trained weight and of hidden states at each block"
     if proof == "parity":
         return f"float64, {those}, {STEPS} steps of {subject.plan.optim.spec.title} and one of SGD"
+    if proof == "documents":
+        return f"float64, {those}, one document of each row, with other tokens in the others"
     if proof == "dtypes":
         return f"{_coarsest(subject.small.own)}, {those}, one step"
     other = moves.elsewhere(subject.small.plan)
@@ -216,6 +220,15 @@ def _parity(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, fl
     return found.wrong(TOLERANCE)
 
 
+def _documents(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
+    """What one document of a row is trained to, with other tokens in the others."""
+    given, world = (small.spec, small.plan, setting), small.plan.layout.world
+    found: list[documents.Unmoved] = ranks.run(documents.prove_on_rank, *given, world=world, timeout_s=300)
+    figures["document"] = max((one.error for rank in found for one in rank.changed), default=0.0)
+    figures["tensors"] = sum(rank.tensors for rank in found)
+    return [line for rank in found for line in rank.leaks()] or ["nothing is trained"] * (not figures["tensors"])
+
+
 def _dtypes(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
     """One step in the plan's own dtypes, against the plain loop with weights cast to the same."""
     own = replace(small.own, optim=small.plan.optim)
@@ -255,7 +268,13 @@ def _checkpoint(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str
 
 
 PROOFS: dict[str, Callable[[Shrunk, Setting, Ranks, dict[str, float]], Iterable[str]]]
-PROOFS = {"derivatives": _derivatives, "parity": _parity, "dtypes": _dtypes, "checkpoint": _checkpoint}
+PROOFS = {
+    "derivatives": _derivatives,
+    "parity": _parity,
+    "documents": _documents,
+    "dtypes": _dtypes,
+    "checkpoint": _checkpoint,
+}
 
 
 def _named(small: Shrunk, line: str) -> str:

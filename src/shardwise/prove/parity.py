@@ -100,9 +100,8 @@ class Parity:
         for key in compared:
             each: Worst = vars(self)[key]
             if not each.error <= most:
-                values = f"{each.expected:.9g} expected, {each.found:.9g} found on rank {each.rank}"
                 error = f"{'1 - cosine' if key == 'turn' else 'relative error'} {each.error:.1e}, at most {most:g}"
-                lines.append(f"{words.get(key, '')}{each.what}: {values} ({error})")
+                lines.append(f"{words.get(key, '')}{each.what}: {each.values} ({error})")
         return [*lines, *self.apart]
 
     def __str__(self) -> str:

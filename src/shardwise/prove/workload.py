@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.data.pack import IGNORE, Packs, Sample, Windows, open_windows
 from shardwise.data.prepare import already_prepared, prepare
+from shardwise.data.store import Prepared
 from shardwise.errors import ShardwiseError
 from shardwise.models import init
 from shardwise.models.config import ModelSpec
@@ -42,12 +43,13 @@ ROWS = 64
 class Setting:
     """What a plan leaves open. ``rows``: those of one step. ``draw``: the first weights, or None:
     as a run draws them. ``sgd``: after the optimizer's steps one of plain gradient descent, without clipping: AdamW's
-    steps hardly depend on a factor of all gradients."""
+    steps hardly depend on a factor of all gradients. ``packed``: rows hold documents that do not see each other."""
 
     method: Method = field(default_factory=Method)
     rows: Callable[[Workload, int], list[Sample]] = field(default_factory=lambda: texts)
     draw: Draw | None = None
     sgd: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,10 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
     """What ``recipe`` trains, with pieces of its own records where they are prepared or small, else rows like them that
     are drawn; in words, which and why."""
     drawn = pairs if recipe.pairs else texts
-    setting = Setting(recipe.method, drawn, random_everywhere, sgd=True)
+    packed = recipe.method.spec.records or recipe.data.mask_documents
+    setting = Setting(recipe.method, drawn, random_everywhere, sgd=True, packed=packed)
     try:
-        data = data_of(recipe)
-        path = Path(data.path).expanduser() if isinstance(data.path, str) else None
-        prepared = already_prepared(data, recipe.sample_tokens)
-        if prepared is None and path is not None and path.is_file() and path.stat().st_size <= PREPARED_BYTES:
-            prepared = prepare(data, sample_tokens=recipe.sample_tokens)
+        prepared = prepared_of(recipe)
     except ShardwiseError as error:
         return setting, f"drawn at random, since the recipe's cannot be read ({error.problems[0].what})"
     if prepared is None:
@@ -149,6 +148,16 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
     whose = "pieces of the recipe's own records, token ids modulo the small vocabulary, and between them drawn ones"
     scores = "; what the initial model says of the pairs is drawn" if recipe.method.spec.reference else ""
     return replace(setting, rows=Excerpts(found, drawn)), whose + scores
+
+
+def prepared_of(recipe: Recipe) -> Prepared | None:
+    """The recipe's data, where they are prepared or so small that they are now. Raises what is wrong with them."""
+    data = data_of(recipe)
+    path = Path(data.path).expanduser() if isinstance(data.path, str) else None
+    prepared = already_prepared(data, recipe.sample_tokens)
+    if prepared is None and path is not None and path.is_file() and path.stat().st_size <= PREPARED_BYTES:
+        return prepare(data, sample_tokens=recipe.sample_tokens)
+    return prepared
 
 
 @dataclass(frozen=True, eq=False)

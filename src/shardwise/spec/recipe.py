@@ -333,9 +333,8 @@ class Evaluate(Section):
 
 
 class Run(Section):
-    """Where it runs and where it writes. ``trackers`` get what metrics.jsonl gets; with ``log_steps`` only of every so
-    many steps, which are then the only ones printed when the output is not a terminal. ``profile_steps`` (``10:12``)
-    are traced by torch's profiler. With ``deterministic``, results are bitwise the same every time, on GPUs too."""
+    """Where it runs and writes. With ``log_steps`` trackers get every so many steps alone, and so does a log without a
+    terminal. ``profile_steps``: ``10:12``. ``deterministic``: bitwise the same. ``certificate``: told of, or needed."""
 
     name: str = "run"
     out: str = "runs"
@@ -350,6 +349,7 @@ class Run(Section):
     trackers: Tracker | list[Tracker] = []
     profile_steps: str | None = None
     deterministic: bool = False
+    certificate: Literal["tell", "require"] = "tell"
 
     @property
     def tracker_names(self) -> list[Tracker]:
