@@ -55,14 +55,14 @@ def durations(unit: Unit, direction: str, rates: Rates, b: int, s: int) -> tuple
     """That of each operation of a unit's ``forward`` or ``backward``, for ``b`` sequences of ``s`` tokens. Of a fused
     run the first operation has the whole."""
     ops = unit.forward if direction == "forward" else unit.backward
-    found = [_of(op, unit, rates, (b, s)) for op in ops]
-    if rates.blocks == "fused" or (rates.blocks == "compiled" and unit.name == "block"):
-        kept = _outlive(unit, direction)
-        for run in _runs(ops):
-            kernels = [*_fused(run, ops, unit, kept, (b, s))]
-            for i in run:
-                found[i] = NOTHING
-            found[run[0]] = _pointwise(kernels, rates)
+    fuses = rates.blocks == "fused" or (rates.blocks == "compiled" and unit.name == "block")
+    runs = [*_runs(ops)] if fuses else []
+    found, inside, kept = [NOTHING] * len(ops), {i for run in runs for i in run}, _outlive(unit, direction)
+    for i, op in enumerate(ops):
+        if i not in inside:
+            found[i] = _of(op, unit, rates, (b, s))
+    for run in runs:
+        found[run[0]] = _pointwise([*_fused(run, ops, unit, kept, (b, s))], rates)
     return tuple(found)
 
 
@@ -89,14 +89,7 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
             kernels = ranks * (kernels + JOINS)
         return _timed(seconds, rates, "attention", kernels=kernels)
     if op.kind == "matmul":
-        groups, m, n, k = (_number(dim, sizes) for dim in op.dims)
-        if op.name not in (GROUPED, GROUPED_OUTER):
-            return _timed(rates.product_s(groups, m, n, k), rates, "products")
-        outer = op.name == GROUPED_OUTER
-        rows, matrix = (k, (m, n)) if outer else (m, (n, k))
-        made = _timed(rates.grouped_s(groups, rows, matrix, outer=outer), rates, "products")
-        waited_ns = round(1e9 * rates.experts_s / GROUPED_PRODUCTS) if rates.cuda else 0
-        return replace(made, host_ns=made.host_ns + waited_ns)
+        return _product(op.name, tuple(_number(dim, sizes) for dim in op.dims), rates)
     moved = sum(_number(dim, sizes) for dim in (*op.read, *op.written))
     if op.name == LOOK_UP:
         moved = 2 * sum(_number(dim, sizes) for dim in op.written)  # it reads the rows that it looks up, not the table
@@ -108,6 +101,18 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
     extra = rates.product_s(*(_number(dim, sizes) for dim in op.dims)) if len(op.dims) == 4 else 0.0
     made = _kernel(moved, rates, transcendental=op.name.removeprefix("aten.").startswith(TRANSCENDENTAL))
     return Duration(made.device_ns + round(1e9 * extra), made.host_ns) if extra else made
+
+
+@lru_cache(maxsize=2**14)
+def _product(name: str, dims: tuple[int, ...], rates: Rates) -> Duration:
+    groups, m, n, k = dims
+    if name not in (GROUPED, GROUPED_OUTER):
+        return _timed(rates.product_s(groups, m, n, k), rates, "products")
+    outer = name == GROUPED_OUTER
+    rows, matrix = (k, (m, n)) if outer else (m, (n, k))
+    made = _timed(rates.grouped_s(groups, rows, matrix, outer=outer), rates, "products")
+    waited_ns = round(1e9 * rates.experts_s / GROUPED_PRODUCTS) if rates.cuda else 0
+    return replace(made, host_ns=made.host_ns + waited_ns)
 
 
 def _timed(seconds: float, rates: Rates, kind: str, kernels: int = 1) -> Duration:
