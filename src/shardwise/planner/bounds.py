@@ -143,7 +143,7 @@ class LowerBounds:
         batch, ranks = plan.batch, plan.layout.pp
         sequences = batch.micro_batch_size * batch.accumulation
         rates = self._rates(plan)
-        computed_s = sizes.flops * sequences * plan.row_tokens / rates.best_flops_per_s / ranks
+        computed_s = self.figures.flops(plan) * sequences * plan.row_tokens / rates.best_flops_per_s / ranks
         micro, device_s, host_s = self.larger.get(alike(plan), (0, 0.0, 0.0))
         if batch.micro_batch_size < micro:
             computed_s = max(computed_s, device_s * sequences / ranks)
