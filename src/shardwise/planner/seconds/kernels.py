@@ -55,15 +55,35 @@ def durations(unit: Unit, direction: str, rates: Rates, b: int, s: int) -> tuple
     """That of each operation of a unit's ``forward`` or ``backward``, for ``b`` sequences of ``s`` tokens. Of a fused
     run the first operation has the whole."""
     ops = unit.forward if direction == "forward" else unit.backward
-    fuses = rates.blocks == "fused" or (rates.blocks == "compiled" and unit.name == "block")
-    runs = [*_runs(ops)] if fuses else []
+    if rates.blocks != "fused" and not (rates.blocks == "compiled" and unit.name == "block"):
+        return _unfused(_Ops(ops), unit.window, rates, (b, s))
+    runs = [*_runs(ops)]
     found, inside, kept = [NOTHING] * len(ops), {i for run in runs for i in run}, _outlive(unit, direction)
     for i, op in enumerate(ops):
         if i not in inside:
-            found[i] = _of(op, unit, rates, (b, s))
+            found[i] = _of(op, unit.window, rates, (b, s))
     for run in runs:
         found[run[0]] = _pointwise([*_fused(run, ops, unit, kept, (b, s))], rates)
     return tuple(found)
+
+
+class _Ops:
+    """The operations of a pass, which units share that differ in what they compute again: known by where they are,
+    without a look at each."""
+
+    def __init__(self, each: tuple[Op, ...]) -> None:
+        self.each = each
+
+    def __hash__(self) -> int:
+        return id(self.each)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Ops) and self.each is other.each
+
+
+@lru_cache(maxsize=32 * KEPT_UNITS)
+def _unfused(ops: _Ops, window: int | None, rates: Rates, sizes: tuple[int, int]) -> tuple[Duration, ...]:
+    return tuple(_of(op, window, rates, sizes) for op in ops.each)
 
 
 def under_way(ops: tuple[Op, ...]) -> dict[int, range]:
@@ -73,12 +93,11 @@ def under_way(ops: tuple[Op, ...]) -> dict[int, range]:
     return {i: range(i + 1, waits[made[0]]) for i, made in sends if made and made[0] in waits}
 
 
-def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
+def _of(op: Op, window: int | None, rates: Rates, sizes: tuple[int, int]) -> Duration:
     if op.kind == SEND or op.name.startswith((*EMPTY, WAIT)):
         return NOTHING
     if op.kind == "attention":
         groups, queries, keys, head_dim = (_number(dim, sizes) for dim in op.dims[:4])
-        window = unit.window
         pairs = groups * queries * (keys if window is None or window >= keys else 2 * window)
         flops = op.flops * sizes[0] * sizes[1] ** 2 * seen(keys, window) / keys**2
         backward = op.name.endswith(BACKWARD)
