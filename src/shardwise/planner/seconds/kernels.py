@@ -23,6 +23,7 @@ EMPTY = ("aten.empty", "aten.new_empty")
 LOOK_UP = "aten.embedding"
 WAIT = "shardwise.wait_rows"
 """What a collective writes is there only after this, which takes no time of its own."""
+NO_KERNEL = (*EMPTY, WAIT)
 GROUPED_PRODUCTS = 9
 """Of a layer with experts, forward and backward: each bears its part of what the host does more there."""
 DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
@@ -94,7 +95,7 @@ def under_way(ops: tuple[Op, ...]) -> dict[int, range]:
 
 
 def _of(op: Op, window: int | None, rates: Rates, sizes: tuple[int, int]) -> Duration:
-    if op.kind == SEND or op.name.startswith((*EMPTY, WAIT)):
+    if op.kind == SEND or op.name.startswith(NO_KERNEL):
         return NOTHING
     if op.kind == "attention":
         groups, queries, keys, head_dim = (_number(dim, sizes) for dim in op.dims[:4])
