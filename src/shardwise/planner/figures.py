@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_expert
-from shardwise.planner.passes import recomputed
+from shardwise.planner.held import recomputed
 from shardwise.planner.price import unstaged
 from shardwise.planner.seconds import step
 from shardwise.planner.seconds.rates import own_traits
