@@ -22,7 +22,7 @@ from shardwise.distributed.meshes import meshes
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.models.decoder import Decoder
-from shardwise.planner.passes import recomputed
+from shardwise.planner.held import recomputed
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.trace import trace, traced_here
 from shardwise.planner.variants import chosen

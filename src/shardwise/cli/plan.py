@@ -29,6 +29,7 @@ from shardwise.interop.emit_files import EMITTED, emitted
 from shardwise.launch.rundir import check_new
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.planner.length import read_prices, read_tokens
+from shardwise.planner.search import uncollected
 from shardwise.spec.cluster import Cluster, crowding, local_cluster
 from shardwise.spec.cluster_file import LOCAL
 from shardwise.spec.load import dump_plan, load_plan
@@ -65,6 +66,7 @@ class Options(Foreign, Common):
     )
 
 
+@uncollected()
 def run(options: Options) -> None:
     """Print the plan, or write it."""
     if options.explain is not None and options.explain not in TOPICS:

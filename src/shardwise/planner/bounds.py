@@ -128,6 +128,7 @@ class LowerBounds:
     larger: dict[object, tuple[int, float, float]] = field(default_factory=dict)
     through: dict[object, Through] = field(default_factory=dict)
     rates: dict[int, Rates] = field(default_factory=dict)
+    rough: dict[Plan, tuple[float, float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.slower = step.straggling(self.cluster)
@@ -139,18 +140,19 @@ class LowerBounds:
         """Seconds that the plan needs at least: its products at the best rate, or what is sent of the weights and their
         gradients, whichever is more, which is found in next to no time; or what larger micro-batches compute, which no
         GPU computes faster in smaller ones."""
-        sizes = self.figures.sizes(plan)
         batch, ranks = plan.batch, plan.layout.pp
         sequences = batch.micro_batch_size * batch.accumulation
-        rates = self._rates(plan)
-        computed_s = sizes.flops * sequences * plan.row_tokens / rates.best_flops_per_s / ranks
+        if plan not in self.rough:
+            flops_s = self.figures.flops(plan) * sequences * plan.row_tokens / self._rates(plan).best_flops_per_s
+            sent_s = self.slower * self._sent_s(plan, self.figures.sizes(plan))
+            self.rough[plan] = flops_s / ranks, self._copied_s(plan), sent_s / ranks
+        computed_s, copied_s, sent_s = self.rough[plan]
         micro, device_s, host_s = self.larger.get(alike(plan), (0, 0.0, 0.0))
         if batch.micro_batch_size < micro:
             computed_s = max(computed_s, device_s * sequences / ranks)
         else:
             host_s = 0.0
-        sent_s = self.slower * self._sent_s(plan, sizes) / ranks
-        passes_s = max(computed_s + self._copied_s(plan), host_s * sequences / ranks, sent_s)
+        passes_s = max(computed_s + copied_s, host_s * sequences / ranks, sent_s)
         return passes_s + self.figures.state(plan).once_s / ranks
 
     def seconds(self, plan: Plan) -> float:

@@ -3,7 +3,7 @@ sizes and what they hold, each found once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from math import prod
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_expert
-from shardwise.planner.passes import recomputed
+from shardwise.planner.held import recomputed
 from shardwise.planner.price import unstaged
 from shardwise.planner.seconds import step
 from shardwise.planner.seconds.rates import own_traits
@@ -28,17 +28,28 @@ from shardwise.techniques.offload.updated import elsewhere
 OWN = {"layout", "batch", "shard", "pipeline", "estimate", "why", "cluster", "format"}
 """Settings that plans may differ in that compute the same, in micro-batches of another size or sharded over others."""
 _settings = attrgetter(*(each.name for each in fields(Plan) if each.name not in OWN))
+_of_weights = attrgetter(*(each.name for each in fields(Plan) if each.name not in {*OWN, "remat", "compile"}))
 
 
 def alike(plan: Plan) -> int:
     """A number that plans have in common that compute the same in micro-batches of another size, and shard it over
     others."""
+    return _numbered(plan, "_alike", _settings)
+
+
+def alike_weights(plan: Plan) -> int:
+    """The same of plans that have the same weights, gradients and moments, whatever they compute again."""
+    return _numbered(plan, "_alike_weights", _of_weights)
+
+
+def _numbered(plan: Plan, name: str, settings: Callable[[Plan], object]) -> int:
+    """Return the number of these settings, which the plan keeps under a name that is not pickled."""
     known: dict[str, int] = vars(plan)
-    if "_alike" not in known:
+    if name not in known:
         layout, numbers = plan.layout, _numbers()
-        key = _settings(plan), layout.tp, layout.cp, layout.ep, layout.ulysses, plan.sharded, plan.batch.seq_len
-        known["_alike"] = numbers.setdefault(key, len(numbers))
-    return known["_alike"]
+        key = settings(plan), layout.tp, layout.cp, layout.ep, layout.ulysses, plan.sharded, plan.batch.seq_len
+        known[name] = numbers.setdefault(key, len(numbers))
+    return known[name]
 
 
 @cache
@@ -67,13 +78,12 @@ class Own(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes that plans have in common that differ in the dial and in their micro-batches: operations of products a
-    token, the bytes of all weights as they are gathered (four-bit codes stay so) and of those in blocks, and the
-    numbers in weights that are trained, before they are sharded, and in those that the device updates where the host
+    """Sizes that plans have in common that differ in the dial, in their micro-batches and in what they compute again:
+    the bytes of all weights as they are gathered (four-bit codes stay so) and of those in blocks, and the numbers in
+    weights that are trained, before they are sharded, and in those that the device updates where the host
     updates others. Experts that other ranks have than those of ``fsdp`` are told apart, those of all blocks and of the
     last. ``ahead``: what is gathered of the smallest block, if there are several."""
 
-    flops: int
     gathered: int
     blocks: int
     trained: int
@@ -103,7 +113,7 @@ class PlanFigures:
     known_states: dict[object, Standing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.known_sheets, self.known_sizes = _of_model(self.spec)
+        self.known_sheets, self.known_sizes, self.known_flops = _of_model(self.spec)
 
     def sheet(self, plan: Plan) -> Sheet:
         """The sheet of a plan that computes the same, without stages, in micro-batches of another size unless these are
@@ -118,9 +128,16 @@ class PlanFigures:
         whole = unstaged(plan)
         return self.sheet(plan).at(place_of(0, whole.layout, whole.stages(self.spec.num_hidden_layers)), whole)
 
-    def sizes(self, plan: Plan) -> Sizes:
-        """Return the sizes of all that compute the same, in micro-batches of whatever size."""
+    def flops(self, plan: Plan) -> int:
+        """Return the operations of products a token, of all that compute the same."""
         key = alike(plan)
+        if key not in self.known_flops:
+            self.known_flops[key] = sum(times * _flops(unit) for unit, times in self.sheet(plan).repeated())
+        return self.known_flops[key]
+
+    def sizes(self, plan: Plan) -> Sizes:
+        """Return the sizes of all that have the same weights, in micro-batches of whatever size."""
+        key = alike_weights(plan)
         if key not in self.known_sizes:
             costed = self.sheet(plan)
             weights = [
@@ -128,7 +145,6 @@ class PlanFigures:
                 for unit, times in costed.repeated()
                 for weight in unit.weights
             ]
-            flops = sum(times * _flops(unit) for unit, times in costed.repeated())
             spread = [each for each in weights if plan.layout.ep > 1 and is_expert(each[1].name)]
             if spread:
                 weights = [each for each in weights if not is_expert(each[1].name)]
@@ -140,7 +156,6 @@ class PlanFigures:
 
             last = costed.blocks[costed.order[-1]]
             self.known_sizes[key] = Sizes(
-                flops,
                 sum(size for size, _ in gathered),
                 sum(size for size, unit in gathered if unit.name == "block"),
                 sum(n for n, weight, _ in weights if weight.trained),
@@ -156,7 +171,7 @@ class PlanFigures:
 
     def state(self, plan: Plan) -> Standing:
         """Return what the plan holds without stages, whatever its micro-batches."""
-        key = plan.layout.fsdp, alike(plan)
+        key = plan.layout.fsdp, alike_weights(plan)
         if key not in self.known_states:
             whole, costed = unstaged(plan), self.own_sheet(plan)
             once_s = step.once_s(costed, whole, self.cluster, own_traits())
@@ -165,8 +180,8 @@ class PlanFigures:
 
 
 @cache
-def _of_model(spec: ModelSpec) -> tuple[dict[object, Sheet], dict[object, Sizes]]:
-    return {}, {}
+def _of_model(spec: ModelSpec) -> tuple[dict[object, Sheet], dict[int, Sizes], dict[int, int]]:
+    return {}, {}, {}
 
 
 def costed_of(spec: ModelSpec, whole: Plan) -> Sheet:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from shardwise.methods.head import loss_bytes
 from shardwise.planner.figures import Own, PlanFigures, Sizes, alike, on_device
+from shardwise.planner.held import recomputed
 from shardwise.planner.overhead import fixed_bytes
-from shardwise.planner.passes import recomputed
 from shardwise.planner.price import unstaged
 from shardwise.spec.layout import stage_rank
 from shardwise.spec.plan import BYTES, Plan

@@ -7,9 +7,10 @@ a ``WeightsCall``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from shardwise import techniques
 from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products, sums
@@ -27,6 +28,7 @@ from shardwise.planner.events import (
     Send,
     WeightsCall,
 )
+from shardwise.planner.held import recomputed, unfreed
 from shardwise.planner.overhead import attention_bytes
 from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen, under_way
 from shardwise.planner.seconds.rates import Rates
@@ -188,15 +190,23 @@ class Passes:
         yield from _calls(len(unit.backward), calls)
         yield from self._end_of_graph(local)
 
-    def computed(self, unit: Unit, *, backward: bool) -> Iterator[Compute | Send]:
-        """Yield what :meth:`forward`, or :meth:`backward`, computes and sends, without a look at what is held."""
-        if unit is self.tail:
-            yield from (piece for piece in self.loss[backward] if isinstance(piece, Compute | Send))
-        local = _Local(self, unit)
-        if backward and unit.recompute:
-            yield from local.computed(recomputed(unit), local.forward, unit.forward, unit.saved_ops)
-        ops, takes = (unit.backward, local.backward) if backward else (unit.forward, local.forward)
-        yield from local.computed(ops, takes, ops)
+    def computed(self, unit: Unit, *, backward: bool) -> tuple[int, int, Counter[Send]]:
+        """Return nanoseconds that :meth:`forward`, or :meth:`backward`, computes, and that the host launches, and what
+        it sends; without a look at what is held."""
+        local, loss = _Local(self, unit), self.loss[backward] if unit is self.tail else ()
+        took: list[Compute | Duration] = [piece for piece in loss if isinstance(piece, Compute)]
+        sent = Counter(piece for piece in loss if isinstance(piece, Send))
+        runs = [(unit.backward, local.backward, len(unit.backward), frozenset[int]())]
+        if not backward:
+            runs = [(unit.forward, local.forward, len(unit.forward), frozenset[int]())]
+        elif unit.recompute:
+            runs.append((unit.forward, local.forward, len(recomputed(unit)), unit.saved_ops))
+        for ops, takes, count, left_out in runs:
+            own = [i for i in range(count) if i not in left_out]
+            took += [takes[i] for i in own]
+            sent.update(local.sent(ops, takes, own, left_out))
+        took = [one for one in took if one.device_ns]
+        return sum(one.device_ns for one in took), sum(one.host_ns for one in took), sent
 
     def _experts(self, unit: Unit, ops: tuple[Op, ...]) -> tuple[int, int]:
         """Between which of these operations the experts of a block run, where their weights come and go by themselves;
@@ -274,16 +284,26 @@ class _Local:
         self.times = {"": 1, "b": b, "b*s": b * s, "b*s*s": b * s * s * seen(length, unit.window)}
         self.parts = {"": 1, "b": 1, "b*s": 1, "b*s*s": length * length}
         self.where = At(b, s, BYTES[passes.compute], unit.window, passes.cut)
-        self.sizes = [*_tensor_bytes(unit, b, s)]
         self.keys: dict[int, Key] = {unit.output: (0, OUTPUT), unit.gradient_in: (0, GRADIENT)}
         if unit is not passes.stem:
             self.keys |= {unit.input: (-1, OUTPUT), unit.gradient_out: (-1, GRADIENT)}
-        self.kinds = [tensor.category for tensor in unit.tensors]
         rates = passes.rates
         self.forward = durations(unit, "forward", rates, b, s) if rates else [NOTHING] * len(unit.forward)
         self.backward = durations(unit, "backward", rates, b, s) if rates else [NOTHING] * len(unit.backward)
-        if unit is passes.tail and unit.gradient_in >= 0:  # the loss makes it, as large as what it reads
-            self.kinds[unit.gradient_in], self.sizes[unit.gradient_in] = "logits", self.sizes[unit.output]
+        self.of_loss = (
+            unit.gradient_in if unit is passes.tail else -1
+        )  # which the loss makes, as large as what it reads
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        return ["logits" if i == self.of_loss else tensor.category for i, tensor in enumerate(self.unit.tensors)]
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        found = _tensor_bytes(self.unit, self.where.b, self.where.s)
+        if self.of_loss < 0:
+            return found
+        return [*found[: self.of_loss], found[self.unit.output], *found[self.of_loss + 1 :]]
 
     def free(self, tensor: int) -> Free:
         return Free(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
@@ -308,14 +328,16 @@ class _Local:
         for kind, sent, beside in does.sent if does else ():
             yield Send(kind, op.axis, "activations", sent, beside_ns=round(beside * takes.device_ns))
 
-    def computed(
-        self, ops: Sequence[Op], takes: Sequence[Duration], whole: tuple[Op, ...], left_out: Set[int] = frozenset()
-    ) -> Iterator[Compute | Send]:
-        """Yield what so many first operations of the ``whole`` compute and send, without those that are left out."""
-        beside = meanwhile(whole, takes, left_out)
-        for i, op in enumerate(ops):
-            if i not in left_out:
-                yield from self.computes(op, takes[i], techniques.within(op, self.where), beside.get(i, 0))
+    def sent(
+        self, ops: tuple[Op, ...], takes: Sequence[Duration], own: list[int], left_out: Set[int]
+    ) -> Iterator[Send]:
+        """Yield what their ``own`` of all operations send, where others are left out."""
+        beside = meanwhile(ops, takes, left_out)
+        for i in own:
+            does = techniques.within(ops[i], self.where)
+            if does or ops[i].kind == SEND:
+                found = self.computes(ops[i], takes[i], does, beside.get(i, 0))
+                yield from (piece for piece in found if isinstance(piece, Send))
 
 
 @lru_cache(maxsize=32 * KEPT_UNITS)
@@ -374,22 +396,3 @@ def _held(unit: Unit, later: frozenset[int]) -> set[int]:
     """What must live from the first half of a backward to the second."""
     read = {tensor for i in later for tensor in unit.backward[i].reads}
     return read | {tensor for i in later for tensor in unit.backward[i].allocates}
-
-
-def recomputed(unit: Unit) -> tuple[Op, ...]:
-    """The operations that recomputation goes through: to the last that makes some of what backward reads, or short of
-    the last that keeps its weight for backward."""
-    read = {op.weight for op in unit.backward if op.kind == "matmul"} - {""}
-    stops = [i + 1 for i, op in enumerate(unit.forward) if any(t in unit.saved for t in op.allocates)]
-    stops += [i for i, op in enumerate(unit.forward) if op.kind == "matmul" and op.weight in read]
-    stop = max(stops, default=0)
-    in_place = [op.kind == "elementwise" and not op.allocates for op in unit.forward]
-    while 0 < stop < len(in_place) and in_place[stop]:
-        stop += 1  # it belongs to what was made before it
-    return unit.forward[:stop]
-
-
-def unfreed(unit: Unit) -> set[int]:
-    """What the forward pass of a unit makes and none of its operations frees, short of its output."""
-    freed = {tensor for op in (*unit.forward, *unit.backward) for tensor in op.frees}
-    return {tensor for op in unit.forward for tensor in op.allocates} - freed - {unit.output}

@@ -153,6 +153,8 @@ class _Dims(dict[Dim, tuple[int, str]]):
     def __init__(self, numbers: Pairs) -> None:
         self.sizes = {symbol: number for symbol, number in numbers if isinstance(number, int)}
         self.rows = {symbol: number for symbol, number in numbers if isinstance(number, str)}
+        self.shapes: dict[tuple[Dim, ...], tuple[Dim, ...]] = {}  # many tensors, and many operations, have the same
+        self.listed: dict[tuple[Dim, ...], tuple[Dim, ...]] = {}
 
     def __missing__(self, dim: Dim) -> tuple[int, str]:
         rewritten = dim
@@ -164,8 +166,18 @@ class _Dims(dict[Dim, tuple[int, str]]):
 
     def shape(self, symbols: tuple[Dim, ...]) -> tuple[Dim, ...]:
         """A shape with numbers; of a dim that grows with rows its number and what it grows with are two."""
-        parts = (self[dim] for dim in symbols)
-        return tuple(part for size, per in parts for part in ([size] * (size != 1 or not per) + [per] * bool(per)))
+        if symbols not in self.shapes:
+            parts = (self[dim] for dim in symbols)
+            each = ([size] * (size != 1 or not per) + [per] * bool(per) for size, per in parts)
+            self.shapes[symbols] = tuple(part for both in each for part in both)
+        return self.shapes[symbols]
+
+    def sizes_of(self, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        """Return each dim with numbers: ``512*b*s``."""
+        if dims not in self.listed:
+            both = map(self.__getitem__, dims)
+            self.listed[dims] = tuple(f"{size}*{per}" if per else size for size, per in both)
+        return self.listed[dims]
 
     def tensor(self, tensor: Tensor, real: Mapping[str, str]) -> Tensor:
         """A tensor with numbers for its symbols, in its real dtypes."""
@@ -178,10 +190,7 @@ class _Dims(dict[Dim, tuple[int, str]]):
     def op(self, op: Op) -> Op:
         """An operation with numbers for all of its dims, bytes and FLOPs but ``b`` and ``s``."""
         flops, per = (op.flops, op.per) if not op.symbols or _of_matrix(op) else self[op.symbols]
-        dims, read, written = (
-            tuple(f"{size}*{per}" if per else size for size, per in map(self.__getitem__, each))
-            for each in (op.dims, op.read, op.written)
-        )
+        dims, read, written = map(self.sizes_of, (op.dims, op.read, op.written))
         kept = (op.weight, flops, per, op.symbols, op.writes, op.axis)
         return Op(op.kind, op.name, op.allocates, op.frees, op.reads, *kept, dims, read, written)
 

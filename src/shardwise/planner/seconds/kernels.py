@@ -23,6 +23,7 @@ EMPTY = ("aten.empty", "aten.new_empty")
 LOOK_UP = "aten.embedding"
 WAIT = "shardwise.wait_rows"
 """What a collective writes is there only after this, which takes no time of its own."""
+NO_KERNEL = (*EMPTY, WAIT)
 GROUPED_PRODUCTS = 9
 """Of a layer with experts, forward and backward: each bears its part of what the host does more there."""
 DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
@@ -55,15 +56,35 @@ def durations(unit: Unit, direction: str, rates: Rates, b: int, s: int) -> tuple
     """That of each operation of a unit's ``forward`` or ``backward``, for ``b`` sequences of ``s`` tokens. Of a fused
     run the first operation has the whole."""
     ops = unit.forward if direction == "forward" else unit.backward
-    found = [_of(op, unit, rates, (b, s)) for op in ops]
-    if rates.blocks == "fused" or (rates.blocks == "compiled" and unit.name == "block"):
-        kept = _outlive(unit, direction)
-        for run in _runs(ops):
-            kernels = [*_fused(run, ops, unit, kept, (b, s))]
-            for i in run:
-                found[i] = NOTHING
-            found[run[0]] = _pointwise(kernels, rates)
+    if rates.blocks != "fused" and not (rates.blocks == "compiled" and unit.name == "block"):
+        return _unfused(_Ops(ops), unit.window, rates, (b, s))
+    runs = [*_runs(ops)]
+    found, inside, kept = [NOTHING] * len(ops), {i for run in runs for i in run}, _outlive(unit, direction)
+    for i, op in enumerate(ops):
+        if i not in inside:
+            found[i] = _of(op, unit.window, rates, (b, s))
+    for run in runs:
+        found[run[0]] = _pointwise([*_fused(run, ops, unit, kept, (b, s))], rates)
     return tuple(found)
+
+
+class _Ops:
+    """The operations of a pass, which units share that differ in what they compute again: known by where they are,
+    without a look at each."""
+
+    def __init__(self, each: tuple[Op, ...]) -> None:
+        self.each = each
+
+    def __hash__(self) -> int:
+        return id(self.each)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Ops) and self.each is other.each
+
+
+@lru_cache(maxsize=32 * KEPT_UNITS)
+def _unfused(ops: _Ops, window: int | None, rates: Rates, sizes: tuple[int, int]) -> tuple[Duration, ...]:
+    return tuple(_of(op, window, rates, sizes) for op in ops.each)
 
 
 def under_way(ops: tuple[Op, ...]) -> dict[int, range]:
@@ -73,12 +94,11 @@ def under_way(ops: tuple[Op, ...]) -> dict[int, range]:
     return {i: range(i + 1, waits[made[0]]) for i, made in sends if made and made[0] in waits}
 
 
-def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
-    if op.kind == SEND or op.name.startswith((*EMPTY, WAIT)):
+def _of(op: Op, window: int | None, rates: Rates, sizes: tuple[int, int]) -> Duration:
+    if op.kind == SEND or op.name.startswith(NO_KERNEL):
         return NOTHING
     if op.kind == "attention":
         groups, queries, keys, head_dim = (_number(dim, sizes) for dim in op.dims[:4])
-        window = unit.window
         pairs = groups * queries * (keys if window is None or window >= keys else 2 * window)
         flops = op.flops * sizes[0] * sizes[1] ** 2 * seen(keys, window) / keys**2
         backward = op.name.endswith(BACKWARD)
@@ -89,14 +109,7 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
             kernels = ranks * (kernels + JOINS)
         return _timed(seconds, rates, "attention", kernels=kernels)
     if op.kind == "matmul":
-        groups, m, n, k = (_number(dim, sizes) for dim in op.dims)
-        if op.name not in (GROUPED, GROUPED_OUTER):
-            return _timed(rates.product_s(groups, m, n, k), rates, "products")
-        outer = op.name == GROUPED_OUTER
-        rows, matrix = (k, (m, n)) if outer else (m, (n, k))
-        made = _timed(rates.grouped_s(groups, rows, matrix, outer=outer), rates, "products")
-        waited_ns = round(1e9 * rates.experts_s / GROUPED_PRODUCTS) if rates.cuda else 0
-        return replace(made, host_ns=made.host_ns + waited_ns)
+        return _product(op.name, tuple(_number(dim, sizes) for dim in op.dims), rates)
     moved = sum(_number(dim, sizes) for dim in (*op.read, *op.written))
     if op.name == LOOK_UP:
         moved = 2 * sum(_number(dim, sizes) for dim in op.written)  # it reads the rows that it looks up, not the table
@@ -108,6 +121,18 @@ def _of(op: Op, unit: Unit, rates: Rates, sizes: tuple[int, int]) -> Duration:
     extra = rates.product_s(*(_number(dim, sizes) for dim in op.dims)) if len(op.dims) == 4 else 0.0
     made = _kernel(moved, rates, transcendental=op.name.removeprefix("aten.").startswith(TRANSCENDENTAL))
     return Duration(made.device_ns + round(1e9 * extra), made.host_ns) if extra else made
+
+
+@lru_cache(maxsize=2**14)
+def _product(name: str, dims: tuple[int, ...], rates: Rates) -> Duration:
+    groups, m, n, k = dims
+    if name not in (GROUPED, GROUPED_OUTER):
+        return _timed(rates.product_s(groups, m, n, k), rates, "products")
+    outer = name == GROUPED_OUTER
+    rows, matrix = (k, (m, n)) if outer else (m, (n, k))
+    made = _timed(rates.grouped_s(groups, rows, matrix, outer=outer), rates, "products")
+    waited_ns = round(1e9 * rates.experts_s / GROUPED_PRODUCTS) if rates.cuda else 0
+    return replace(made, host_ns=made.host_ns + waited_ns)
 
 
 def _timed(seconds: float, rates: Rates, kind: str, kernels: int = 1) -> Duration:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, exp, log
 from typing import Any, Literal
 
@@ -109,16 +109,21 @@ class Rates:
     host_link_bytes_per_s: tuple[float, float] = (CPU_BYTES_PER_S, CPU_BYTES_PER_S)
     disk_bytes_per_s: tuple[float, float] = (READ_TIMES * DISK_BYTES_PER_S, DISK_BYTES_PER_S)
 
-    @property
+    @cached_property
     def best_flops_per_s(self) -> float:
         """That of no product is higher."""
-        known = _of_dtype(self.measured, self.dtype) if self.measured else ()
-        return max((2.0 * one.m * one.n * one.k / one.seconds for one in known), default=self.flops_per_s)
+        return max((2.0 * one.m * one.n * one.k / one.seconds for one in self._products), default=self.flops_per_s)
+
+    @cached_property
+    def _products(self) -> tuple[Product, ...]:
+        """Those that were measured in this dtype."""
+        known = self.measured.products if self.measured else ()
+        return tuple(product for product in known if product.dtype == self.dtype)
 
     def product_s(self, groups: int, m: int, n: int, k: int) -> float:
         """``groups`` products of m x k by k x n."""
         flops, moved = 2.0 * groups * m * n * k, BYTES[self.dtype] * groups * (m * k + k * n + m * n)
-        if self.measured and (known := _of_dtype(self.measured, self.dtype)):
+        if known := self._products:
             if groups == 1 or not self.cuda:
                 return _measured_product_s(known, groups, m, n, k)
             # One kernel computes them all, and its last wave and edges leave more of the device idle.
@@ -267,10 +272,6 @@ def attention_kernel(plan: Plan, cluster: Cluster) -> str:
     age = "ampere" if major == 8 else "hopper" if major == 9 else "other"
     family = "cudnn" if plan.attention in ("cudnn", "fa3") or age == "other" else "flash2"
     return f"{family} {age}"
-
-
-def _of_dtype(measured: Measured, dtype: str) -> tuple[Product, ...]:
-    return tuple(product for product in measured.products if product.dtype == dtype)
 
 
 def _measured_product_s(known: tuple[Product, ...], groups: int, m: int, n: int, k: int) -> float:

@@ -176,14 +176,7 @@ def least(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> tuple[
 @lru_cache(maxsize=32 * KEPT_UNITS)
 def _computed(passes: Passes, unit: Unit, *, backward: bool) -> tuple[int, int, Counter[Send]]:
     """Nanoseconds that a pass of a unit computes, and that the host launches; and what it sends."""
-    busy_ns, host_ns, sent = 0, 0, Counter[Send]()
-    for piece in passes.computed(unit, backward=backward):
-        if isinstance(piece, Send):
-            sent[piece] += 1
-        elif piece.device_ns:
-            busy_ns += piece.device_ns
-            host_ns += piece.host_ns
-    return busy_ns, host_ns, sent
+    return passes.computed(unit, backward=backward)
 
 
 def once_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> float:
