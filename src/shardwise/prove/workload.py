@@ -20,6 +20,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.init import Draw
 from shardwise.models.resolve import data_of
 from shardwise.models.roles import role
+from shardwise.models.sizes import can_idle
 from shardwise.spec.plan import Dtype, Lora, Optim, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 
@@ -211,6 +212,24 @@ def random_everywhere(name: str, shape: Sequence[int], part: Sequence[slice], se
     every rank adds, a sum that the gradient of A lacks, or the wrong slice of a norm would not be seen in the first
     step."""
     begun = init.fill(name, shape, part, seed, spec)
+    if ".router." in name and can_idle(spec):
+        return idle(_drawn(name, shape, seed, spec), spec.experts_per_token)[tuple(part)]
     if role(name) in ("bias", "lora_b", "norm"):
         begun += init.normal(name, shape, part, seed).mul_(DEVIATION)
     return begun
+
+
+def _drawn(name: str, shape: Sequence[int], seed: int, spec: ModelSpec) -> Tensor:
+    """The whole of a router's weight or bias, which is small."""
+    whole = [slice(0, size) for size in shape]
+    drawn = init.fill(name, shape, whole, seed, spec)
+    return drawn + init.normal(name, shape, whole, seed).mul_(DEVIATION) if role(name) == "bias" else drawn
+
+
+def idle(drawn: Tensor, chosen: int) -> Tensor:
+    """Weights [E,d], or biases [E], of a router of which no token chooses the second expert, though others stand behind
+    it: for each choice there are two others of whose logits its own is the mean, so that one of these is larger."""
+    others = [0, *range(2, 2 * chosen + 1)]
+    for first, second in zip(others[::2], others[1::2], strict=True):
+        drawn[second] = 2 * drawn[1] - drawn[first]
+    return drawn

@@ -17,26 +17,28 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import takewhile
+from math import prod
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from shardwise.distributed.torch_private import begin_sharding, end_backward
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks, ends
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import divisors, least_dp_shard
+from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.shard.degrees import grouped, layouts
-from shardwise.techniques.shard.replicas import Replicas
-from shardwise.techniques.states import summed_over
+from shardwise.techniques.shard.replicas import Replicas, buckets
+from shardwise.techniques.states import division, one_of_each, piece, summed_over
 
 if TYPE_CHECKING:
     from torch import nn
@@ -120,6 +122,41 @@ def _cut_over_ranks(unit: Unit, *, spread: bool) -> Unit:
     groups = ("expert_fsdp" if spread and is_expert(weight.name) else "fsdp" for weight in unit.weights)
     cut = (weight.cut((group, 0)) for weight, group in zip(unit.weights, groups, strict=True))
     return dataclasses.replace(unit, weights=tuple(cut))
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """What does not divide into slices; how gradients of replicas fill buckets; and, of a hybrid, sums of slices to
+    which others are added before replicas add theirs."""
+    layout, of = plan.layout, (division(spec, plan), plan)
+    last = Place(layout, layout.rank({"dp_shard": layout.dp_shard - 1, "cp": layout.cp - 1}))
+    every = one_of_each({**parameter_shapes(spec), **trained} if plan.sharded else {})
+    ends = [[prod(piece(name, shape, of, place)) for place in (Place(layout), last)] for name, shape in every.items()]
+    filled, sizes, each = list[list[str]](), dict[str, int](), BYTES[plan.precision.weights]
+    for held in () if plan.sharded or layout.size("loss") == 1 else _together(spec, plan, trained):
+        sizes |= {name: prod(piece(name, trained[name], of, last)) * each for name in held}
+        filled += buckets([(name, sizes[name]) for name in held], plan.shard.bucket_bytes)
+    of_blocks = [{name.split(".")[1] for name in bucket if name.startswith("layers.")} for bucket in filled]
+    hybrid = plan.sharded and layout.dp_replicate > 1 and plan.shard.strategy != "zero1"
+    return {
+        "rows that shards do not divide": any(mine < first for first, mine in ends),
+        "a shard without rows of a weight": any(mine == 0 for _, mine in ends),
+        "more than one bucket": len(filled) > 1,
+        "several gradients in a bucket": any(len(bucket) > 1 for bucket in filled),
+        "a gradient as large as a bucket": any(size >= plan.shard.bucket_bytes for size in sizes.values()),
+        "a bucket of several blocks": any(len(blocks) > 1 for blocks in of_blocks),
+        "a block in several buckets": sum(map(len, of_blocks)) > len(set[str]().union(*of_blocks)),
+        "a hybrid's sums of three micro-batches or more": hybrid and plan.batch.accumulation > 2,
+    }
+
+
+def _together(spec: ModelSpec, plan: Plan, names: Iterable[str]) -> Iterable[list[str]]:
+    """The names of each stage's parameters that are summed over the same ranks, in their order."""
+    stages, found = plan.stages(spec.num_hidden_layers), dict[tuple[int, str], list[str]]()
+    at = {f"layers.{block}": number for number, own in enumerate(stages) for block in own}
+    for name in names:
+        stage = at.get(".".join(name.split(".")[:2]), 0 if name.startswith("embed.") else len(stages) - 1)
+        found.setdefault((stage, summed_over(name, plan)), []).append(name)
+    return found.values()
 
 
 def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
