@@ -27,6 +27,8 @@ DEQUANTISED, UPDATED = 2**8, 2**6
 """Elements of a small weight, at a time."""
 BUCKETS = tuple(round(2 ** (half / 2)) for half in range(12, 36))
 """Bytes of a bucket, of which some are below and some above most gradients of a small model."""
+IDS = 1009
+"""A prime, of a vocabulary that weighs more than a block."""
 ROUNDS = 2
 """How often all sizes are looked at, one after another."""
 
@@ -79,9 +81,11 @@ def nearest(case: Case, wanted: frozenset[str], legal: Callable[[Case], bool]) -
 
 
 def _near(case: Case) -> Iterator[Case]:
-    """Cases that differ from this one in one of the things that sizes are chosen for."""
+    """Cases that differ from this one in one of its sizes. A model that runs in transformers'
+    own modules has the sizes of its config."""
+    fixed = case[0].hf_model is not None
     for knob in KNOBS:
-        yield from (other for other in knob(*case) if other != case)
+        yield from (other for other in knob(*case) if other != case and not (fixed and other[0] != case[0]))
 
 
 def _sized(spec: ModelSpec, plan: Plan, **changes: int) -> Case:
@@ -103,7 +107,9 @@ def _batches(spec: ModelSpec, plan: Plan) -> Iterator[Case]:
 
 
 def _buckets(spec: ModelSpec, plan: Plan) -> Iterator[Case]:
-    yield from ((spec, replace(plan, shard=replace(plan.shard, bucket_bytes=size))) for size in BUCKETS)
+    """Of a model whose embedding may be larger than its blocks."""
+    for ids, size in product((spec.vocab_size, IDS), BUCKETS):
+        yield replace(spec, vocab_size=ids), replace(plan, shard=replace(plan.shard, bucket_bytes=size))
 
 
 def _windows(spec: ModelSpec, plan: Plan) -> Iterator[Case]:

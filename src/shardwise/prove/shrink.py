@@ -93,9 +93,9 @@ def shrink(
     wanted, best = regimes.held(spec, plan) if wanted is None else wanted, None
     for stages in _stages(spec, plan, layout):
         case, blocks = _smallest(spec, plan, layout, stages)
-        if best is not None and len(regimes.lost(best[2], case)) == len(best[2]):
-            continue  # these stages have no more
-        case, missing = regimes.nearest(case, wanted, lambda case: not _refused(*case))
+        if best is not None and len(regimes.nearest(case, best[2], _legal)[1]) == len(best[2]):
+            continue  # with these stages there is no more
+        case, missing = regimes.nearest(case, wanted, _legal)
         if best is None or len(missing) < len(best[2]):
             best = case, blocks, missing
         if not missing:
@@ -124,6 +124,10 @@ def _smallest(
 
 def _refused(spec: ModelSpec, plan: Plan) -> list[Problem]:
     return problems(spec) or techniques.check(spec, plan, _cpus(plan.layout.world))
+
+
+def _legal(case: Case) -> bool:
+    return not _refused(*case)
 
 
 @lru_cache
@@ -191,8 +195,8 @@ def _lora(lora: Lora) -> Lora:
 
 
 def _stages(spec: ModelSpec, plan: Plan, layout: Layout) -> Iterator[list[list[int]]]:
-    """The blocks of the model for which those of each stage stand: of stages from the first to the last, or with one
-    between them in the place of one of these. A stage that has more than others keeps more."""
+    """The blocks of the model for which those of each stage stand: of stages from the first to the last, with a block
+    more each, or with a stage between them in the place of one of these. One that is longer than others keeps more."""
     real, each = plan.stages(spec.num_hidden_layers), 2 if plan.remat.every > 1 else 1
     if layout.pp == 1:
         yield [_pick(spec, plan, real[0], max(BLOCKS, 2 * each))]
@@ -201,10 +205,10 @@ def _stages(spec: ModelSpec, plan: Plan, layout: Layout) -> Iterator[list[list[i
     first = [round(place * (len(real) - 1) / (count - 1)) for place in range(count)]
     others = ([*first[:place], other, *first[place + 1 :]] for place, other in product(range(count), range(len(real))))
     tried = set[tuple[object, ...]]()
-    for numbers in (first, *others):
+    for number, numbers in enumerate((first, first, *others)):
         kept = [real[number] for number in numbers]
-        fewest = min(map(len, kept))
-        stages = [_pick(spec, plan, stage, each + (len(stage) > fewest)) for stage in kept]
+        fewest, more = min(map(len, kept)), number == 1
+        stages = [_pick(spec, plan, stage, each + more + (len(stage) > fewest)) for stage in kept]
         alike = tuple(len({_kind(spec, plan, block) for block in stage}) for stage in stages), tuple(map(len, stages))
         if alike not in tried:
             tried.add(alike)
