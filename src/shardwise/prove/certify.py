@@ -3,8 +3,9 @@
 ``drift``: at the plan's own degrees and dimensions, in a fake world, what its ranks send, hold and save, against what
 the plan says. ``derivatives``: of the plan's model made small (prove/shrink.py), the plain loop's gradients against
 differences of its loss, in float64. ``parity``: the small plan and model, trained on CPU ranks in float64, against this
-plain loop in one process. ``dtypes``: the same for a step in the plan's own dtypes. ``checkpoint``: a run that is saved
-and goes on under another layout. Where one fails, the smallest layout that fails is looked for.
+plain loop in one process; and small plans of one axis (prove/further.py). ``dtypes``: the same for a step in the plan's
+own dtypes. ``checkpoint``: a run that is saved and goes on under another layout. Where one fails, the smallest layout
+that fails is looked for.
 """
 
 from __future__ import annotations
@@ -99,10 +100,10 @@ def subject_of(
     if (world := small.plan.layout.world) > most_ranks:
         why = f"{world} ranks are the fewest with this layout, and this machine has the memory for {most_ranks}"
         return Certification(spec, plan, None, Setting(), why=why)
-    found = further(spec, plan, small, most_ranks)
-    setting, words = setting_of(recipe, found.small.spec, found.small.plan.batch.seq_len)
-    others = ((one, setting_of(recipe, one.spec, one.plan.batch.seq_len)[0]) for one in found.others)
-    return Certification(spec, plan, found.small, setting, words, others=tuple(others), lost=found.lost)
+    small, more, lost = further(spec, plan, small, most_ranks)
+    setting, words = setting_of(recipe, small.spec, small.plan.batch.seq_len)
+    others = tuple((one, setting_of(recipe, one.spec, one.plan.batch.seq_len)[0]) for one in more)
+    return Certification(spec, plan, small, setting, words, others=others, lost=lost)
 
 
 def certify(

@@ -3,8 +3,7 @@ second small plan with the ranks of one axis alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from shardwise.errors import ShardwiseError
@@ -15,77 +14,45 @@ from shardwise.spec.plan import Pipeline, Plan
 
 IN_PLACE = 4
 """Up to so many ranks the small plan itself has; beyond, those of an axis are a case of their own."""
-RAISED: tuple[tuple[Axis, ...], ...] = (
-    ("tp",),
-    ("ring",),
-    ("ulysses",),
-    ("dp_shard",),
-    ("pp",),
-    ("dp_shard", "dp_replicate"),
-)
-"""The first of them has more ranks than two, or as many."""
-DEGREES = (2, 3, 4)
+AXES: tuple[Axis, ...] = ("tp", "ring", "ulysses", "dp_shard", "pp", "dp_replicate")
+"""That are raised; replicas, which are alike, are two, beside shards."""
 
 
-@dataclass(frozen=True)
-class Cases:
-    """The ``small`` plan, ``others`` that parity runs too, and of each path that none of them takes its name and
-    why."""
-
-    small: Shrunk
-    others: tuple[Shrunk, ...] = ()
-    lost: tuple[str, ...] = ()
-
-
-def further(spec: ModelSpec, plan: Plan, small: Shrunk, most_ranks: int) -> Cases:
-    """The cases that together take as many of the plan's paths as can be, each of at most so many ranks."""
-    others, missing, tried, larger = list[Shrunk](), small.lost, 0, dict[str, int]()
-    for in_place, (axes, degree) in product((True, False), product(RAISED, DEGREES)):
-        axis, layout = axes[0], small.plan.layout
-        if not missing:
-            break
-        if degree > plan.layout.degree(axis) or (len(axes) > 1 and (in_place or plan.layout.degree(axes[1]) == 1)):
+def further(
+    spec: ModelSpec, plan: Plan, small: Shrunk, most_ranks: int
+) -> tuple[Shrunk, tuple[Shrunk, ...], tuple[str, ...]]:
+    """The small plan, or one with more ranks, and others that together with it take as many of the plan's paths as can
+    be, each of at most so many ranks; and of each path that none of them takes its name and why."""
+    others, missing, tried = list[Shrunk](), small.lost, 1
+    for in_place, axis, degree in product((True, False), AXES, (2, 3, 4)):
+        few = small.plan.layout
+        fits = few.degree(axis) < degree <= IN_PLACE * few.degree(axis) / few.world or not in_place
+        if not missing or degree > plan.layout.degree(axis) or not fits:
             continue
-        if in_place and not layout.degree(axis) < degree <= IN_PLACE * layout.degree(axis) / layout.world:
-            continue
+        whole = (spec, plan) if in_place else (spec, alone(plan, axis))
         try:
-            whole = (spec, plan) if in_place else (spec, alone(plan, axes))
-            found = shrink(*whole, 2, {axis: degree}, None if in_place else missing)
+            found = shrink(
+                *whole, 2, {"dp_shard" if axis == "dp_replicate" else axis: degree}, None if in_place else missing
+            )
         except ShardwiseError:
             continue
         tried += 1
-        world, fewer = found.plan.layout.world, found.lost < missing
-        if fewer and world > most_ranks:
-            larger |= {name: min(world, larger.get(name, world)) for name in missing - found.lost}
-        elif fewer and in_place and world <= IN_PLACE:
-            small, missing = found, found.lost
-        elif fewer and not in_place:
-            others, missing = [*others, found], found.lost
-    return Cases(small, tuple(others), tuple(_words(sorted(missing), larger, most_ranks, tried)))
+        if found.lost < missing and found.plan.layout.world <= (IN_PLACE if in_place else most_ranks):
+            small, others, missing = (found, others, found.lost) if in_place else (small, [*others, found], found.lost)
+    why = f"none of {tried} small layouts that were tried, of at most {most_ranks} ranks, has it"
+    return small, tuple(others), tuple(f"what is computed where there is {name}: {why}" for name in sorted(missing))
 
 
-def _words(names: list[str], larger: dict[str, int], most_ranks: int, tried: int) -> Iterator[str]:
-    for name in names:
-        if name in larger:
-            why = f"it takes {larger[name]} ranks, and this machine has the memory for {most_ranks}"
-        else:
-            why = f"none of {tried + 1} small layouts that were tried has it"
-        yield f"what is computed where there is {name}: {why}"
-
-
-def alone(plan: Plan, axes: tuple[Axis, ...]) -> Plan:
-    """``plan`` with one rank along all other axes."""
-    layout, kind, axis = plan.layout, plan.cp_kind, axes[0]
-    if axis == "ring":
-        few, kind = Layout(cp=layout.ring), "gather" if kind == "gather" else "ring"
-    elif axis == "ulysses":
-        few, kind = Layout(cp=layout.ulysses, ulysses=layout.ulysses), "ulysses"
-    else:
-        few, kind = replace(Layout(), **{str(each): layout.degree(each) for each in axes}), "ring"  # type: ignore[arg-type]
-    staged = axis == "pp"
+def alone(plan: Plan, axis: Axis) -> Plan:
+    """``plan`` with one rank along all other axes; replicas keep their shards."""
+    layout, kind, staged = plan.layout, plan.cp_kind if axis == "ring" else "ring", axis == "pp"
+    few = {axis: layout.degree(axis)} | ({"dp_shard": layout.dp_shard} if axis == "dp_replicate" else {})
+    if axis in ("ring", "ulysses"):
+        few = {"cp": layout.degree(axis), "ulysses": layout.ulysses if axis == "ulysses" else 1}
+        kind = "ulysses" if axis == "ulysses" else "gather" if kind == "gather" else "ring"
     return replace(
         plan,
-        layout=replace(few, v_shaped=layout.v_shaped and staged, ranks_per_node=few.world),
+        layout=Layout(**few, v_shaped=layout.v_shaped and staged),
         cp_kind=kind,
         sequence_parallel=plan.sequence_parallel and axis == "tp",
         pipeline=plan.pipeline if staged else Pipeline(),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 from shardwise import methods, techniques
@@ -27,8 +28,8 @@ DEQUANTISED, UPDATED = 2**8, 2**6
 """Elements of a small weight, at a time."""
 BUCKETS = tuple(round(2 ** (half / 2)) for half in range(12, 36))
 """Bytes of a bucket, of which some are below and some above most gradients of a small model."""
-IDS = 1009
-"""A prime, of a vocabulary that weighs more than a block."""
+IDS, WIDE = 1009, ("hidden_size", "intermediate_size", "expert_size")
+"""A prime, of a vocabulary that weighs more than a block; sizes that grow together."""
 ROUNDS = 2
 """How often all sizes are looked at, one after another."""
 
@@ -81,66 +82,46 @@ def nearest(case: Case, wanted: frozenset[str], legal: Callable[[Case], bool]) -
 
 
 def _near(case: Case) -> Iterator[Case]:
-    """Cases that differ from this one in one of its sizes. A model that runs in transformers'
-    own modules has the sizes of its config."""
-    fixed = case[0].hf_model is not None
-    for knob in KNOBS:
-        yield from (other for other in knob(*case) if other != case and not (fixed and other[0] != case[0]))
+    """Cases that differ from this one in one of its sizes. A model that runs in transformers' own modules has those of
+    its config."""
+    spec, _ = case
+    for made in (_plans, _models, _both):
+        yield from (other for other in made(*case) if other != case and (spec.hf_model is None or other[0] == spec))
 
 
-def _sized(spec: ModelSpec, plan: Plan, **changes: int) -> Case:
-    """Another batch, with several chunks of the loss where there were several."""
-    several = plan.batch.loss_chunk_tokens < plan.batch.micro_batch_size * plan.row_tokens
-    batch = replace(plan.batch, **changes)
-    if not several and "loss_chunk_tokens" not in changes:
-        batch = replace(batch, loss_chunk_tokens=2 * batch.micro_batch_size * batch.seq_len)
-    return spec, replace(plan, batch=batch)
-
-
-def _batches(spec: ModelSpec, plan: Plan) -> Iterator[Case]:
+def _plans(spec: ModelSpec, plan: Plan) -> Iterator[Case]:
+    """Other batches, with several chunks of the loss where there were several, and adapters of another rank."""
     batch, multiple = plan.batch, parts_of(plan.layout.ring, plan.layout.ulysses)
-    yield from (_sized(spec, plan, loss_chunk_tokens=chunk) for chunk in (5, 3, 4))
-    for rows, longer in product((batch.micro_batch_size, 1, 3), range(4)):
-        yield _sized(spec, plan, micro_batch_size=rows, seq_len=batch.seq_len + longer * multiple)
-    for count, rows in product((1, 3, *range(batch.accumulation + 1, batch.accumulation + 4)), (1, 2)):
-        yield _sized(spec, plan, accumulation=count, micro_batch_size=rows)
-
-
-def _buckets(spec: ModelSpec, plan: Plan) -> Iterator[Case]:
-    """Of a model whose embedding may be larger than its blocks."""
-    for ids, size in product((spec.vocab_size, IDS), BUCKETS):
-        yield replace(spec, vocab_size=ids), replace(plan, shard=replace(plan.shard, bucket_bytes=size))
-
-
-def _windows(spec: ModelSpec, plan: Plan) -> Iterator[Case]:
-    if spec.sliding_window is not None:
-        for window in (2, 3, 4, 5, 6, 8, plan.batch.seq_len - 1, 2 * plan.batch.seq_len):
-            yield replace(spec, sliding_window=window), plan
-
-
-def _heads(spec: ModelSpec, plan: Plan) -> Iterator[Case]:
-    each = spec.num_attention_heads // spec.num_key_value_heads
-    for key_heads, group in product((1, 2, 3, 4), (each, 2, 3, 4)):
-        yield replace(spec, num_key_value_heads=key_heads, num_attention_heads=key_heads * group), plan
-
-
-def _others(spec: ModelSpec, plan: Plan) -> Iterator[Case]:
-    """Adapters of another rank, other experts, wider layers, and rotation that was trained on fewer tokens."""
+    several = batch.loss_chunk_tokens < batch.micro_batch_size * plan.row_tokens
+    counts, rows = (1, 3, *range(batch.accumulation + 1, batch.accumulation + 4)), batch.micro_batch_size
+    lengths = [batch.seq_len + longer * multiple for longer in range(4)]
+    tried: list[dict[str, int]] = [{"loss_chunk_tokens": chunk} for chunk in (5, 3, 4)]
+    tried += [{"micro_batch_size": few, "seq_len": length} for few, length in product((rows, 1, 3), lengths)]
+    tried += [{"accumulation": count, "micro_batch_size": few} for count, few in product(counts, (1, 2))]
+    for each in tried:
+        whole = {} if several else {"loss_chunk_tokens": 2 * each.get("micro_batch_size", rows) * lengths[-1]}
+        yield spec, replace(plan, batch=replace(batch, **(whole | each)))
     if plan.lora is not None:
         yield from ((spec, replace(plan, lora=replace(plan.lora, rank=rank))) for rank in (1, 2, 3))
-    for more in range(1, 5) if spec.experts else ():
-        yield replace(spec, experts=spec.experts + more), plan
-    yield from ((replace(spec, vocab_size=spec.vocab_size + more), plan) for more in (-1, 1, 2, 3, 4))
-    yield from ((replace(spec, hidden_size=spec.hidden_size + more), plan) for more in (1, 2, 3))
-    for times, more in product((2, 3), (1, 2, 4, 8)):
-        wide = {key: times * vars(spec)[key] for key in ("hidden_size", "intermediate_size", "expert_size")}
-        yield (
-            replace(spec, **wide),
-            replace(plan, shard=replace(plan.shard, bucket_bytes=more * plan.shard.bucket_bytes)),
-        )
+
+
+def _models(spec: ModelSpec, plan: Plan) -> Iterator[Case]:
+    """Other windows, heads, experts, ids and widths, and rotation that was trained on fewer tokens."""
+    length, group = plan.batch.seq_len, spec.num_attention_heads // spec.num_key_value_heads
+    windows = (2, 3, 4, 5, 6, 8, length - 1, 2 * length) if spec.sliding_window else ()
+    tried: list[dict[str, Any]] = [{"sliding_window": window} for window in windows]
+    heads = product((1, 2, 3, 4), (group, 2, 3, 4))
+    tried += [{"num_key_value_heads": few, "num_attention_heads": few * each} for few, each in heads]
+    tried += [{"experts": spec.experts + more} for more in range(1, 5) if spec.experts]
+    tried += [{key: vars(spec)[key] + more} for key in ("vocab_size", "hidden_size") for more in (-1, 1, 2, 3, 4)]
     if spec.rope_scaling is not None:
-        trained = replace(spec.rope_scaling, original_max_position_embeddings=plan.batch.seq_len // 3)
-        yield replace(spec, rope_scaling=trained), plan
+        tried.append({"rope_scaling": replace(spec.rope_scaling, original_max_position_embeddings=length // 3)})
+    yield from ((replace(spec, **each), plan) for each in tried)
 
 
-KNOBS = (_batches, _buckets, _windows, _heads, _others)
+def _both(spec: ModelSpec, plan: Plan) -> Iterator[Case]:
+    """Other buckets, of a model that is wider, or whose embedding is larger than its blocks, or not."""
+    sizes: list[dict[str, int]] = [{}, {"vocab_size": IDS}]
+    sizes += [{key: times * vars(spec)[key] for key in WIDE} for times in (2, 3)]
+    for each, size in product(sizes, BUCKETS):
+        yield replace(spec, **each), replace(plan, shard=replace(plan.shard, bucket_bytes=size))  # type: ignore[arg-type]

@@ -96,14 +96,15 @@ def job_of(spec: ModelSpec, plan: Plan, steps: int, setting: Setting | None = No
 
 def texts(job: Workload, number: int) -> list[Sample]:
     """Rows drawn at random. Each holds two documents, cut at another place, and another number of supervised tokens:
-    row 0 has one, the last row all."""
+    row 0 has one, the last row all, and so does a single row: one token at the start of a document sees no other, and
+    gradients of queries and keys would be rounding alone."""
     draw = torch.Generator().manual_seed(1_000 * job.seed + number)
     rows = []
     for index in range(job.rows):
         tokens = torch.randint(job.spec.vocab_size, (job.seq_len + 1,), generator=draw)
         border = int(torch.randint(1, job.seq_len, (), generator=draw))
         labels = tokens[1:].clone()
-        learnt = 1 + index * (job.seq_len - 1) // max(1, job.rows - 1)
+        learnt = 1 + index * (job.seq_len - 1) // (job.rows - 1) if job.rows > 1 else job.seq_len
         labels[torch.randperm(job.seq_len, generator=draw)[learnt:]] = IGNORE
         segments = (border, job.seq_len - border)
         positions = torch.cat([torch.arange(length) for length in segments])

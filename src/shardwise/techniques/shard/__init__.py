@@ -131,18 +131,22 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     last = Place(layout, layout.rank({"dp_shard": layout.dp_shard - 1, "cp": layout.cp - 1}))
     every = one_of_each({**parameter_shapes(spec), **trained} if plan.sharded else {})
     ends = [[prod(piece(name, shape, of, place)) for place in (Place(layout), last)] for name, shape in every.items()]
-    filled, sizes, each = list[list[str]](), dict[str, int](), BYTES[plan.precision.weights]
-    for held in () if plan.sharded or layout.size("loss") == 1 else _together(spec, plan, trained):
-        sizes |= {name: prod(piece(name, trained[name], of, last)) * each for name in held}
-        filled += buckets([(name, sizes[name]) for name in held], plan.shard.bucket_bytes)
+    bits, limit, alone = (
+        BYTES[plan.precision.weights],
+        plan.shard.bucket_bytes,
+        plan.sharded or layout.size("loss") == 1,
+    )
+    sizes = {} if alone else {name: prod(piece(name, shape, of, last)) * bits for name, shape in trained.items()}
+    each = [buckets([(name, sizes[name]) for name in held], limit) for held in _together(spec, plan, sizes)]
+    filled = [bucket for own in each for bucket in own]
     of_blocks = [{name.split(".")[1] for name in bucket if name.startswith("layers.")} for bucket in filled]
     hybrid = plan.sharded and layout.dp_replicate > 1 and plan.shard.strategy != "zero1"
     return {
         "rows that shards do not divide": any(mine < first for first, mine in ends),
         "a shard without rows of a weight": any(mine == 0 for _, mine in ends),
-        "more than one bucket": len(filled) > 1,
+        "more than one bucket": any(len(own) > 1 for own in each),
         "several gradients in a bucket": any(len(bucket) > 1 for bucket in filled),
-        "a gradient as large as a bucket": any(size >= plan.shard.bucket_bytes for size in sizes.values()),
+        "a gradient as large as a bucket": any(size >= limit for size in sizes.values()),
         "a bucket of several blocks": any(len(blocks) > 1 for blocks in of_blocks),
         "a block in several buckets": sum(map(len, of_blocks)) > len(set[str]().union(*of_blocks)),
         "a hybrid's sums of three micro-batches or more": hybrid and plan.batch.accumulation > 2,
