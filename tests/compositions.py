@@ -278,7 +278,8 @@ def paths() -> dict[str, tuple[str, int | None]]:
     who = [*regimes.stated(spec, plan)]
     others = [one for one in techniques.ORDER if "regimes" in vars(one) and one not in {each for each, _ in who}]
     who += [(one, partial(one.regimes, trained={})) for one in others]
-    return {name: (one.__name__.removeprefix("shardwise."), found.get(name)) for one, says in who for name in says(spec, plan)}
+    stated = ((one.__name__.removeprefix("shardwise."), name) for one, says in who for name in says(spec, plan))
+    return {name: (one, found.get(name)) for one, name in stated}
 
 
 STATED = """## Paths at some sizes only

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from shardwise import techniques
@@ -38,8 +38,8 @@ WIDTHS = ((20, 28), (20, 36), (64, 128), (128, 256), (256, 512))
 """Of hidden states and MLPs."""
 EXPERTS, CHOSEN = 4, 2
 """At least so many of a layer; of which a token goes to so many, unless it goes to one, or to all."""
-BLOCKS = 3
-"""Of a model that is not split, unless more kinds of block ask for more."""
+BLOCKS, STAGED = 3, 5
+"""Of a model that is not split, unless more kinds of block ask for more; and how many choices of stages are tried."""
 WINDOW, FAR, TEXT, PAIRS = 5, 8, 12, 24
 """Tokens that a sliding layer sees, or one that reaches beyond two pieces of a row; of a row of text; of a row of pairs
 of answers."""
@@ -91,7 +91,7 @@ def shrink(
     no sizes serve, PLAN025 if transformers makes no smaller model of this family."""
     layout = _layout(plan.layout, most, raised or {})
     wanted, best = regimes.held(spec, plan) if wanted is None else wanted, None
-    for stages in _stages(spec, plan, layout):
+    for stages in islice(_stages(spec, plan, layout), STAGED):
         case, blocks = _smallest(spec, plan, layout, stages)
         if best is not None and len(regimes.nearest(case, best[2], _legal)[1]) == len(best[2]):
             continue  # with these stages there is no more
