@@ -116,11 +116,6 @@ STATED: dict[str, tuple[ModelSpec, Plan, bool]] = {
     "a shard without rows of a weight": (MOE, Plan(Layout(dp_shard=256), shard=Shard("zero3")), True),
     "a gradient as large as a bucket": (LLAMA, Plan(Layout(dp_replicate=2)), True),
     "a bucket of several blocks": (load_spec("SmolLM2-135M"), Plan(Layout(dp_replicate=2)), True),
-    "a hybrid's sums of three micro-batches or more": (
-        LLAMA,
-        Plan(Layout(dp_replicate=2, dp_shard=2), Batch(1, 3, 4096), Shard("zero1")),
-        False,
-    ),
     "ranks with the same experts": (MOE, Plan(Layout(dp_shard=16, ep=8), shard=Shard("zero3")), True),
     "blocks that are not computed again": (LLAMA, Plan(remat=Remat("full", 2)), True),
     "blocks before the first trained weight": (LLAMA, Plan(frozen=("embed.*", "layers.0.*")), True),

@@ -14,8 +14,8 @@ from shardwise.spec.plan import Pipeline, Plan
 
 IN_PLACE = 4
 """Up to so many ranks the small plan itself has; beyond, those of an axis are a case of their own."""
-AXES: tuple[Axis, ...] = ("tp", "ring", "ulysses", "dp_shard", "pp", "dp_replicate")
-"""That are raised; replicas, which are alike, are two, beside shards."""
+AXES: tuple[Axis, ...] = ("tp", "ring", "ulysses", "dp_shard", "pp")
+"""That are raised; replicas are alike."""
 
 
 def further(
@@ -31,9 +31,7 @@ def further(
             continue
         whole = (spec, plan) if in_place else (spec, alone(plan, axis))
         try:
-            found = shrink(
-                *whole, 2, {"dp_shard" if axis == "dp_replicate" else axis: degree}, None if in_place else missing
-            )
+            found = shrink(*whole, 2, {axis: degree}, None if in_place else missing)
         except ShardwiseError:
             continue
         tried += 1
@@ -44,9 +42,9 @@ def further(
 
 
 def alone(plan: Plan, axis: Axis) -> Plan:
-    """``plan`` with one rank along all other axes; replicas keep their shards."""
+    """``plan`` with one rank along all other axes."""
     layout, kind, staged = plan.layout, plan.cp_kind if axis == "ring" else "ring", axis == "pp"
-    few = {axis: layout.degree(axis)} | ({"dp_shard": layout.dp_shard} if axis == "dp_replicate" else {})
+    few = {axis: layout.degree(axis)}
     if axis in ("ring", "ulysses"):
         few = {"cp": layout.degree(axis), "ulysses": layout.ulysses if axis == "ulysses" else 1}
         kind = "ulysses" if axis == "ulysses" else "gather" if kind == "gather" else "ring"

@@ -125,8 +125,7 @@ def _cut_over_ranks(unit: Unit, *, spread: bool) -> Unit:
 
 
 def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
-    """What does not divide into slices; how gradients of replicas fill buckets; and, of a hybrid, sums of slices to
-    which others are added before replicas add theirs."""
+    """What does not divide into slices, and how gradients of replicas fill buckets."""
     layout, of = plan.layout, (division(spec, plan), plan)
     last = Place(layout, layout.rank({"dp_shard": layout.dp_shard - 1, "cp": layout.cp - 1}))
     every = one_of_each({**parameter_shapes(spec), **trained} if plan.sharded else {})
@@ -140,7 +139,6 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     each = [buckets([(name, sizes[name]) for name in held], limit) for held in _together(spec, plan, sizes)]
     filled = [bucket for own in each for bucket in own]
     of_blocks = [{name.split(".")[1] for name in bucket if name.startswith("layers.")} for bucket in filled]
-    hybrid = plan.sharded and layout.dp_replicate > 1 and plan.shard.strategy != "zero1"
     return {
         "rows that shards do not divide": any(mine < first for first, mine in ends),
         "a shard without rows of a weight": any(mine == 0 for _, mine in ends),
@@ -149,7 +147,6 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
         "a gradient as large as a bucket": any(size >= limit for size in sizes.values()),
         "a bucket of several blocks": any(len(blocks) > 1 for blocks in of_blocks),
         "a block in several buckets": sum(map(len, of_blocks)) > len(set[str]().union(*of_blocks)),
-        "a hybrid's sums of three micro-batches or more": hybrid and plan.batch.accumulation > 2,
     }
 
 
