@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, product
 from typing import Any
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec, flat, with_fields
+from shardwise.prove import regimes
 from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.plan import Lora, Plan, Precision, Remat
+from shardwise.spec.plan import Lora, Optim, Plan, Precision, Remat
 from shardwise.techniques.pp.actions import SCHEDULES
 from tests.drift import test_compile, test_drift, test_hf_models, test_lora, test_pp, test_tp
 from tests.models.hf_models import spec_of
@@ -24,6 +25,7 @@ from tests.parity import test_lora as parity_lora
 from tests.parity import test_tp_compile as parity_compile
 from tests.prove import test_certify
 from tests.prove.pairs import COMPILED, ROWS, Row, with_all
+from tests.prove.planted_sizes import FAULTS
 
 BF16 = Precision("bf16")
 Holds = Callable[[ModelSpec, Plan], bool]
@@ -263,6 +265,31 @@ def pairs() -> dict[tuple[str, str], Pair]:
     return {both: Pair(*found.get(both, (None, None)), tuple(dict.fromkeys(refused(*both)))) for both in every}
 
 
+@cache
+def paths() -> dict[str, tuple[str, int | None]]:
+    """Every path that code takes at some sizes only: who states it, and the first source whose rows take it."""
+    spec, plan = with_all("experts", "4 bits")
+    plan = replace(plan, optim=Optim("lion"))
+    found: dict[str, int] = {}
+    for place, source in enumerate(sources()):
+        for row in () if source.drift else source.rows:
+            for name in regimes.held(*row):
+                found.setdefault(name, place)
+    who = [*regimes.stated(spec, plan)]
+    others = [one for one in techniques.ORDER if "regimes" in vars(one) and one not in {each for each, _ in who}]
+    who += [(one, partial(one.regimes, trained={})) for one in others]
+    stated = ((one.__name__.removeprefix("shardwise."), name) for one, says in who for name in says(spec, plan))
+    return {name: (one, found.get(name)) for one, name in stated}
+
+
+STATED = """## Paths at some sizes only
+
+Code takes another path where heads are fewer than ranks, where something does not divide, where a tensor is larger than
+a bucket. Each technique states those of its own code (`regimes` in its file), asking the functions that run, and
+[`shardwise prove`](prove.md) looks for small sizes that take them too, or says which it could not keep. **Rows**: tests
+of numbers whose own rows take the path. **Fault**: one that shows on this path alone is planted, and a certificate sees
+it (`tests/prove/test_regimes.py`).
+"""
 ONE = "## Of these a plan has one, or none"
 HEAD = """# What has been proved together
 
@@ -301,7 +328,15 @@ def page() -> str:
     words = [f"* **{name}**: {meaning}" for name, meaning in MEANING.items()]
     notes = [f"{number}. `{sources()[place].file}`" for place, number in used.items()]
     one = [f"* {', '.join(group)}" for group in EXCLUSIVE]
-    return "\n".join([HEAD, heads, *rows, "", "## Tests", "", *notes, "", "## Words", "", *words, "", ONE, "", *one])
+    faults = {fault.regime: name for name, fault in FAULTS.items()}
+    taken = [
+        f"| {name} | {who} | {'' if place is None else f'`{sources()[place].file}`'} | {faults.get(name, '')} |"
+        for name, (who, place) in paths().items()
+    ]
+    stated = ["", STATED, "| where there is | stated by | rows | fault |\n|---|---|---|---|", *taken]
+    return "\n".join(
+        [HEAD, heads, *rows, "", "## Tests", "", *notes, "", "## Words", "", *words, *stated, "", ONE, "", *one]
+    )
 
 
 if __name__ == "__main__":

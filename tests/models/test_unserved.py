@@ -95,7 +95,7 @@ def test_another_size_is_no_misspelling() -> None:
 
 
 def test_all_that_a_model_lacks_is_named_with_the_memory_that_it_needs_anyway() -> None:
-    """Of the size of DeepSeek-V3: 671 B parameters of 16 bytes. Of a name that says nothing of its size, nothing is said."""
+    """As large as DeepSeek-V3: 671 B parameters of 16 bytes. A name that says nothing of its size tells no memory."""
     latent = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     config = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280}
     config |= {"intermediate_size": 18432, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "v_head_dim": 128}

@@ -82,7 +82,7 @@ NEEDS = {
     "what two stages of a rank send is swapped": ("pp 2", "schedule interleaved"),
     "the norm is of one stage": ("pp 2",),
     **dict.fromkeys(test_cp_faults.FAULTS, ("cp 2",)),
-    "keys are those of the step before": ("cp 2", "ring"),
+    "keys are those of the step before": ("cp 3", "ring"),
     "gradients of experts are summed over the ranks of all tokens": ("ep 2",),
     "E14: gradients of experts are not summed over replicas": ("ep 2", "dp_replicate 2", "zero3"),
     "E1: gradients of experts are means": ("ep 2", "zero3"),

@@ -24,6 +24,7 @@ from tests.parity.test_offload import FAULTS as OFFLOAD_FAULTS
 from tests.parity.test_pp_faults import FAULTS as PP_FAULTS
 from tests.parity.test_tp_faults import FAULTS as TP_FAULTS
 from tests.prove.planted import DRIFT, RESUME, Fault
+from tests.prove.planted_sizes import FAULTS as SIZE_FAULTS
 from tests.prove.test_slopes import FAULTS as BACKWARD_FAULTS
 from tests.runtime.small_run import directory, numbers, recipe, train_here, weights_hash
 
@@ -105,7 +106,7 @@ def test_the_list_in_the_docs_is_complete() -> None:
         "drift": DRIFT,
         "derivatives": BACKWARD_FAULTS,
         "parity": {**FAULTS, **TP_FAULTS, **PP_FAULTS, **CP_FAULTS, **EP_FAULTS, **EXPERT_FAULTS, **CAPACITY_FAULTS}
-        | OFFLOAD_FAULTS,
+        | {**OFFLOAD_FAULTS, **SIZE_FAULTS},
         "kills": RESUME,
     }
     assert listed == {(name, proof) for proof, faults in proofs.items() for name in faults}

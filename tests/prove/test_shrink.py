@@ -136,10 +136,11 @@ def test_of_groups_of_experts_as_few_are_kept(groups: int, kept: int, left: tupl
     assert few.experts_per_token * left[0] <= few.num_experts * left[1]
 
 
-@pytest.mark.parametrize(("chosen", "left"), [(1, 1), (2, 2), (8, 2), (128, 4)])
-def test_a_token_goes_to_one_some_or_all_experts(chosen: int, left: int) -> None:
+@pytest.mark.parametrize(("chosen", "left", "of"), [(1, 1, 4), (2, 2, 6), (8, 2, 6), (128, 4, 4)])
+def test_a_token_goes_to_one_some_or_all_experts(chosen: int, left: int, of: int) -> None:
+    """Of as many as it takes for one that no token chooses."""
     few = shrink(with_fields(MOE, experts_per_token=chosen), Plan(Layout(dp_shard=8, ep=8), Batch(), Shard("zero3")))
-    assert (few.spec.experts.num_experts, few.spec.experts.experts_per_token) == (4, left)
+    assert (few.spec.experts.num_experts, few.spec.experts.experts_per_token) == (of, left)
 
 
 @pytest.mark.parametrize(("window", "cuts"), [(512, True), (8192, False)])

@@ -71,6 +71,9 @@ def check(spec: ModelSpec, plan: PlanWithNarrow, cluster: Cluster) -> list[Probl
     return []
 
 
+NO_REGIMES = "a weight's dtype does not depend on its size"
+
+
 def traced(made: Traced, spec: ModelSpec, plan: PlanWithNarrow, place: Place) -> Traced:
     """Where nothing is gathered, a layer casts the weight that it is given."""
     return made if plan.sharded else made.applied(narrow=True)

@@ -139,6 +139,7 @@ def test_a_technique_is_three_functions_and_those_that_it_needs() -> None:
         "check": ["spec", "plan", "cluster"],
     }
     optional = {
+        "regimes": ["spec", "plan", "trained"],
         "traced": ["made", "spec", "plan", "place"],
         "cost": ["sheet", "plan"],
         "apply": ["parts", "plan", "meshes"],

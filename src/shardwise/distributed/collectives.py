@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardwise.models.layers import returned
+from shardwise.spec.layout import missing
 
 Group = dist.ProcessGroup
 all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
@@ -99,8 +100,8 @@ def stacked(part: Tensor, group: Group) -> Tensor:
 def scattered(partial: Tensor, group: Group) -> Tensor:
     """This rank's share [ceil(n/ranks),d] of the tokens of ``partial`` [..,d], summed over the ranks."""
     flat, ranks = partial.flatten(0, -2), dist.get_world_size(group)
-    if missing := -flat.shape[0] % ranks:
-        flat = pad(flat, (0, 0, 0, missing))
+    if more := missing(flat.shape[0], ranks):
+        flat = pad(flat, (0, 0, 0, more))
     share = flat.new_empty(flat.shape[0] // ranks, flat.shape[1])
     reduce_scatter(share, flat.contiguous(), group=group)
     return share

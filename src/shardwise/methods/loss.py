@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise import methods
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed import vocabulary
 from shardwise.distributed.vocabulary import Rows
@@ -254,8 +255,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight and not single else None
         total = hidden.new_zeros((), dtype=wide)
         sums = hidden.new_zeros(len(head.figures), dtype=torch.float64)
-        for start in range(0, hidden.shape[0], chunk_tokens):
-            tokens = slice(start, start + chunk_tokens)
+        for tokens in methods.chunks(hidden.shape[0], chunk_tokens):
             chosen = None if factors is None else factors[tokens]
             told, wide_grad_logits = _chunk(hidden[tokens], cast, labels[tokens], chosen, head, rows)
             total += told[0].sum() if chosen is None else told[0] @ chosen
@@ -325,8 +325,8 @@ def token_losses(hidden: Tensor, head: Output, labels: Tensor, chunk_tokens: int
             return _own_statistics(h, cast, y, capped, ((), rows))[1]
         return _of_whole_rows(h, cast, y, capped)[1][0]
 
-    chunks = zip(hidden.flatten(0, -2).split(chunk_tokens), labels.flatten().split(chunk_tokens), strict=True)
-    each = torch.cat([found(h, y) for h, y in chunks], -1)
+    parts = zip(hidden.flatten(0, -2).split(chunk_tokens), labels.flatten().split(chunk_tokens), strict=True)
+    each = torch.cat([found(h, y) for h, y in parts], -1)
     if rows is not None:  # the ranks' statistics of all tokens together
         each = _join(rows.stacked(each), labels.flatten(), rows.rank)[0][0]
     return each.view_as(labels)

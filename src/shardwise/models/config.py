@@ -15,7 +15,7 @@ from shardwise.models.families import ACTIVATIONS, FAMILIES, activation, family_
 from shardwise.models.family import FULL, SLIDING, Fields
 from shardwise.models.hf_spec import HFModel
 from shardwise.models.kinds import AttentionSpec, ExpertSpec, LatentSpec, PositionSpec
-from shardwise.models.mixers import mixer_of
+from shardwise.models.mixers import mixer_of, mixers_of
 from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.models.rope import RopeScaling, number, unsupported
 from shardwise.spec.complaints import show_value
@@ -249,7 +249,8 @@ def problems(spec: ModelSpec) -> list[Problem]:
     elif spec.rotary_dim < 2 or spec.rotary_dim % 2:
         what = f"partial_rotary_factor {positions.partial_rotary_factor} rotates {spec.rotary_dim}, not an even number"
         refuse(what, "partial_rotary_factor: 1.0")
-    for what, fix in expert_problems(experts):
+    of_mixers = [each for mixer in mixers_of(spec) for each in mixer.wrong(spec)]
+    for what, fix in (*of_mixers, *expert_problems(experts)):
         refuse(what, fix)
     if attention.sliding_window is not None and attention.sliding_window < 1:
         refuse(f"sliding_window is {attention.sliding_window}", "sliding_window: 1 or more, or null")

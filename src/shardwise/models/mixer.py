@@ -28,7 +28,8 @@ class Mixer:
     whose inputs are; and that every rank has, to use with its own heads. Without any the mixer cannot be shared so.
     rotated: whether it uses the tables of rotation. sequence: whether the seam ``inner(q, k, v, mask)`` is all in which
     its tokens meet, so that context parallelism can take its place. scores: how many numbers a token multiplies for
-    each position that it sees. small: its own fields in a proof's small model of these sizes (prove/shrink.py).
+    each position that it sees. wrong: what it cannot be made of, and what to write instead. small: its own fields in a
+    proof's small model of these sizes (prove/shrink.py).
 
     template: the fields of a spec that change its program, in the numbers of a template (planner/variants.py), and
     ``symbols`` those that it uses besides d, f, K, G, e and p, with the model's own ``sizes``; ``ones`` are always 1,
@@ -47,6 +48,7 @@ class Mixer:
     sequence: bool = False
     scores: Callable[[ModelSpec], int] = lambda spec: 0
     template: Callable[[ModelSpec, Numbers], dict[str, Any]] = lambda spec, numbers: {}
+    wrong: Callable[[ModelSpec], list[tuple[str, str]]] = lambda spec: []
     small: Callable[[ModelSpec, Numbers], dict[str, Any]] = lambda spec, sizes: {}
     symbols: str = ""
     sizes: Callable[[ModelSpec], Numbers] = lambda spec: {}

@@ -81,6 +81,20 @@ def _latent_template(spec: ModelSpec, numbers: Numbers) -> dict[str, Any]:
     }
 
 
+def _latent_wrong(spec: ModelSpec) -> list[tuple[str, str]]:
+    own, kind = spec.attention, spec.latent
+    found = []
+    if min(kind.kv_lora_rank, kind.q_lora_rank or 1, kind.qk_nope_head_dim, kind.v_head_dim) < 1:
+        found.append((f"latent attention of {kind}", "ranks and head dims of 1 or more"))
+    if own.num_key_value_heads != own.num_attention_heads:
+        what = f"{own.num_key_value_heads} key-value heads of {own.num_attention_heads}, which latents make one by one"
+        found.append((what, f"num_key_value_heads: {own.num_attention_heads}"))
+    if kind.v_head_dim > own.head_dim:
+        what = f"values of {kind.v_head_dim} are wider than heads of {own.head_dim}"
+        found.append((what, f"v_head_dim: at most {own.head_dim}"))
+    return found
+
+
 def _latent_small(spec: ModelSpec, sizes: Numbers) -> dict[str, Any]:
     """Half a head is rotated; values stay narrower than keys where they are."""
     head_dim, kind, latent = sizes["head_dim"], spec.latent, sizes["hidden_size"] // 2
@@ -117,6 +131,7 @@ LATENT = Mixer(
     sequence=True,
     scores=lambda spec: spec.attention.num_attention_heads * (spec.attention.head_dim + spec.latent.v_head_dim),
     template=_latent_template,
+    wrong=_latent_wrong,
     small=_latent_small,
     symbols="alv",
     sizes=lambda spec: {

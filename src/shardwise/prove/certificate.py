@@ -70,7 +70,7 @@ class Certificate:
                 found.append(f"derivatives along {missed} of {of}: the loss is not smooth in any direction tried")
         if self.facts.effort == "quick" and small is not None:
             found.append("a step in the plan's own dtypes (left out by --quick)")
-        return [*found, *(small.unseen if small else ()), ALWAYS_UNSEEN]
+        return [*found, *self.subject.lost, *(small.unseen if small else ()), ALWAYS_UNSEEN]
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for a program. ``sha256`` is of all the rest."""
@@ -144,6 +144,9 @@ class Certificate:
         blocks = ", ".join(map(str, small.blocks))
         lines = ["For all proofs but drift:", "", *(f"* {line}" for line in small.changed)]
         lines += [f"* the small model's {len(small.blocks)} blocks stand for the model's blocks {blocks}"]
+        for one, _ in self.subject.others:
+            axes = ", ".join(f"{axis} {ranks}" for axis, ranks in one.plan.layout.axes())
+            lines.append(f"* beside it, for parity, {axes} alone: {'; '.join(one.changed)}")
         return "\n".join([*lines, f"* rows: {self.subject.rows}"])
 
     def failures(self) -> list[str]:

@@ -3,9 +3,10 @@
 ``drift``: at the plan's own degrees and dimensions, in a fake world, what its ranks send, hold and save, against what
 the plan says. ``derivatives``: of the plan's model made small (prove/shrink.py), the plain loop's gradients against
 differences of its loss, in float64. ``parity``: the small plan and model, trained on CPU ranks in float64, against this
-plain loop in one process. ``documents``: what one of them is trained to, with other tokens in the others of its row.
-``dtypes``: the same as parity for a step in the plan's own dtypes. ``checkpoint``: a run that is saved and goes on
-under another layout. Where one fails, the smallest layout that fails is looked for.
+plain loop in one process; and small plans of one axis (prove/further.py). ``documents``: what one of them is trained
+to, with other tokens in the others of its row. ``dtypes``: the same as parity for a step in the plan's own dtypes.
+``checkpoint``: a run that is saved and goes on under another layout. Where one fails, the smallest layout that fails is
+looked for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Literal
 
@@ -21,6 +23,7 @@ from shardwise.errors import ShardwiseError, first_line
 from shardwise.models.config import ModelSpec
 from shardwise.prove import documents, moves, parity, slopes
 from shardwise.prove.drift import drift
+from shardwise.prove.further import further
 from shardwise.prove.moves import SavedRun
 from shardwise.prove.parity import COMPARED, TOLERANCE
 from shardwise.prove.pool import RankFailure, Ranks
@@ -59,7 +62,8 @@ class Check:
 @dataclass(frozen=True)
 class Certification:
     """What is to be proved. ``small``: None where nothing small enough has all that the plan does; ``why`` says so.
-    ``rows``: those of the small one, in words."""
+    ``rows``: those of the small one, in words. ``others``: small plans of one axis, whose parity shows what the small
+    one lacks for want of ranks; ``lost``: what no such plan shows, and why."""
 
     spec: ModelSpec
     plan: Plan
@@ -67,11 +71,14 @@ class Certification:
     setting: Setting
     rows: str = ""
     why: str = ""
+    others: tuple[tuple[Shrunk, Setting], ...] = ()
+    lost: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
         """How many CPU ranks its proofs take: those of the small plan, and of the layout that it is compared with."""
-        return 2 if self.small is None else max(2, self.small.plan.layout.world)
+        layouts = [small.plan.layout for small, _ in self.others] + ([self.small.plan.layout] if self.small else [])
+        return max([2, *(layout.world for layout in layouts)])
 
     def cases(self, effort: Effort) -> list[tuple[str, int]]:
         """The proofs to be run, in their order, with the rank whose drift is looked at."""
@@ -95,7 +102,10 @@ def subject_of(
     if (world := small.plan.layout.world) > most_ranks:
         why = f"{world} ranks are the fewest with this layout, and this machine has the memory for {most_ranks}"
         return Certification(spec, plan, None, Setting(), why=why)
-    return Certification(spec, plan, small, *setting_of(recipe, small.spec, small.plan.batch.seq_len))
+    small, more, lost = further(spec, plan, small, most_ranks)
+    setting, words = setting_of(recipe, small.spec, small.plan.batch.seq_len)
+    others = tuple((one, setting_of(recipe, one.spec, one.plan.batch.seq_len)[0]) for one in more)
+    return Certification(spec, plan, small, setting, words, others=others, lost=lost)
 
 
 def certify(
@@ -142,8 +152,11 @@ def run(subject: Certification, proof: str, rank: int, ranks: Ranks) -> Check:
             problems = _drift(subject.spec, subject.plan, rank, figures)
         else:
             assert subject.small is not None
-            found = PROOFS[proof](subject.small, subject.setting, ranks, figures)
-            problems = [_named(subject.small, line) for line in found]
+            problems = []
+            for small, setting in ((subject.small, subject.setting), *(subject.others if proof == "parity" else ())):
+                own = dict[str, float]()
+                problems += [_named(small, line) for line in PROOFS[proof](small, setting, ranks, own)]
+                figures |= {name: max(value, figures.get(name, 0.0)) for name, value in own.items()}
         raised = False
     except RankFailure as error:
         problems = [f"rank {each}: {_cause(text)}" for each, text in error.reports.items()]
@@ -173,7 +186,9 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
     if proof == "derivatives":
         return "float64, one CPU rank, a random direction of each trained weight and of hidden states at each block"
     if proof == "parity":
-        return f"float64, {those}, {STEPS} steps of {subject.plan.optim.spec.title} and one of SGD"
+        axes = (" x ".join(f"{axis} {ranks}" for axis, ranks in one.plan.layout.axes()) for one, _ in subject.others)
+        alone = "".join(f", and {words} alone" for words in axes)
+        return f"float64, {those}{alone}, {STEPS} steps of {subject.plan.optim.spec.title} and one of SGD"
     if proof == "documents":
         return f"float64, {those}, one document of each row, with other tokens in the others"
     if proof == "dtypes":
@@ -297,9 +312,9 @@ def _started(small: Shrunk, proof: str) -> Plan:
 def smallest_failing(subject: Certification, failed: Check, ranks: Ranks) -> Smallest | None:
     """What is left of a case that fails, with everything switched off without which it still does: of the small one, or
     of drift that shows only at the plan's own size, of that, if a rank of it takes seconds. None where neither is."""
-    small, setting, drifts = subject.small, subject.setting, failed.proof == "drift"
+    small, drifts = subject.small, failed.proof == "drift"
 
-    def outcome(spec: ModelSpec, plan: Plan) -> Outcome:
+    def outcome(setting: Setting, spec: ModelSpec, plan: Plan) -> Outcome:
         try:
             if drifts:
                 looked = places(plan.layout, "quick" if spec is subject.spec else "normal")
@@ -310,7 +325,10 @@ def smallest_failing(subject: Certification, failed: Check, ranks: Ranks) -> Sma
             return "fails" if failed.raised else "fails otherwise"
         return "passes" if not found else "fails otherwise" if failed.raised else "fails"
 
-    cases = [(small.spec, _started(small, failed.proof))] if small else []
+    cases = [(subject.setting, small.spec, _started(small, failed.proof))] if small else []
+    if failed.proof == "parity":
+        cases += [(setting, one.spec, one.plan) for one, setting in subject.others]
     if drifts and failed.seconds < SOON_S:
-        cases.append((subject.spec, replace(subject.plan, compile=False, attention="auto")))
-    return next((smallest(*case, outcome) for case in cases if outcome(*case) == "fails"), None)
+        cases.append((subject.setting, subject.spec, replace(subject.plan, compile=False, attention="auto")))
+    of = ((partial(outcome, setting), case) for setting, *case in cases)
+    return next((smallest(*case, told) for told, case in of if told(*case) == "fails"), None)  # type: ignore[arg-type,call-arg]

@@ -35,6 +35,7 @@ from shardwise.models.roles import is_adapter, is_counted, is_stacked
 from shardwise.prove.apart import Worst, apart, differences, directions, farthest, worst
 from shardwise.prove.balance import plain_balance
 from shardwise.prove.pool import Ranks
+from shardwise.prove.regimes import scaled
 from shardwise.prove.workload import MAX_STEPS, OPTIM, STEPS, Setting, Workload, job_of
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
@@ -182,6 +183,13 @@ def take_steps(
     rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.device = CPU, setting: Setting | None = None
 ) -> Trace:
     """One training under ``plan`` in the default process group, on ``device``; the trace is on the CPU."""
+    with scaled():
+        return _take_steps(rank, spec, plan, steps, device, setting)
+
+
+def _take_steps(
+    rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.device, setting: Setting | None
+) -> Trace:
     job = job_of(spec, plan, steps, setting)
     recipe = Recipe(optim=OPTIM, run=Run(seed=job.seed))
     groups = meshes(plan.layout, device.type)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import lru_cache
+from itertools import islice, product
 from typing import Any
 
 from shardwise import techniques
@@ -20,7 +21,10 @@ from shardwise.errors import ConfigError, Problem, first_line
 from shardwise.models.config import ModelSpec, flat, layer_kinds, parameter_shapes, problems, with_fields
 from shardwise.models.load import read_spec
 from shardwise.models.mixers import mixers_of
-from shardwise.spec.cluster import parse_cluster
+from shardwise.prove import regimes
+from shardwise.prove.regimes import Case
+from shardwise.prove.small_layout import Raised, small_layout
+from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import MESH, Axis, Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
 from shardwise.spec.rows import parts_of
@@ -32,12 +36,12 @@ AXES: tuple[Axis, ...] = (*MESH, "ep")
 VOCABULARY = 67
 """A prime: no number of ranks divides it."""
 HEAD_DIMS = (8, 16, 32, 64)
-WIDTHS = ((20, 28), (64, 128), (128, 256), (256, 512))
+WIDTHS = ((20, 28), (20, 36), (64, 128), (128, 256), (256, 512))
 """Of hidden states and MLPs."""
 EXPERTS, CHOSEN = 4, 2
 """At least so many of a layer; of which a token goes to so many, unless it goes to one, or to all."""
-BLOCKS = 3
-"""Of a model that is not split, unless more kinds of block ask for more."""
+BLOCKS, STAGED = 3, 5
+"""Of a model that is not split, unless more kinds of block ask for more; and how many choices of stages are tried."""
 WINDOW, FAR, TEXT, PAIRS = 5, 8, 12, 24
 """Tokens that a sliding layer sees, or one that reaches beyond two pieces of a row; of a row of text; of a row of pairs
 of answers."""
@@ -66,7 +70,7 @@ EXACT = Precision("fp64", "fp64", "fp64")
 class Shrunk:
     """``plan`` computes in float64, ``own`` is the same in the dtypes of the plan itself. ``blocks``: for each block
     the one of the model for which it stands. ``changed``: what is smaller, in words. ``unseen``: what a proof of it
-    therefore does not show."""
+    therefore does not show. ``lost``: the paths of code (prove/regimes.py) that were to be kept and are not."""
 
     spec: ModelSpec
     plan: Plan
@@ -74,50 +78,59 @@ class Shrunk:
     blocks: tuple[int, ...]
     changed: tuple[str, ...]
     unseen: tuple[str, ...]
+    lost: frozenset[str] = frozenset()
 
 
-def shrink(spec: ModelSpec, plan: Plan, most: int = 2) -> Shrunk:
-    """The smallest that has all that ``plan`` does with ``spec``, with at most so many ranks along an axis. Raises
-    ConfigError where no sizes serve, PLAN025 if transformers makes no smaller model of this family."""
-    layout = _layout(plan.layout, most)
-    stages = _stages(spec, plan, layout)
-    blocks = tuple(block for stage in stages for block in stage)
+def shrink(
+    spec: ModelSpec, plan: Plan, most: int = 2, raised: Raised | None = None, wanted: frozenset[str] | None = None
+) -> Shrunk:
+    """The smallest that has all that ``plan`` does with ``spec``, with at most so many ranks along an axis, and takes
+    the ``wanted`` paths, or as many of them as sizes near it do; None: all that the plan does. Raises ConfigError where
+    no sizes serve, PLAN025 if transformers makes no smaller model of this family."""
+    layout = small_layout(plan.layout, most, raised or {})
+    wanted, best = regimes.held(spec, plan) if wanted is None else wanted, None
+    for stages in islice(_stages(spec, plan, layout), STAGED):
+        case, blocks = _smallest(spec, plan, layout, stages)
+        if best is not None and len(regimes.nearest(case, best[2], _legal)[1]) == len(best[2]):
+            continue  # with these stages there is no more
+        case, missing = regimes.nearest(case, wanted, _legal)
+        if best is None or len(missing) < len(best[2]):
+            best = case, blocks, missing
+        if not missing:
+            break
+    assert best is not None
+    (fewer, tried), blocks, missing = best
+    own = _in_own_dtypes(plan, blocks, fewer, tried)
+    told = tuple(_changed(spec, plan, fewer, tried)), tuple(_unseen(plan, most))
+    return Shrunk(fewer, tried, own, blocks, *told, missing)
+
+
+def _smallest(
+    spec: ModelSpec, plan: Plan, layout: Layout, stages: Sequence[Sequence[int]]
+) -> tuple[Case, tuple[int, ...]]:
+    """The smallest legal case with these blocks of the model, and these."""
+    blocks, refused = tuple(block for stage in stages for block in stage), None
     small = _plan(plan, layout, tuple(map(len, stages)) if layout.pp > 1 else ())
     fraction = max(plan.offload.optimizer_fraction, 1 / len(blocks))  # a block, at least
     small = replace(small, offload=replace(small.offload, optimizer_fraction=fraction))
-    cluster, refused = parse_cluster(f"{layout.world}xCPU"), None
     for fewer in _specs(spec, plan, blocks, small):
         tried = replace(small, frozen=_frozen(spec, plan, blocks, fewer))
-        refused = [*problems(fewer), *techniques.check(fewer, tried, cluster)]
-        if not refused:
-            own = _in_own_dtypes(plan, blocks, fewer, tried)
-            told = tuple(_changed(spec, plan, fewer, tried)), tuple(_unseen(plan, most))
-            return Shrunk(fewer, tried, own, blocks, *told)
+        if not (refused := _refused(fewer, tried)):
+            return (fewer, tried), blocks
     raise ConfigError(*(refused or ()))
 
 
-def _layout(layout: Layout, most: int) -> Layout:
-    degrees = {axis: min(most, layout.degree(axis)) for axis in MESH}
-    exchanging = min(most, layout.ulysses)
-    few = Layout(**degrees, ep=min(most, layout.ep), v_shaped=layout.v_shaped, ulysses=exchanging)
-    few = replace(few, cp=min(2, layout.ring) * exchanging) if 1 < layout.ulysses < layout.cp else few
-    few = _shared(few, layout) if layout.ep > 1 else few
-    return replace(few, ranks_per_node=few.world)
+def _refused(spec: ModelSpec, plan: Plan) -> list[Problem]:
+    return problems(spec) or techniques.check(spec, plan, _cpus(plan.layout.world))
 
 
-def _shared(few: Layout, layout: Layout) -> Layout:
-    """``few`` with ranks of a replica that have the same experts where ``layout`` has such, else with none: of fewer
-    ranks all may be one group of ``ep``, or several."""
-    ranks, same = few.fsdp * few.tp, layout.degree("expert_fsdp") > 1
-    if not same:
-        return replace(few, ep=ranks)
-    if ranks > few.ep:
-        return few
-    if few.dp_shard > 1:
-        return replace(few, dp_shard=2 * few.dp_shard)
-    if few.tp > 1:
-        return replace(few, tp=2 * few.tp)
-    return replace(few, cp=2 * few.cp, ulysses=few.ulysses * (2 if few.ring == 1 else 1))
+def _legal(case: Case) -> bool:
+    return not _refused(*case)
+
+
+@lru_cache
+def _cpus(ranks: int) -> Cluster:
+    return parse_cluster(f"{ranks}xCPU")
 
 
 def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
@@ -153,30 +166,45 @@ def _lora(lora: Lora) -> Lora:
     return replace(lora, frozen="fp64", dropout=0.0, rank=rank, alpha=alpha)
 
 
-def _stages(spec: ModelSpec, plan: Plan, layout: Layout) -> list[list[int]]:
-    """The blocks of the model for which those of each stage stand. A stage that has more than others keeps more."""
+def _stages(spec: ModelSpec, plan: Plan, layout: Layout) -> Iterator[list[list[int]]]:
+    """The blocks of the model for which those of each stage stand: of stages from the first to the last, with a block
+    more each, or with a stage between them in the place of one of these. One that is longer than others keeps more."""
     real, each = plan.stages(spec.num_hidden_layers), 2 if plan.remat.every > 1 else 1
     if layout.pp == 1:
-        return [_pick(spec, plan, real[0], max(BLOCKS, 2 * each))]
+        yield [_pick(spec, plan, real[0], max(BLOCKS, 2 * each))]
+        return
     count = layout.pp * min(2, plan.pipeline.stages_per_rank)
-    kept = [real[round(place * (len(real) - 1) / (count - 1))] for place in range(count)]
-    fewest = min(map(len, kept))
-    return [_pick(spec, plan, stage, each + (len(stage) > fewest)) for stage in kept]
+    first = [round(place * (len(real) - 1) / (count - 1)) for place in range(count)]
+    others = ([*first[:place], other, *first[place + 1 :]] for place, other in product(range(count), range(len(real))))
+    tried = set[tuple[object, ...]]()
+    for number, numbers in enumerate((first, first, *others)):
+        kept = [real[number] for number in numbers]
+        fewest, more = min(map(len, kept)), number == 1
+        stages = [_pick(spec, plan, stage, each + more + (len(stage) > fewest)) for stage in kept]
+        alike = tuple(len({_kind(spec, plan, block) for block in stage}) for stage in stages), tuple(map(len, stages))
+        if alike not in tried:
+            tried.add(alike)
+            yield stages
 
 
 def _pick(spec: ModelSpec, plan: Plan, stage: range, count: int) -> list[int]:
     """``count`` blocks of a stage, or as many as it has kinds of."""
-    _, kinds = layer_kinds(spec)
-    parts = {name.split(".", 2)[2] for name in parameter_shapes(spec) if name.startswith("layers.")}
     of_kind: dict[object, int] = {}
     for block in stage:
-        held = frozenset(part for part in parts if plan.frozen and frozen(f"layers.{block}.{part}", plan))
-        of_kind.setdefault((kinds[block], spec.mlp_size(block), spec.has_experts(block), held), block)
+        of_kind.setdefault(_kind(spec, plan, block), block)
     chosen = set(of_kind.values())
     for block in (stage[-1], stage[0], *stage):
         if len(chosen) < count:
             chosen.add(block)
     return sorted(chosen)
+
+
+@lru_cache(maxsize=4096)
+def _kind(spec: ModelSpec, plan: Plan, block: int) -> tuple[object, ...]:
+    """What tells a block from others: its attention, its MLP, and what of it is frozen."""
+    names = [name for name in parameter_shapes(spec) if plan.frozen and name.startswith(f"layers.{block}.")]
+    held = frozenset(name.split(".", 2)[2] for name in names if frozen(name, plan))
+    return layer_kinds(spec)[1][block], spec.mlp_size(block), spec.has_experts(block), held
 
 
 def _specs(spec: ModelSpec, plan: Plan, blocks: Sequence[int], small: Plan) -> Iterator[ModelSpec]:
@@ -237,11 +265,13 @@ def _experts(spec: ModelSpec, ranks: int, width: int) -> dict[str, Any]:
     """As many experts as ``ranks`` can share; of groups two, of which one is kept where not all are."""
     if not spec.experts:
         return {}
-    count = -(-EXPERTS // ranks) * ranks
-    each = spec.experts.experts_per_token
-    chosen = count if each == spec.experts.num_experts else min(CHOSEN, each)
+    own = spec.experts
+    every, few_chosen = own.experts_per_token == own.num_experts, min(CHOSEN, own.experts_per_token)
+    least = EXPERTS if every else max(EXPERTS, 2 * few_chosen + 1)
+    count = -(-least // ranks) * ranks
+    chosen = count if every else few_chosen
     found: dict[str, Any] = {"num_experts": count, "experts_per_token": chosen, "expert_size": width // 2}
-    if (routing := spec.experts.sigmoid) is not None:
+    if (routing := own.sigmoid) is not None:
         few = 2 if routing.groups > 1 and count % 2 == 0 else 1
         found["sigmoid"] = replace(routing, groups=few, kept_groups=1 if routing.kept_groups < routing.groups else few)
     return found

@@ -21,6 +21,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.init import Draw
 from shardwise.models.resolve import data_of
 from shardwise.models.roles import role
+from shardwise.models.sizes import can_idle
 from shardwise.spec.plan import Dtype, Lora, Optim, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 
@@ -97,14 +98,15 @@ def job_of(spec: ModelSpec, plan: Plan, steps: int, setting: Setting | None = No
 
 def texts(job: Workload, number: int) -> list[Sample]:
     """Rows drawn at random. Each holds two documents, cut at another place, and another number of supervised tokens:
-    row 0 has one, the last row all."""
+    row 0 has one, the last row all, and so does a single row: one token at the start of a document sees no other, and
+    gradients of queries and keys would be rounding alone."""
     draw = torch.Generator().manual_seed(1_000 * job.seed + number)
     rows = []
     for index in range(job.rows):
         tokens = torch.randint(job.spec.vocab_size, (job.seq_len + 1,), generator=draw)
         border = int(torch.randint(1, job.seq_len, (), generator=draw))
         labels = tokens[1:].clone()
-        learnt = 1 + index * (job.seq_len - 1) // max(1, job.rows - 1)
+        learnt = 1 + index * (job.seq_len - 1) // (job.rows - 1) if job.rows > 1 else job.seq_len
         labels[torch.randperm(job.seq_len, generator=draw)[learnt:]] = IGNORE
         segments = (border, job.seq_len - border)
         positions = torch.cat([torch.arange(length) for length in segments])
@@ -220,6 +222,24 @@ def random_everywhere(name: str, shape: Sequence[int], part: Sequence[slice], se
     every rank adds, a sum that the gradient of A lacks, or the wrong slice of a norm would not be seen in the first
     step."""
     begun = init.fill(name, shape, part, seed, spec)
+    if ".router." in name and can_idle(spec):
+        return idle(_drawn(name, shape, seed, spec), spec.experts.experts_per_token)[tuple(part)]
     if role(name) in ("bias", "lora_b", "norm", "correction"):
         begun += init.normal(name, shape, part, seed).mul_(DEVIATION)
     return begun
+
+
+def _drawn(name: str, shape: Sequence[int], seed: int, spec: ModelSpec) -> Tensor:
+    """The whole of a router's weight or bias, which is small."""
+    whole = [slice(0, size) for size in shape]
+    drawn = init.fill(name, shape, whole, seed, spec)
+    return drawn + init.normal(name, shape, whole, seed).mul_(DEVIATION) if role(name) == "bias" else drawn
+
+
+def idle(drawn: Tensor, chosen: int) -> Tensor:
+    """Weights [E,d], or biases [E], of a router of which no token chooses the second expert, though others stand behind
+    it: for each choice there are two others of whose logits its own is the mean, so that one of these is larger."""
+    others = [0, *range(2, 2 * chosen + 1)]
+    for first, second in zip(others[::2], others[1::2], strict=True):
+        drawn[second] = 2 * drawn[1] - drawn[first]
+    return drawn

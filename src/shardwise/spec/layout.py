@@ -214,6 +214,11 @@ def _called(layout: Layout, group: str) -> str:
     return next(other for other in reversed(GROUPS) if _large(layout, other) == own) + slash + part
 
 
+def missing(size: int, pieces: int) -> int:
+    """How many are to be added to ``size`` until as many as that divide into so many pieces."""
+    return -size % pieces
+
+
 def cut(span: tuple[int, int], pieces: int, index: int) -> tuple[int, int]:
     """Piece ``index`` of the half-open range ``span`` cut in ``pieces``, as ``torch.chunk`` cuts."""
     start, stop = span

@@ -8,7 +8,12 @@ A technique is a module with three functions that say what may be asked of it:
 
 ``SETTINGS`` has the settings of a plan that are its own, each with the value with which it does nothing: ``layout.tp``
 with 1. Where all of them have it, none of the functions below is called; a technique without the name acts in every
-plan. What it does, these say, of which it has those that it needs:
+plan. Whether its code takes another path at other sizes, one of two says, and ``prove`` keeps what holds:
+
+    regimes     (spec, plan, trained) -> by name, whether it holds; ``trained``: the shapes of the weights that learn
+    NO_REGIMES  why there are none
+
+What it does, these say, of which it has those that it needs:
 
     traced    (made, spec, plan, place) -> made         what it does inside a unit: its part of the unit's variant
     cost      (sheet, plan) -> sheet                    its effect between units, on paper
@@ -48,6 +53,7 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Unit, Within, number
 from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, offload, optim, pp, precision, remat, shard, tp
 from shardwise.techniques.offload.narrow import store_narrow
+from shardwise.techniques.states import frozen
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -112,6 +118,16 @@ def acting(plan: Plan, function: str, order: Sequence[ModuleType] | None = None)
 def _uses(plan: Plan, technique: ModuleType) -> bool:
     settings = vars(technique).get("SETTINGS")
     return settings is None or any(attrgetter(name)(plan) != idle for name, idle in settings.items())
+
+
+def regimes(spec: ModelSpec, plan: Plan, order: Sequence[ModuleType] | None = None) -> dict[str, bool]:
+    """By name, whether the code of a technique that the plan uses takes the path that it takes at some sizes only; of
+    all techniques, or of ``order``."""
+    every = parameter_shapes(spec) | (lora.adapters(spec, plan.lora) if plan.lora else {})
+    trained, found = {name: shape for name, shape in every.items() if not frozen(name, plan)}, dict[str, bool]()
+    for technique in acting(plan, "regimes", order):
+        found |= technique.regimes(spec, plan, trained)
+    return found
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:

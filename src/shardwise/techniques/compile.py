@@ -42,6 +42,14 @@ CAPABILITY = (7, 0)
 """The lowest CUDA capability for which triton makes kernels."""
 
 
+NO_REGIMES = "proofs compute blocks as they are written"
+"""Why no size of a model or a plan makes another path of it."""
+
+
+NO_REGIMES = "proofs compute blocks as they are written"
+"""Why no size of a model or a plan makes its code take another path."""
+
+
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
     """What the recipe says; else on for GPUs, unless :func:`check` finds a reason against it."""
     on, reason = recipe.compile, "pinned"

@@ -11,7 +11,7 @@ per parameter, 12 are saved.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -83,6 +83,11 @@ def _nearest(pattern: str, spec: ModelSpec, names: list[str]) -> str:
     kinds = {f"*.{name.split('.', 2)[2].rpartition('.')[0]}.*" for name in names if name.startswith("layers.")}
     near = get_close_matches(pattern, [*names, *sorted(modules | kinds | {"*norm.weight", "*.mlp.*"})], 1)
     return f"did you mean `{near[0]}`?" if near else "a glob such as `embed.*`, `layers.0.*` or `*.mlp.*`"
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Blocks of which no backward is asked."""
+    return {"blocks before the first trained weight": _first_trained(spec, plan.frozen, plan.lora) > 0}
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:

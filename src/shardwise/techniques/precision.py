@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 INSIDE = ("techniques/precision.py", "techniques/dtypes.py", "techniques/product.py", "techniques/share.py")
 
 
+NO_REGIMES = "a module's name alone decides the dtype that it computes in"
+"""Why no size of a model or a plan makes its code take another path."""
+
+
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
     """What the recipe says; what it leaves out follows from the device."""
     asked = recipe.precision

@@ -11,7 +11,7 @@ that backward needs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,6 +70,15 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"recompute.every is {plan.remat.every}, but the model has {spec.num_hidden_layers} blocks"
         return [Problem("PLAN013", what, "recompute.every", f"1 to {spec.num_hidden_layers}")]
     return []
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Blocks that keep all beside others that are computed again."""
+    stages = [[plan.remat.treats(block) for block in stage] for stage in plan.stages(spec.num_hidden_layers)]
+    return {
+        "blocks that are not computed again": any(False in stage for stage in stages),
+        "a stage of which no block is computed again": any(True not in stage for stage in stages),
+    }
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

@@ -17,6 +17,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.mixers import MIXERS
 from shardwise.models.roles import is_adaptable, is_adapter, is_counted, is_expert, role
 from shardwise.spec.layout import Layout
+from shardwise.spec.place import Place
 from shardwise.spec.plan import Lora, Plan
 from shardwise.spec.sheet import Sheet, Tensor
 
@@ -166,6 +167,22 @@ def states(name: str, dims: int, how: Division, plan: Plan) -> States:
     if plan.sharded and is_cut(name, dims):
         return found | {"dp_replicate": State(None, partial=True), slices_over(name, plan): State(0, partial=True)}
     return found | {summed_over(name, plan): State(None, partial=True)}
+
+
+def one_of_each(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Of parameters that are alike in several blocks those of one."""
+    kinds = {(name.split(".", 2)[-1] if name.startswith("layers.") else name, shapes[name]): name for name in shapes}
+    return {name: shapes[name] for name in kinds.values()}
+
+
+def piece(name: str, shape: tuple[int, ...], of: tuple[Division, Plan], place: Place) -> tuple[int, ...]:
+    """The shape of what the rank at ``place`` holds of a parameter of a plan, of which ``of`` has the division too."""
+    sizes = list(shape)
+    for group, held in states(name, len(shape), *of).items():
+        if held.dim is not None:
+            start, stop = place.part(sizes[held.dim], group)
+            sizes[held.dim] = stop - start
+    return tuple(sizes)
 
 
 def slices_over(name: str, plan: Plan) -> str:

@@ -18,19 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
-from shardwise.models.config import ModelSpec, with_fields
+from shardwise.models.config import ModelSpec, layer_kinds, with_fields
 from shardwise.models.mixers import mixers_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import divisors
 from shardwise.spec.place import Place
 from shardwise.spec.plan import CpKind, Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.rows import parts_of
+from shardwise.spec.rows import RowShare, WholeRows, held, hops, needs, parts_of, sights
 from shardwise.spec.sheet import At, Op, Within
 from shardwise.techniques.cp import paper
+from shardwise.techniques.cp.parts import copies
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -144,6 +146,32 @@ def _odd(spec: ModelSpec, tp: int, ranks: int) -> str:
     if key_heads % ranks and ranks % key_heads:
         return f"{ranks} does not divide {key_heads} key heads, nor do they divide {ranks}"
     return ""
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """How keys come round a ring, what a window leaves of them, and heads and pieces that ranks do not share evenly."""
+    layout, rows, ring = plan.layout, WholeRows(plan.batch.seq_len), plan.layout.ring
+    windows = {kind.window for kind in layer_kinds(spec)[0]}
+    heads = max(1, spec.attention.num_key_value_heads // layout.tp)
+    seen = {needs(rows, 1, ring, True, window) for window in windows if plan.cp_kind != "gather"}
+    steps = [hop for each in seen for rank in range(ring) for hop in hops(each, rank)]
+    pieces, ends = [piece for own in held(rows, 0, ring) for piece in own], rows.ends(0)
+    later = [pair for pair in product(pieces, pieces) if ring > 1 and pair[1] < pair[0]]
+    found = [[*sights(*pair, ends, window=window)] for window in windows if window for pair in later]
+    sizes = {(one.queries.length, one.keys.length) for each in found for one in each}
+    whole = pieces[0].length
+    runs = {len(RowShare(ring, layout.ulysses, index).runs(rows, 0)) for index in range(layout.ulysses)}
+    return {
+        "gradients of keys that pass through a third rank": any(hop.sums_from is not None for hop in steps),
+        "keys that are sent past a rank that sees none": any(hop.own_to is not None for hop in steps),
+        "a rank that sees none of another's keys": any(not all(row) for each in seen for row in each),
+        "a window that hides a piece of a row": [] in found,
+        "a window shorter than a piece of a row": any(queries < whole and keys < whole for queries, keys in sizes),
+        "a window that shows a whole piece": any(whole in pair for pair in sizes),
+        "key heads between one and those that exchange heads": heads > 1 and copies(heads, layout.ulysses) > 1,
+        "one key head for all that exchange heads": heads == 1 and copies(heads, layout.ulysses) > 1,
+        "tokens of two pieces on some ranks that exchange heads": len(runs) > 1,
+    }
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:

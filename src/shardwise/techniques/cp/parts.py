@@ -34,6 +34,11 @@ class Sees(NamedTuple):
     window: int | None
 
 
+def copies(key_heads: int, ranks: int) -> int:
+    """To how many of the ranks that exchange tokens for heads each key head goes: where these are fewer, to several."""
+    return ranks // key_heads if key_heads < ranks else 1
+
+
 @lru_cache(maxsize=1024)
 def parts(rows: WholeRows, count: int, ring: tuple[int, int], other: int, sees: Sees) -> tuple[KernelCall, ...]:
     """What rank ``ring[1]`` of ``ring[0]`` computes of ``count`` rows with the keys of an ``other`` rank, or of itself.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.distributed.torch_private import group_named
+from shardwise.techniques.cp.parts import copies
 
 HEADS, TOKENS = 1, 2
 """Dims of [b,h,s,e]."""
@@ -18,7 +19,8 @@ HEADS, TOKENS = 1, 2
 def heads_for_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
     """[b,h,s,e] of some tokens -> [b,h/ranks,ranks*s,e] of some heads. Of fewer heads than ranks each goes to
     several."""
-    repeated = x.repeat_interleave(ranks // x.shape[HEADS], HEADS) if x.shape[HEADS] < ranks else x
+    times = copies(x.shape[HEADS], ranks)
+    repeated = x.repeat_interleave(times, HEADS) if times > 1 else x
     swapped: Tensor = exchange(repeated, group, ranks, HEADS, TOKENS)
     return swapped
 

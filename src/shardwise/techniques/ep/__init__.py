@@ -16,7 +16,7 @@ memory or the links.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import gcd
@@ -117,6 +117,12 @@ def _cut_rows(spec: ModelSpec, plan: Plan) -> Problem | None:
         return Problem("PLAN027", what, "parallel.tp", "`parallel.tp=1` or `parallel.ep=1`")
     what, fix = what.format("sequence parallelism"), "`parallel.sequence_parallel=false`, or `parallel.tp=1`"
     return Problem("PLAN027", what, "parallel.sequence_parallel", fix) if plan.sequence_parallel else None
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Ranks that have the same experts, whose gradients are summed. That experts get no rows, models/sizes.py says."""
+    same = folded(plan) // plan.layout.ep
+    return {"ranks with the same experts": same > 1, "ranks that all have other experts": same == 1}
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:

@@ -28,7 +28,7 @@ from shardwise.spec.plan import Dtype, Lora, Plan, Precision
 from shardwise.spec.recipe import LoraSection, Recipe
 from shardwise.spec.sheet import At, Op, Within
 from shardwise.techniques.dtypes import chosen_dtype
-from shardwise.techniques.quantised import row_norms_bytes
+from shardwise.techniques.quantised import nf4_rows_at_once, row_norms_bytes
 from shardwise.techniques.states import adapted
 from shardwise.techniques.variant import Traced
 
@@ -176,6 +176,13 @@ def _stacks(spec: ModelSpec) -> dict[str, list[str]]:
             found.setdefault(theirs, []).append(ours.rpartition(".")[2])
     stacked = {name: roles for name, roles in found.items() if len(roles) > 1}
     return {name.rpartition(".")[2].removesuffix("_proj"): roles for name, roles in stacked.items()}
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Rounds in which norms of rows are made."""
+    shapes = [shape for name, shape in parameter_shapes(spec).items() if plan.lora and targets(plan.lora, name)]
+    dora = plan.lora is not None and plan.lora.dora
+    return {"norms of rows in rounds": dora and any(nf4_rows_at_once(*shape) < shape[0] for shape in shapes)}
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
@@ -22,7 +23,14 @@ from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import At, Op, Within
-from shardwise.techniques.quantised import NF4_BLOCK, NF4_PARTS, dequantise_bytes, nf4_shapes
+from shardwise.techniques.quantised import (
+    NF4_BLOCK,
+    NF4_GROUP,
+    NF4_PARTS,
+    dequantise_bytes,
+    nf4_rows_at_once,
+    nf4_shapes,
+)
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -80,6 +88,21 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"sharding nf4 weights needs torch {since} or later, and this is torch {here}"
         problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, strategy ddp, or a newer torch"))
     return problems
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Groups of scales, of which the last may not be full, and rounds in which a matrix is dequantised."""
+    shapes, stored = parameter_shapes(spec), plan.lora is not None and plan.lora.nf4
+    each = {
+        (shape[0] // matrices(name, lambda other: shapes[other][0]), shape[1])
+        for name, shape in shapes.items()
+        if stored and quantised(name)
+    }
+    return {
+        "several groups of scales": any(nf4_shapes(*one)["groups"][0] > 2 for one in each),
+        "a last group of scales that is not full": any(prod(one) % (NF4_BLOCK * NF4_GROUP) > 0 for one in each),
+        "a matrix that is dequantised in rounds": any(nf4_rows_at_once(*one) < one[0] for one in each),
+    }
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:

@@ -40,6 +40,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING
@@ -56,6 +57,7 @@ from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tier, Unit
 from shardwise.techniques.offload.legal import leave_early, problems, return_beside
 from shardwise.techniques.offload.narrow import narrowed, narrows
 from shardwise.techniques.offload.sizes import (
+    BLOCK_BYTES,
     BUFFER_BYTES,
     PAGE_BYTES,
     ROOMS,
@@ -119,6 +121,18 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     return problems(plan, spec.num_hidden_layers)
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Blocks whose optimizer is elsewhere than others', sums that take turns in buffers, pieces of what is filed."""
+    moved = {plan.offload.moves(block) for block in range(spec.num_hidden_layers)}
+    largest = max((prod(shape) for shape in trained.values()), default=0) * BYTES[plan.precision.weights]
+    return {
+        "blocks that the device updates beside others": len(moved) > 1,
+        "sums of more gradients than buffers": plan.offload.sums == "host" and plan.batch.accumulation > SUM_BUFFERS,
+        "a weight that is updated in several pieces of a file": plan.offload.optimizer == "nvme"
+        and largest > BLOCK_BYTES,
+    }
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

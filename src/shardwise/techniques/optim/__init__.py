@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -81,6 +81,12 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"moments in {kept} need weights in fp32 or bf16, but the weights are in {plan.precision.weights}"
         return [Problem("PLAN012", what, key, "leave it out: moments then have the dtype of the weights")]
     return []
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Those that the optimizer's own module states, if it does."""
+    own = vars(program(plan.optim)).get("regimes")
+    return own(spec, plan, trained) if own else {}
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

@@ -22,6 +22,7 @@ from shardwise.distributed.slices import cuts, local
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection
 from shardwise.techniques.optim.elementwise import PIECE, Group
+from shardwise.techniques.optim.elementwise import regimes as regimes
 
 DECAY, LEAST_SIZE = -0.8, 1e-3
 """The exponent of t in 1 - beta2; the root mean square that a weight has at least, for the length of its steps."""

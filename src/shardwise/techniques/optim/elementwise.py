@@ -4,7 +4,8 @@ rank updates its own slices, a piece at a time, in fp32 (fp64 for fp64)."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.distributed.slices import local
+from shardwise.models.config import ModelSpec
+from shardwise.spec.plan import Plan
 
 Group = dict[str, Any]
 PIECE = {"cpu": 2**16}
 """Elements that are updated at a time: few on a CPU, so that they stay in its cache; many on a GPU (2^22)."""
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Pieces of a weight, where its update comes in several."""
+    return {"a weight that is updated in pieces": max(map(prod, trained.values()), default=0) > PIECE["cpu"]}
 
 
 class Elementwise(Optimizer):

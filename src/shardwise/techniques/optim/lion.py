@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection
 from shardwise.techniques.optim.elementwise import Elementwise, Group
+from shardwise.techniques.optim.elementwise import regimes as regimes
 
 
 class Lion(Elementwise):

@@ -13,14 +13,14 @@ layer weigh in where they are split (split.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from shardwise.errors import Problem
 from shardwise.models.blocks import spec_of
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.pipelines import PIPELINES, ScheduleName
 from shardwise.spec.place import Place, place_of
@@ -29,7 +29,8 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.pp.actions import Lists, actions, illegal
-from shardwise.techniques.pp.split import split
+from shardwise.techniques.pp.schedules import rounds_of
+from shardwise.techniques.pp.split import split, trained_stages
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -156,6 +157,22 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"the stages of {name} go {way}, and v_shaped is {str(plan.layout.v_shaped).lower()}"
         problems.append(Problem("PLAN023", what, "layout.v_shaped", f"v_shaped: {str(v_shaped).lower()}"))
     return problems
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Stages that lack something that others have, and micro-batches that do not go round evenly."""
+    stages, order = plan.stages(spec.num_hidden_layers), layer_kinds(spec)[1]
+    kinds = [{(order[block], spec.mlp_size(block), spec.has_experts(block)) for block in stage} for stage in stages]
+    trains, count = trained_stages(spec, plan), plan.batch.accumulation
+    rounds = rounds_of(plan.pipeline.spec, plan.layout.pp, count) if plan.pipeline.stages_per_rank > 1 else []
+    return {
+        "a stage without blocks of one kind": any(own != set[object]().union(*kinds) for own in kinds),
+        "stages of unequal length": len({len(stage) for stage in stages}) > 1,
+        "a first stage without trained weights": not trains[0],
+        "a stage without trained weights behind one that has some": False in trains[trains.index(True) :],
+        "fewer micro-batches than ranks of a pipeline": count < plan.layout.pp,
+        "rounds of unequal length": plan.pipeline.spec.shape != "v" and len({*rounds}) > 1,
+    }
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:

@@ -31,6 +31,12 @@ def turns(spec: PipelineSpec, at: Corner) -> list[Turn]:
     return order
 
 
+def rounds_of(spec: PipelineSpec, ranks: int, micro_batches: int) -> list[int]:
+    """How many micro-batches go through a rank's stages together, round after round."""
+    count = 1 if spec.alive is None else max(1, micro_batches // ranks)
+    return [micro_batches // count + (i < micro_batches % count) for i in range(count)]
+
+
 def looped(spec: PipelineSpec, at: Corner) -> list[Turn]:
     """Some forwards, then one forward and one backward by turns, then the backwards that are left. Micro-batches go
     through a rank's stages in rounds, as even as can be, the larger first.
@@ -40,8 +46,7 @@ def looped(spec: PipelineSpec, at: Corner) -> list[Turn]:
     """
     rank, ranks, stages_per_rank, micro_batches = at
     splits, stages = spec.splits_backward, range(rank, ranks * stages_per_rank, ranks)
-    count = 1 if spec.alive is None else max(1, micro_batches // ranks)
-    rounds = [micro_batches // count + (i < micro_batches % count) for i in range(count)]
+    rounds = rounds_of(spec, ranks, micro_batches)
     backward: Computed = "I" if splits else "B"
     forwards: list[Turn] = [("F", stage) for size in rounds for stage in stages for _ in range(size)]
     backwards = [(backward, stage) for size in rounds for stage in reversed(stages) for _ in range(size)]

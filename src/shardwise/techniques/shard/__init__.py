@@ -17,26 +17,28 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import takewhile
+from math import prod
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from shardwise.distributed.torch_private import begin_sharding, end_backward
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks, ends
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import divisors, least_dp_shard
+from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.shard.degrees import grouped, layouts
-from shardwise.techniques.shard.replicas import Replicas
-from shardwise.techniques.states import is_cut, summed_over
+from shardwise.techniques.shard.replicas import Replicas, buckets
+from shardwise.techniques.states import division, is_cut, one_of_each, piece, summed_over
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,6 +123,42 @@ def _cut_over_ranks(unit: Unit, *, spread: bool) -> Unit:
     pairs = zip(unit.weights, groups, strict=True)
     cut = (weight.cut((group, 0)) if is_cut(weight.name, len(weight.shape)) else weight for weight, group in pairs)
     return dataclasses.replace(unit, weights=tuple(cut))
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """What does not divide into slices, and how gradients of replicas fill buckets."""
+    layout, of = plan.layout, (division(spec, plan), plan)
+    last = Place(layout, layout.rank({"dp_shard": layout.dp_shard - 1, "cp": layout.cp - 1}))
+    every = one_of_each({**parameter_shapes(spec), **trained} if plan.sharded else {})
+    ends = [[prod(piece(name, shape, of, place)) for place in (Place(layout), last)] for name, shape in every.items()]
+    bits, limit, alone = (
+        BYTES[plan.precision.weights],
+        plan.shard.bucket_bytes,
+        plan.sharded or layout.size("loss") == 1,
+    )
+    sizes = {} if alone else {name: prod(piece(name, shape, of, last)) * bits for name, shape in trained.items()}
+    each = [buckets([(name, sizes[name]) for name in held], limit) for held in _together(spec, plan, sizes)]
+    filled = [bucket for own in each for bucket in own]
+    of_blocks = [{name.split(".")[1] for name in bucket if name.startswith("layers.")} for bucket in filled]
+    return {
+        "rows that shards do not divide": any(mine < first for first, mine in ends),
+        "a shard without rows of a weight": any(mine == 0 for _, mine in ends),
+        "more than one bucket": any(len(own) > 1 for own in each),
+        "several gradients in a bucket": any(len(bucket) > 1 for bucket in filled),
+        "a gradient as large as a bucket": any(size >= limit for size in sizes.values()),
+        "a bucket of several blocks": any(len(blocks) > 1 for blocks in of_blocks),
+        "a block in several buckets": sum(map(len, of_blocks)) > len(set[str]().union(*of_blocks)),
+    }
+
+
+def _together(spec: ModelSpec, plan: Plan, names: Iterable[str]) -> Iterable[list[str]]:
+    """The names of each stage's parameters that are summed over the same ranks, in their order."""
+    stages, found = plan.stages(spec.num_hidden_layers), dict[tuple[int, str], list[str]]()
+    at = {f"layers.{block}": number for number, own in enumerate(stages) for block in own}
+    for name in names:
+        stage = at.get(".".join(name.split(".")[:2]), 0 if name.startswith("embed.") else len(stages) - 1)
+        found.setdefault((stage, summed_over(name, plan)), []).append(name)
+    return found.values()
 
 
 def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:

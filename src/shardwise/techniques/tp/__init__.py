@@ -14,11 +14,11 @@ one device. Parameters are DTensors over the axis ``tp``; what flows between lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
-from math import ceil
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
@@ -26,7 +26,7 @@ from shardwise.models.blocks import named, spec_of
 from shardwise.models.config import ModelSpec, parameter_shapes, with_fields
 from shardwise.models.roles import is_adaptable, is_counted, is_expert
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import Layout, cut, divisors
+from shardwise.spec.layout import Layout, cut, divisors, missing
 from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.recipe import Recipe
@@ -40,10 +40,13 @@ from shardwise.techniques.states import (
     Division,
     division,
     division_on_paper,
+    one_of_each,
+    piece,
     state,
     sums,
     uncovered,
 )
+from shardwise.techniques.tp.sizes import own_head, own_rows, travels_alone
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ SETTINGS = {"layout.tp": 1}
 INSIDE = (
     "techniques/tp/__init__.py",
     "techniques/tp/cut_norm.py",
+    "techniques/tp/sizes.py",
     "techniques/product.py",
     "techniques/share.py",
     "techniques/states.py",
@@ -212,7 +216,7 @@ def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
             if weight.trained and _summed(weight.name, how, plan):
                 slices = weight.cut(("fsdp", 0)) if plan.sharded else weight
                 size = slices.local_numel(sheet.place, padded=False) * each
-                if size >= plan.shard.bucket_bytes:
+                if travels_alone(size, plan):
                     sizes += times * [size]
                 else:
                     small += times * size
@@ -224,6 +228,27 @@ def _summed(name: str, how: Division, plan: Plan) -> bool:
     if plan.layout.ep > 1 and is_expert(name):
         return False
     return "tp" in sums({"tp": state(name, how)})
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Heads that ranks share, what does not divide, and gradients on both sides of a bucket's size."""
+    ranks, how = plan.layout.tp, division(spec, plan)
+    heads = {own_head(ranks, spec.attention.num_key_value_heads, index) for index in range(ranks)}
+    held = [
+        piece(name, shape, (how, plan), Place(plan.layout))
+        for name, shape in one_of_each(trained).items()
+        if _summed(name, how, plan)
+    ]
+    alone = {travels_alone(prod(shape) * BYTES[plan.precision.reduce], plan) for shape in held}
+    tokens = plan.batch.micro_batch_size * plan.row_tokens
+    return {
+        "one key head for all ranks of tp": heads == {0},
+        "key heads between one and the ranks of tp": None not in heads and len(heads) > 1,
+        "tokens that the ranks of tp do not divide": plan.sequence_parallel and missing(tokens, ranks) > 0,
+        "ids that the ranks of tp do not divide": missing(spec.vocab_size, ranks) > 0,
+        "a gradient as large as a bucket, summed over tp": True in alone,
+        "gradients smaller than a bucket, summed over tp": False in alone,
+    }
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
@@ -245,9 +270,8 @@ def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> No
     how, wire = division(spec_of(parts), plan), torch_dtype(plan.precision.reduce)
     summed = (parameter.grad for name, parameter in named(parts).items() if _summed(name, how, plan))
     own = [local(gradient) for gradient in summed if gradient is not None]
-    large = [shard for shard in own if shard.numel() * wire.itemsize >= plan.shard.bucket_bytes]
-    shards = [shard for shard in own if shard.numel() * wire.itemsize < plan.shard.bucket_bytes]
-    for shard in large:
+    shards = [shard for shard in own if not travels_alone(shard.numel() * wire.itemsize, plan)]
+    for shard in (shard for shard in own if travels_alone(shard.numel() * wire.itemsize, plan)):
         total = shard.to(wire)
         distributed.all_reduce(total, group=meshes.groups["tp"])
         shard.copy_(total)
@@ -344,19 +368,10 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             module.register_forward_hook(left)  # after an adapter's, whose product is a part of the sum too
 
 
-def _own_head(layer: str, spec: ModelSpec, meshes: Meshes) -> slice | None:
-    """The rows of k or v, held whole, or of its adapter's B, with which this rank multiplies; None: all that it
-    holds."""
-    ranks, heads = meshes.size("tp"), spec.attention.num_key_value_heads
-    if layer.removesuffix(".lora_b").rpartition(".")[2] not in ("k", "v") or heads >= ranks:
-        return None
-    first = meshes.index("tp") * heads // ranks * spec.attention.head_dim
-    return slice(first, first + spec.attention.head_dim)
-
-
 def _share(module: nn.Linear, layer: str, spec: ModelSpec, meshes: Meshes) -> LayerShare:
     """The part of the layer with which this rank multiplies."""
-    heads, ranks, index = _own_head(layer, spec, meshes), meshes.size("tp"), meshes.index("tp")
+    ranks, index = meshes.size("tp"), meshes.index("tp")
+    heads = own_rows(layer, spec.attention.num_key_value_heads, spec.attention.head_dim, ranks, index)
     rows, columns = module.out_features, module.in_features
     if layer.rpartition(".")[2] in ROW_PRODUCTS:
         piece = MatrixPiece(0, cut((0, columns), ranks, index)[0], columns)
