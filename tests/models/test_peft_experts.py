@@ -34,7 +34,7 @@ SETTINGS = {
     "gate alone": Lora(4, 8.0, ("expert_gate", "q")),
     "down alone": Lora(4, 8.0, ("expert_down",)),
 }
-FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss")
+FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2")
 
 
 def adapted(settings: Lora, spec: ModelSpec) -> Decoder:

@@ -132,11 +132,11 @@ def _targeted(modules: Iterable[str], spec: ModelSpec) -> tuple[list[str], list[
     else take for them."""
     chosen, parameters = set(), set()
     for name in modules:
-        place, _, last = name.rpartition(".")
+        last, inner = name.rpartition(".")[2], name.partition(".mlp.")[2]
         if is_expert(name):
             parameters.add(f"mlp.experts.{last}")
-        elif spec.family in TAKEN_FOR_EXPERTS and place.endswith(".mlp"):
-            parameters.add(f"mlp.{last}.weight")
+        elif spec.family in TAKEN_FOR_EXPERTS and inner:
+            parameters.add(f"mlp.{inner}.weight")
         else:
             chosen.add(last)
     return sorted(chosen), sorted(parameters)

@@ -145,7 +145,8 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         fix = f"`lora.dora: false`, or without experts: `lora.targets: [{others}]`"
         problems.append(Problem("PLAN018", what, "lora.dora", fix))
     dense = [name for name in plan.lora.targets or roles if name in ("gate", "up", "down")]
-    if plan.lora.dora and spec.family in TAKEN_FOR_EXPERTS and spec.experts.dense_layers and dense:
+    beside = spec.experts.dense_layers or spec.experts.shared_expert_size
+    if plan.lora.dora and spec.family in TAKEN_FOR_EXPERTS and beside and dense:
         what = f"PEFT cannot read magnitudes of {', '.join(dense)} in a {spec.family}, whose experts have these names"
         problems.append(Problem("PLAN018", what, "lora.dora", "false, or only layers of attention in `lora.targets`"))
     widths = {*spec.mlp_sizes, *([spec.experts.expert_size] if of_experts else [])}
