@@ -7,21 +7,21 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 3_289,
-    "models": 4_017,
+    "spec": 3_293,
+    "models": 4_626,
     "data": 3_615,
-    "distributed": 501,
-    "methods": 431,
-    "techniques": 5_774,
-    "planner": 5_166,
-    "runtime": 6_053,
-    "prove": 2_763,
+    "distributed": 502,
+    "methods": 440,
+    "techniques": 6_034,
+    "planner": 5_247,
+    "runtime": 6_071,
+    "prove": 3_230,
     "launch": 1_031,
     "interop": 2_451,
-    "cli": 3_314,
+    "cli": 3_465,
 }
 """Lines of code by package: docs/decisions/0013, what later decisions gave for each feature, 0029, which took 454
-away, and 0030 to 0033: a sum of 38,405. One is raised only by taking from another."""
+away, and 0030 to 0035: a sum of 40,005. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 
