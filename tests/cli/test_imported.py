@@ -90,6 +90,7 @@ def test_what_is_wrong_is_said_at_once(there: Path, capsys: pytest.CaptureFixtur
         (["import"], ("CLI001",), 2),
         (["import", "axolotl.yaml", *MACHINES, "--strict"], ("IMP005",), 78),
         (["plan", "talks.jsonl", "trl.yaml"], ("CLI001",), 2),
+        (["plan", "model=tiny", *MACHINES, "--set", "train.global_batch_size=8"], ("CLI001",), 2),
     ]:
         assert main([*words, "--json"]) == code, words
         told = json.loads(capsys.readouterr().out)

@@ -67,6 +67,9 @@ def given(words: Words, cluster: str | None, files: Foreign, *, data: bool = Tru
     command needs data, which a plan does not. Raises ConfigError (IMP001 to IMP006), and what a recipe raises."""
     theirs = [path for path in words.files if os.path.isfile(path) and (files.system is not None or foreign(path))]
     if not theirs:
+        if files.set:
+            what = f"`--set {files.set[0]}` is for a variable of another system's script, and none is named"
+            raise misused(what, f"`{files.set[0]}` without `--set`: settings are written key=value")
         if words.more:
             what = f"two recipes: `{words.path}` and `{words.more[0]}`"
             raise misused(what, "name one; settings are written key=value")
