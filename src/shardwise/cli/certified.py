@@ -33,24 +33,24 @@ class BesideHere:
 
     @cached_property
     def changes(self) -> dict[str, dict[str, Change]]:
-        """By part and name what has another value, as (then, now)."""
+        """Return what has another value, by part and name, as (then, now)."""
         return changed(self.kept.basis, self.here)
 
     @property
     def good(self) -> bool:
-        """Whether it holds and matches what is here."""
+        """Return whether it holds and matches what is here."""
         return self.kept.holds and not self.changes
 
     @property
     def verdict(self) -> str:
-        """What it says, or in which parts it does not match."""
+        """Return what it says, or in which parts it does not match."""
         if not self.changes:
             return f"{self.kept.verdict} and matches"
         told = [f"{part}: {_listed(changes)}" for part, changes in self.changes.items()]
         return f"does not match: {'; '.join(told)}"
 
     def lines(self) -> Iterator[str]:
-        """What it covers, what it could not show, and every change."""
+        """Return what it covers, what it could not show, and every change."""
         kept = self.kept
         yield f"certificate {self.file} of `{kept.recipe}`: {kept.verdict} ({kept.effort}, begun {kept.begun})"
         for check in kept.checks:
@@ -66,7 +66,7 @@ class BesideHere:
         yield f"it {'does not match' if self.changes else 'matches'} what is here"
 
     def as_json(self) -> dict[str, Any]:
-        """All of it for a program, each change as ``then`` and ``now``."""
+        """Return the whole for a program, each change as ``then`` and ``now``."""
         changes = {
             part: {name: dict(zip(("then", "now"), change, strict=True)) for name, change in each.items()}
             for part, each in self.changes.items()
@@ -75,7 +75,7 @@ class BesideHere:
 
 
 def rests_on(recipe: Recipe, spec: ModelSpec, plan: Plan) -> Basis:
-    """What a certificate of it rests on, with the length that data give which are prepared."""
+    """Return what a certificate of it rests on, with the length that data give which are prepared."""
     from shardwise.data.epochs import settled
 
     windows = known_windows(recipe)

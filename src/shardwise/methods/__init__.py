@@ -13,13 +13,13 @@ from shardwise.spec.records import MethodSpec
 
 
 def chunks(tokens: int, chunk_tokens: int) -> list[slice]:
-    """Which tokens pass through the output layer and the loss together."""
+    """Return which tokens pass through the output layer and the loss together."""
     return [slice(start, min(tokens, start + chunk_tokens)) for start in range(0, tokens, chunk_tokens)]
 
 
 def regimes(spec: ModelSpec, plan: Plan) -> dict[str, bool]:
-    """By name, whether the loss takes the path that it takes at some sizes only; what a method's own module states so
-    is among it."""
+    """Return by name whether the loss takes the path that it takes at some sizes only; what a method's own module
+    states so is among it."""
     tokens, own = plan.batch.micro_batch_size * plan.row_tokens, vars(program(plan.method)).get("regimes")
     each = [one.stop - one.start for one in chunks(tokens, plan.batch.loss_chunk_tokens)]
     found = {"several chunks of the loss": len(each) > 1, "a last chunk that is shorter": each[-1] < each[0]}

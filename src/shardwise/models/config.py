@@ -103,7 +103,7 @@ class ModelSpec:
 
     @property
     def value_dim(self) -> int:
-        """How wide a head's values are."""
+        """Return how wide a head's values are."""
         return self.latent.v_head_dim or self.attention.head_dim
 
 

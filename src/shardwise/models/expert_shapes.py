@@ -11,13 +11,13 @@ Matrices = dict[str, tuple[tuple[int, int], bool]]
 
 
 def mlp_matrices(name: str, d: int, f: int, *, bias: bool) -> Matrices:
-    """Those of an MLP with this name, ``f`` wide, beside a residual stream that is ``d`` wide."""
+    """Return the matrices of an MLP with this name, ``f`` wide, beside a residual stream that is ``d`` wide."""
     return {f"{name}.gate": ((f, d), bias), f"{name}.up": ((f, d), bias), f"{name}.down": ((d, f), bias)}
 
 
 def expert_matrices(own: ExpertSpec, d: int, *, bias: bool) -> Matrices:
-    """Those of a mixture of experts: each matrix of all experts is one, an expert's rows after another's. ``bias``: of
-    the MLP that all tokens share."""
+    """Return the matrices of a mixture of experts: each matrix of all experts is one, an expert's rows after another's.
+    ``bias``: of the MLP that all tokens share."""
     rows = own.num_experts * own.expert_size
     found: Matrices = {"mlp.router": ((own.num_experts, d), own.router_bias)}
     found |= {f"mlp.experts.expert_{name}": ((rows, d), own.expert_bias) for name in ("gate", "up")}
@@ -27,7 +27,7 @@ def expert_matrices(own: ExpertSpec, d: int, *, bias: bool) -> Matrices:
 
 
 def expert_problems(own: ExpertSpec) -> Iterator[tuple[str, str]]:
-    """What is wrong with the numbers of a mixture, and what would be right."""
+    """Return what is wrong with the numbers of a mixture, and what would be right."""
     if not own:
         return
     if not 1 <= own.experts_per_token <= own.num_experts:

@@ -139,7 +139,7 @@ def write_switched(fields: Fields) -> Config:
 
 
 def rotated_share(config: Config, name: str) -> Fields:
-    """Of each head the share that is rotated, in ``rope_parameters`` or beside them."""
+    """Return the share of each head that is rotated, in ``rope_parameters`` or beside them."""
     key, values = "partial_rotary_factor", config.get("rope_parameters") or {}
     return {key: number(values if key in values else config, key, 1.0, name)}
 

@@ -1,4 +1,4 @@
-"""What the kinds of part of a model's blocks have, a record for each: attention, latent attention,
+"""A record for each kind of part of a model's blocks: attention, latent attention,
 positions, experts. No torch.
 
 Fields have the names that Hugging Face gives them where it has one, and no two records share a name: a family says them
@@ -40,13 +40,13 @@ class AttentionSpec:
 
     @property
     def output_bias(self) -> bool:
-        """Whether o has a bias."""
+        """Return whether o has a bias."""
         return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
 
 
 @dataclass(frozen=True)
 class PositionSpec:
-    """How positions enter: pairs of a head's elements are rotated.
+    """The rotation through which positions enter: pairs of a head's elements are rotated.
 
     local_rope_theta: that of sliding layers, which are then not stretched. nope_layers: those without rotation.
     partial_rotary_factor: the share of a head that is rotated.
@@ -77,10 +77,11 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class SigmoidRouting:
-    """How a router chooses by sigmoids (DeepSeek-V3, arXiv 2412.19437): the experts with the largest sums of score and
-    a correction that no gradient reaches, of the ``kept_groups`` of ``groups`` whose two best are the largest together.
-    Their weights are the scores without it, times ``scale``. ``bias_rate``: by how much a step raises the correction of
-    an expert with fewer tokens than the mean, and lowers that of one with more (arXiv 2408.15664)."""
+    """The way in which a router chooses by sigmoids (DeepSeek-V3, arXiv 2412.19437): the experts with the largest
+    sums of score and a correction that no gradient reaches, of the ``kept_groups`` of ``groups`` whose two best are
+    the largest together. Their weights are the scores without it, times ``scale``. ``bias_rate``: by how much a step
+    raises the correction of an expert with fewer tokens than the mean, and lowers that of one with more (arXiv
+    2408.15664)."""
 
     groups: int = 1
     kept_groups: int = 1
@@ -121,5 +122,5 @@ class ExpertSpec:
 
     @property
     def router_losses(self) -> tuple[float, float]:
-        """What the two losses of routers are multiplied by: that which balances experts, and the z-loss."""
+        """Return what the two losses of routers are multiplied by: that which balances experts, and the z-loss."""
         return self.router_aux_loss_coef if self.output_router_logits else 0.0, self.router_z_loss_coef

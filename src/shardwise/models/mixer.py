@@ -1,4 +1,4 @@
-"""What a mixer is (:class:`Mixer`): the part of a block in which tokens meet. Its row is read without torch; its
+"""The record of a mixer (:class:`Mixer`), the part of a block in which tokens meet. Its row is read without torch; its
 program is an ``nn.Module`` beside it."""
 
 from __future__ import annotations

@@ -154,5 +154,5 @@ def mixer_of(spec: ModelSpec, layer: int) -> Mixer:
 
 
 def mixers_of(spec: ModelSpec) -> tuple[Mixer, ...]:
-    """Those of all layers, each once."""
+    """Return the mixers of all layers, each once."""
     return tuple(dict.fromkeys(mixer_of(spec, layer) for layer in range(spec.num_hidden_layers)))

@@ -54,8 +54,8 @@ MULTIPLIED = ("layers.", "embed.", "head.")
 
 
 def is_counted(name: str) -> bool:
-    """Whether this parameter follows from what a step counts, not from gradients: every rank holds all of it, in fp32
-    at least, for bf16 would lose most of its small steps."""
+    """Return whether this parameter follows from what a step counts, not from gradients: every rank holds all of it,
+    in fp32 at least, for bf16 would lose most of its small steps."""
     return name.endswith(".router.correction")
 
 

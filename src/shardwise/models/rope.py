@@ -133,7 +133,7 @@ def _yarn_attention(values: dict[str, Any], factor: float, name: str) -> float:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """By what DeepSeek multiplies the scale of scores where yarn stretches positions."""
+    """Return the factor of the scale of scores that DeepSeek has where yarn stretches positions."""
     if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
         return 1.0
     return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2

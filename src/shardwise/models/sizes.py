@@ -7,14 +7,15 @@ from shardwise.spec.plan import Plan
 
 
 def can_idle(spec: ModelSpec) -> bool:
-    """Whether weights of a router can be drawn with which no token chooses a certain expert: for each of a token's
-    choices two others are needed, of which one comes before it. Not where a correction is added to scores."""
+    """Return whether weights of a router can be drawn with which no token chooses a certain expert: for each of a
+    token's choices two others are needed, of which one comes before it. Not where a correction is added to scores."""
     own = spec.experts
     return own.sigmoid is None and own.num_experts > 2 * own.experts_per_token > 0
 
 
 def regimes(spec: ModelSpec, plan: Plan) -> dict[str, bool]:
-    """What rows are longer than, and experts that no token chooses."""
+    """Return which of these a plan has: experts that no token chooses, rows longer than a window or than what
+    rotation was trained on."""
     scaling, length = spec.positions.rope_scaling, plan.batch.seq_len
     windows = {kind.window for kind in layer_kinds(spec)[0]} - {None}
     by_length = scaling is not None and scaling.kind in ("dynamic", "longrope")

@@ -38,7 +38,7 @@ def alike(plan: Plan) -> int:
 
 
 def alike_weights(plan: Plan) -> int:
-    """The same of plans that have the same weights, gradients and moments, whatever they compute again."""
+    """Return the same of plans that have the same weights, gradients and moments, whatever they compute again."""
     return _numbered(plan, "_alike_weights", _of_weights)
 
 

@@ -1,4 +1,4 @@
-"""What of a unit's forward pass runs again for its backward, and what of it nothing frees."""
+"""The part of a unit's forward pass that runs again for its backward, and what of it nothing frees."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def recomputed(unit: Unit) -> tuple[Op, ...]:
 
 
 def unfreed(unit: Unit) -> set[int]:
-    """What the forward pass of a unit makes and none of its operations frees, short of its output."""
+    """Return what the forward pass of a unit makes and none of its operations frees, short of its output."""
     freed = {tensor for op in (*unit.forward, *unit.backward) for tensor in op.frees}
     return {tensor for op in unit.forward for tensor in op.allocates} - freed - {unit.output}

@@ -266,7 +266,7 @@ def digest_of(variant: Variant) -> str:
 
 @cache
 def _file_of(module: str) -> tuple[str, ...]:
-    """Where a mixer's program stands, in this package or another; it is not imported."""
+    """Return where a mixer's program stands, in this package or another; it is not imported."""
     if module.startswith("shardwise."):
         return (module.removeprefix("shardwise.").replace(".", "/") + ".py",)
     found = find_spec(module)

@@ -31,7 +31,7 @@ class RouterTally:
         self.rows: list[list[int]] = []
 
     def added(self) -> Tensor:
-        """What is added to the loss of these rows: the losses of all routers, times their coefficients."""
+        """Return what is added to the loss of these rows: the losses of all routers, times their coefficients."""
         each = (
             of_rows(logits.unflatten(0, shape), ids.unflatten(0, shape), self.spec)
             for logits, ids, shape in zip(self.logits, self.chosen.values(), self.shapes, strict=True)
@@ -93,8 +93,8 @@ def has_room(routing: Routing, shape: tuple[int, int], spec: ModelSpec, filled: 
 
 
 def of_rows(logits: Tensor, ids: Tensor, spec: ModelSpec) -> Tensor:
-    """Both losses of a layer with logits [b,s,E] and chosen experts [b,s,k], times their coefficients: means over the
-    rows."""
+    """Return both losses of a layer with logits [b,s,E] and chosen experts [b,s,k], times their coefficients: means
+    over the rows."""
     scores = logits.softmax(-1)
     if spec.experts.sigmoid is not None:
         scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)

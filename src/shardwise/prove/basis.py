@@ -1,4 +1,4 @@
-"""What a certificate rests on, part by part: where any of it is another one, other numbers were proved. No torch is
+"""The parts that a certificate rests on: where any of it is another one, other numbers were proved. No torch is
 imported, so that a run can ask before it starts."""
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def plan_digest(plan: Plan) -> str:
 
 
 def changed(then: Basis, now: Basis) -> dict[str, dict[str, Change]]:
-    """What differs, by part and name, as (then, now). Data that were not prepared then are no part of what was
-    proved."""
+    """Return what differs, by part and name, as (then, now). Data that were not prepared then are no part of what
+    was proved."""
     found: dict[str, dict[str, Change]] = {}
     for part in [part for part in now if part != "data" or then.get("data")]:
         old, new = then.get(part, {}), now[part]
@@ -80,7 +80,7 @@ def changed(then: Basis, now: Basis) -> dict[str, dict[str, Change]]:
 
 
 def versions(spec: ModelSpec) -> dict[str, str]:
-    """What the proofs are run with; transformers for a model of its own modules."""
+    """Return what the proofs are run with; transformers for a model of its own modules."""
     theirs = ["torch"] + ["transformers"] * (spec.hf_model is not None)
     own = {"shardwise": shardwise.__version__, "python": platform.python_version()}
     return own | {name: version(name) for name in theirs}

@@ -236,7 +236,7 @@ def _parity(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, fl
 
 
 def _documents(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
-    """What one document of a row is trained to, with other tokens in the others."""
+    """Compare what one document of a row is trained to, with other tokens in the others."""
     given, world = (small.spec, small.plan, setting), small.plan.layout.world
     found: list[documents.Unmoved] = ranks.run(documents.prove_on_rank, *given, world=world, timeout_s=300)
     figures["document"] = max((one.error for rank in found for one in rank.changed), default=0.0)

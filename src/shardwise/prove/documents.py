@@ -69,8 +69,8 @@ def packed_rows(job: Workload, *, changed: bool) -> list[Sample]:
 
 
 def prove_on_rank(rank: int, world: int, spec: ModelSpec, plan: Plan, setting: Setting) -> Unmoved:
-    """What a rank does: both passes, with the loss of tokens, and the comparison of what it holds. (Losses of pairs
-    are of two documents; which ones parity shows.)"""
+    """Run a rank of it: both passes, with the loss of tokens, and the comparison of what it holds. (Losses of
+    pairs are of two documents; which ones parity shows.)"""
     plan = replace(plan, loss=Plan.loss, entropy=False)
     job, groups = job_of(spec, plan, 1, setting), meshes(plan.layout, "cpu")
     state = build(Recipe(optim=OPTIM, run=Run(seed=job.seed)), spec, plan, groups, CPU, setting.draw)

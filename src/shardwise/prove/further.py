@@ -1,5 +1,5 @@
-"""What a small plan with two ranks along each axis lacks for want of ranks: with more of them, where they are few, or a
-second small plan with the ranks of one axis alone."""
+"""The paths that a small plan with two ranks along each axis lacks for want of ranks: with more of them, where they
+are few, or a second small plan with the ranks of one axis alone."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class KeptCertificate:
-    """What :meth:`Certificate.as_json` wrote of a certificate, without figures and plans."""
+    """The record that :meth:`Certificate.as_json` wrote of a certificate, without figures and plans."""
 
     holds: bool
     verdict: str

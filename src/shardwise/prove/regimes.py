@@ -44,7 +44,8 @@ def scaled() -> Iterator[None]:
 
 
 def stated(spec: ModelSpec, plan: Plan) -> list[tuple[ModuleType, Callable[[ModelSpec, Plan], dict[str, bool]]]]:
-    """Who states paths that a plan may take, and what it says of a plan of its kind: by name, whether it does."""
+    """List who states paths that a plan may take, and what it says of a plan of its kind: by name, whether it
+    does."""
     parts = [(one, partial(techniques.regimes, order=(one,))) for one in techniques.acting(plan, "regimes")]
     return [(sizes, sizes.regimes), (methods, methods.regimes), *parts]
 
@@ -58,7 +59,7 @@ def held(spec: ModelSpec, plan: Plan, asked: Container[ModuleType] | None = None
 
 
 def lost(wanted: frozenset[str], case: Case, asked: Container[ModuleType] | None = None) -> frozenset[str]:
-    """Those that are wanted and do not hold of a small case."""
+    """Return the paths that are wanted and that a small case does not take."""
     with scaled():
         return wanted - held(*case, asked)
 

@@ -201,7 +201,7 @@ def _pick(spec: ModelSpec, plan: Plan, stage: range, count: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _kind(spec: ModelSpec, plan: Plan, block: int) -> tuple[object, ...]:
-    """What tells a block from others: its attention, its MLP, and what of it is frozen."""
+    """Return what tells a block from others: its attention, its MLP, and what of it is frozen."""
     names = [name for name in parameter_shapes(spec) if plan.frozen and name.startswith(f"layers.{block}.")]
     held = frozenset(name.split(".", 2)[2] for name in names if frozen(name, plan))
     return layer_kinds(spec)[1][block], spec.mlp_size(block), spec.has_experts(block), held
@@ -262,7 +262,7 @@ def _sizes(spec: ModelSpec, layout: Layout, few: Layout) -> Iterator[dict[str, A
 
 
 def _experts(spec: ModelSpec, ranks: int, width: int) -> dict[str, Any]:
-    """As many experts as ``ranks`` can share; of groups two, of which one is kept where not all are."""
+    """Return as many experts as ``ranks`` can share; of groups two, of which one is kept where not all are."""
     if not spec.experts:
         return {}
     own = spec.experts

@@ -12,7 +12,7 @@ Raised = Mapping[Axis, int]
 
 
 def small_layout(layout: Layout, most: int, raised: Raised) -> Layout:
-    """At most so many ranks along each axis."""
+    """Return the layout with at most so many ranks along each axis."""
     degrees = {axis: min(raised.get(axis, most), layout.degree(axis)) for axis in MESH}
     exchanging = min(raised.get("ulysses", most), layout.ulysses)
     few = Layout(**degrees, ep=min(raised.get("ep", most), layout.ep), v_shaped=layout.v_shaped, ulysses=exchanging)

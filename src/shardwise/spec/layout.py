@@ -215,7 +215,7 @@ def _called(layout: Layout, group: str) -> str:
 
 
 def missing(size: int, pieces: int) -> int:
-    """How many are to be added to ``size`` until as many as that divide into so many pieces."""
+    """Return how many are to be added to ``size`` until as many as that divide into so many pieces."""
     return -size % pieces
 
 

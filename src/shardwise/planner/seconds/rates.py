@@ -116,7 +116,7 @@ class Rates:
 
     @cached_property
     def _products(self) -> tuple[Product, ...]:
-        """Those that were measured in this dtype."""
+        """Return the products that were measured in this dtype."""
         known = self.measured.products if self.measured else ()
         return tuple(product for product in known if product.dtype == self.dtype)
 
