@@ -23,7 +23,7 @@ DEGREES = (1, 1, 1, 2, 3, 4, 8, 16)
 def specs() -> list[ModelSpec]:
     """Every known model once, and those with experts or windows four times more."""
     each = [load_spec(name) for name in configs()]
-    return each + 4 * [spec for spec in each if spec.experts or spec.sliding_window]
+    return each + 4 * [spec for spec in each if spec.experts or spec.attention.sliding_window]
 
 
 def drawn(number: int) -> tuple[ModelSpec, Plan]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardwise.data.pack import IGNORE
-from shardwise.models.config import ModelSpec, changed
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.prove import certify, documents, parity
 from shardwise.prove.certificate import result
 from shardwise.prove.pool import RankPool
@@ -61,7 +61,7 @@ RIGHT: dict[str, tuple[ModelSpec, Plan]] = {
     "zero3 of two micro-batches": (UNTIED, plan_of("zero3", 2, FP64, accumulation=2)),
     "ring": (DENSE, ring()),
     "ulysses and windows": (
-        changed(DENSE, sliding_window=7),
+        with_fields(DENSE, sliding_window=7),
         replace(ring(), layout=Layout(cp=2, ulysses=2), cp_kind="ulysses"),
     ),
     "windows and caps x recomputation": (GEMMA, plan_of("ddp", 2, FP64, Remat("full"))),
@@ -75,7 +75,7 @@ RIGHT: dict[str, tuple[ModelSpec, Plan]] = {
     ),
     "experts x zero3": (MOE, plan_of("zero3", 2, FP64)),
     "experts with a capacity, and a loss of routers": (
-        changed(MOE, expert_capacity=1.0, router_aux_loss_coef=0.1),
+        with_fields(MOE, expert_capacity=1.0, router_aux_loss_coef=0.1),
         plan_of("ddp", 2, FP64),
     ),
     "pairs": (DENSE, Plan(Layout(dp_shard=2), Batch(2, 1, 48), Shard("zero3"), FP64, loss="dpo")),

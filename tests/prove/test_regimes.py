@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from shardwise import techniques
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.load import load_spec
 from shardwise.models.rope import RopeScaling
 from shardwise.prove import certify, regimes
 from shardwise.prove.certificate import Certificate, Facts
 from shardwise.prove.further import further
+from shardwise.prove.kept import Command
 from shardwise.prove.pool import RankPool
 from shardwise.prove.shrink import shrink
 from shardwise.prove.workload import Workload, idle, random_everywhere
@@ -30,7 +31,7 @@ from tests.prove.test_certify import subject_of
 GEMMA = load_spec("Gemma-2-2b")
 FACTORS = {"short_factor": (1.0,) * 48, "long_factor": (2.0,) * 48}
 LONG = RopeScaling("longrope", 32.0, original_max_position_embeddings=4096, **FACTORS)  # type: ignore[arg-type]
-PHI = replace(load_spec("Phi-3-mini-4k"), rope_scaling=LONG)
+PHI = with_fields(load_spec("Phi-3-mini-4k"), rope_scaling=LONG)
 MOST_RANKS = 16
 COUNT = 200
 
@@ -83,9 +84,9 @@ def staged(schedule: str, each: int, split: tuple[int, ...], count: int) -> Plan
 
 
 STAGED = replace(LLAMA, tie_word_embeddings=False)
-SLIDING = replace(LLAMA, sliding_window=100)
+SLIDING = with_fields(LLAMA, sliding_window=100)
 STATED: dict[str, tuple[ModelSpec, Plan, bool]] = {
-    "one key head for all ranks of tp": (replace(LLAMA, num_key_value_heads=1), Plan(Layout(tp=4)), True),
+    "one key head for all ranks of tp": (with_fields(LLAMA, num_key_value_heads=1), Plan(Layout(tp=4)), True),
     "key heads between one and the ranks of tp": (LLAMA, Plan(Layout(tp=8)), False),
     "tokens that the ranks of tp do not divide": (LLAMA, Plan(Layout(tp=2), Batch(3, 1, 5)), False),
     "ids that the ranks of tp do not divide": (replace(LLAMA, vocab_size=50_257), Plan(Layout(tp=4)), True),
@@ -95,12 +96,12 @@ STATED: dict[str, tuple[ModelSpec, Plan, bool]] = {
     "gradients of keys that pass through a third rank": (LLAMA, Plan(Layout(cp=2), Batch(1, 1, 4096)), False),
     "a rank that sees none of another's keys": (LLAMA, Plan(Layout(cp=8), Batch(1, 1, 4096)), False),
     "tokens of two pieces on some ranks that exchange heads": (
-        replace(LLAMA, num_attention_heads=24, num_key_value_heads=6),
+        with_fields(LLAMA, num_attention_heads=24, num_key_value_heads=6),
         Plan(Layout(cp=6, ulysses=3), Batch(1, 1, 4092), cp_kind="nested"),
         True,
     ),
     "a stage without blocks of one kind": (
-        replace(STAGED, layer_types=("sliding_attention",) * 8 + ("full_attention",) * 8, sliding_window=64),
+        with_fields(STAGED, layer_types=("sliding_attention",) * 8 + ("full_attention",) * 8, sliding_window=64),
         staged("1f1b", 1, (8, 8), 4),
         True,
     ),
@@ -128,7 +129,7 @@ STATED: dict[str, tuple[ModelSpec, Plan, bool]] = {
     "a last chunk that is shorter": (LLAMA, Plan(batch=Batch(1, 1, 4096, 1024)), False),
     "rows longer than rotation was trained on": (PHI, Plan(batch=Batch(1, 1, 8192)), True),
     "a window shorter than a row": (GEMMA, Plan(batch=Batch(1, 1, 4096)), False),
-    "an expert without rows": (replace(MOE, experts_per_token=MOE.experts), Plan(), False),
+    "an expert without rows": (with_fields(MOE, experts_per_token=MOE.experts.num_experts), Plan(), False),
 }
 """By name, a model and a plan, and whether that plan's code takes the path; what faults show is not among it again."""
 
@@ -160,7 +161,7 @@ def test_names_are_those_of_one_technique() -> None:
 
 
 def test_the_second_expert_is_chosen_by_no_token() -> None:
-    spec = replace(MOE, experts=6, experts_per_token=2, hidden_size=8)
+    spec = with_fields(MOE, num_experts=6, experts_per_token=2, hidden_size=8)
     weight = random_everywhere("layers.0.mlp.router.weight", (6, 8), (slice(0, 6), slice(0, 8)), 0, spec)
     part = random_everywhere("layers.0.mlp.router.weight", (6, 8), (slice(1, 3), slice(0, 4)), 0, spec)
     assert torch.equal(part, weight[1:3, :4])
@@ -174,7 +175,7 @@ def test_the_second_expert_is_chosen_by_no_token() -> None:
 @pytest.mark.parametrize("length", [8192, 2048])
 def test_rotation_beyond_its_training_stays_beyond(length: int) -> None:
     few = shrink(PHI, Plan(batch=Batch(1, 1, length)))
-    scaling = few.spec.rope_scaling
+    scaling = few.spec.positions.rope_scaling
     assert scaling is not None and (scaling.original_max_position_embeddings < few.plan.batch.seq_len) == (
         length > 4096
     )
@@ -199,7 +200,7 @@ def test_what_no_case_keeps_is_told() -> None:
     [line] = lost
     assert "key heads between one and the ranks of tp:" in line
     subject = replace(subject_of(STAGED, plan), others=(), lost=lost)
-    facts = Facts("recipe", "machines", "plan", "normal", "begun")
+    facts = Facts("recipe", "machines", "plan", "normal", "begun", Command(), {})
     assert line in Certificate(subject, facts, [], {}).unseen()
 
 

@@ -149,8 +149,8 @@ MIXERS = with_others("shardwise.mixers", Mixer, {row.name: row for row in (SOFTM
 
 def mixer_of(spec: ModelSpec, layer: int) -> Mixer:
     """The mixer of a layer: the one that ``layer_types`` names, else that of the model."""
-    types = spec.attention.layer_types
-    return MIXERS[types[layer] if types and types[layer] in MIXERS else spec.attention.mixer]
+    named = spec.attention.layer_types[layer : layer + 1]  # empty, too, of a list that is too short
+    return MIXERS[named[0] if named and named[0] in MIXERS else spec.attention.mixer]
 
 
 def mixers_of(spec: ModelSpec) -> tuple[Mixer, ...]:
