@@ -86,7 +86,7 @@ def only_the_first(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[
 
 FAULTS: dict[str, SizeFault] = {
     "ranks take key heads by turns": SizeFault(
-        lambda: patch.object(tp, "own_head", by_turns),
+        lambda: patch.object(tp.sizes, "own_head", by_turns),
         LLAMA,
         Plan(Layout(tp=16), Batch(1, 1, 4096)),
         "key heads between one and the ranks of tp",
