@@ -137,7 +137,7 @@ FAULTS: dict[str, Fault] = {
         changed(layers._RMSNormFunction, of_weight(norm, 1.001)), UNTIED, "norm.weight"
     ),
     "rotation is not turned back": Fault(
-        changed(turn, lambda ctx, grad: (layers._rotate(grad, *ctx.saved_tensors, 1.0), None, None)),
+        changed(turn, lambda ctx, grad: (layers._rotate(grad, *ctx.saved_tensors, 1.0), None, None, None)),
         UNTIED,
         "layers.2.attention.k.weight",
     ),

@@ -50,7 +50,7 @@ from shardwise.runtime.export import load_model
 from shardwise.spec.load import load_recipe
 recipe = load_recipe(None, ["model.path=model"])
 spec = resolve(recipe)
-assert spec.hf_model is None and spec.family == "ministral" and spec.sliding_window == 4
+assert spec.hf_model is None and spec.family == "ministral" and spec.attention.sliding_window == 4
 ids = torch.arange(24).view(2, 12)
 ours = load_model(recipe, spec)(ids, torch.arange(12).expand(2, 12), MaskSpec())
 logits = theirs(ids).logits
