@@ -24,6 +24,7 @@ from shardwise.models.config import (
     from_hf,
     layer_kinds,
     parameter_shapes,
+    problems,
     to_hf,
     with_fields,
 )
@@ -300,11 +301,29 @@ def test_bf16_is_near_fp32(family: str) -> None:
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "not an even number"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
         ("qwen2", {"layer_types": [SLIDING, FULL]}, "2 layer_types for 3 layers"),
+        ("deepseek_v2", {"v_head_dim": 21}, "values of 21 are wider than heads of 20"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ("deepseek_v2", {"routed_scaling_factor": 16.0}, "`routed_scaling_factor: 16.0` is not supported"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "group_limited_greedy` is not supported"),
     ],
 )
 def test_what_is_refused(family: str, change: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         from_hf(config_of(family) | change, "x")
+
+
+def test_a_mixer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a family whose package has lost its other half, or names it otherwise."""
+    other = replace(FAMILIES["llama"], fields={"mixer": "gated_mean"})
+    monkeypatch.setitem(FAMILIES, "llama", other)
+    with pytest.raises(ConfigError, match=r"MOD001(.|\n)*'gated_mean' is not installed(.|\n)*softmax, latent"):
+        from_hf(config_of("llama"), "x")
+
+
+def test_latents_have_a_head_of_keys_for_each_of_queries() -> None:
+    spec = spec_of("deepseek_v2")
+    [problem] = problems(with_fields(spec, num_key_value_heads=1, num_attention_heads=4))
+    assert problem.code == "PLAN008" and problem.fix == "num_key_value_heads: 4"
 
 
 def test_code_in_a_models_directory_is_never_run() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.rope import RopeScaling
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Remat, Shard
-from tests.parity.cases import FP64, UNTIED
+from shardwise.spec.plan import Lora, Offload, Pipeline, Plan, Remat
+from tests.parity.cases import UNTIED
 from tests.parity.mixtures import QWEN2
+from tests.parity.routers import plan
 
 DEEPSEEK = with_fields(
     QWEN2,
@@ -42,17 +43,6 @@ DENSE = with_fields(
     rope_interleave=False,
 )
 """Values are as wide as keys, and queries are made of the token itself."""
-
-
-def plan(layout: Layout, strategy: str = "ddp", accumulation: int = 2, length: int = 16, **more: object) -> Plan:
-    return Plan(
-        layout,
-        Batch(max(1, 8 // accumulation // layout.dp), accumulation, length, loss_chunk_tokens=7),
-        Shard(strategy, bucket_bytes=4096),  # type: ignore[arg-type]
-        FP64,
-        sequence_parallel=layout.tp > 1,
-        **more,  # type: ignore[arg-type]
-    )
 
 
 V = {"accumulation": 4, "pipeline": Pipeline("zbv", 2, (1, 1, 1, 1)), "remat": Remat("selective")}

@@ -161,6 +161,20 @@ def test_what_does_not_ship_is_traced_in_a_process_of_its_own_and_kept(
     assert not _ended(*_process(tmp_path)), "and it ends without a word"
 
 
+@pytest.mark.parametrize(("module", "file"), [("shardwise.models.latent", "latent.py"), ("json.tool", "tool.py")])
+def test_an_edit_of_a_mixer_voids_its_units_alone(monkeypatch: pytest.MonkeyPatch, module: str, file: str) -> None:
+    """Of a package's, too."""
+    monkeypatch.setitem(sheets.MIXERS, "latent", replace(sheets.MIXERS["latent"], module=f"{module}:Any"))
+    both = [chosen(spec, Plan(), Place(Layout()), 0).variant for spec in (SPEC, from_hf(config_of("deepseek_v2"), "x"))]
+    before = [sheets.digest_of(each) for each in both]
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: real(path) + b"#" * (path.name == file))
+    sheets._digest.cache_clear()
+    after = [sheets.digest_of(each) for each in both]
+    sheets._digest.cache_clear()
+    assert before[0] == after[0] and before[1] != after[1]
+
+
 def test_an_edit_of_one_technique_does_not_void_the_units_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, adapted = (chosen(SPEC, plan, Place(plan.layout), 0).variant for plan in (Plan(), ADAPTED))
     assert {"techniques/lora/__init__.py", "techniques/tp/__init__.py"} < set(adapted.code) and not plain.code

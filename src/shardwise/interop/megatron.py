@@ -161,7 +161,10 @@ def model(found: Import) -> None:
     if found.count("num_layers") is None:
         return
     if found.on("multi_latent_attention"):
-        return found.refuse(found.entries["multi_latent_attention"], "latent attention is not there yet")
+        return found.refuse(
+            found.entries["multi_latent_attention"],
+            "latent attention is not read from them yet",
+        )
     config: dict[str, Any] = {ours: found.count(key) for key, ours in RENAMED.items() if found.count(key)}
     vocabulary = found.count("vocab_size") or VOCABULARY.get(word(found.get("tokenizer_type")))
     if vocabulary is None:

@@ -15,7 +15,7 @@ from shardwise.models.families import ACTIVATIONS, FAMILIES, activation, family_
 from shardwise.models.family import FULL, SLIDING, Fields
 from shardwise.models.hf_spec import HFModel
 from shardwise.models.kinds import AttentionSpec, ExpertSpec, LatentSpec, PositionSpec
-from shardwise.models.mixers import mixer_of, mixers_of
+from shardwise.models.mixers import MIXERS, mixer_of, mixers_of
 from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.models.rope import RopeScaling, number, unsupported
 from shardwise.spec.complaints import show_value
@@ -306,7 +306,10 @@ def from_hf(config: dict[str, Any], name: str) -> ModelSpec:
         "initializer_range": number(config, "initializer_range", 0.02, name),
         **{key: tuple(ids) if isinstance(ids := config.get(key), list) else ids for key in TOKENS},
     }
-    spec = model_spec(name, family=model_type, **values | family.fields | family.read(config, name))
+    values |= family.fields | family.read(config, name)
+    if (mixer := values.get("mixer", "softmax")) not in MIXERS:
+        raise unsupported(f"its mixer {mixer!r} is not installed", name, f"one of {', '.join(MIXERS)}")
+    spec = model_spec(name, family=model_type, **values)
     if found := problems(spec):
         raise ConfigError(*found)
     return spec

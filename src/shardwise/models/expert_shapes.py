@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.models.kinds import ExpertSpec
-
-Matrices = dict[str, tuple[tuple[int, int], bool]]
-"""The shape of each matrix, and whether it has a bias."""
+from shardwise.models.mixer import Matrices
 
 
 def mlp_matrices(name: str, d: int, f: int, *, bias: bool) -> Matrices:

@@ -83,9 +83,8 @@ def _latent_template(spec: ModelSpec, numbers: Numbers) -> dict[str, Any]:
 
 def _latent_wrong(spec: ModelSpec) -> list[tuple[str, str]]:
     own, kind = spec.attention, spec.latent
-    found = []
-    if min(kind.kv_lora_rank, kind.q_lora_rank or 1, kind.qk_nope_head_dim, kind.v_head_dim) < 1:
-        found.append((f"latent attention of {kind}", "ranks and head dims of 1 or more"))
+    sizes = {key: value for key, value in vars(kind).items() if key != "rope_interleave" and value is not None}
+    found = [(f"{key} is {value}", f"{key}: 1 or more") for key, value in sizes.items() if value < 1]
     if own.num_key_value_heads != own.num_attention_heads:
         what = f"{own.num_key_value_heads} key-value heads of {own.num_attention_heads}, which latents make one by one"
         found.append((what, f"num_key_value_heads: {own.num_attention_heads}"))

@@ -43,10 +43,6 @@ CAPABILITY = (7, 0)
 
 
 NO_REGIMES = "proofs compute blocks as they are written"
-"""Why no size of a model or a plan makes another path of it."""
-
-
-NO_REGIMES = "proofs compute blocks as they are written"
 """Why no size of a model or a plan makes its code take another path."""
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError, MissingInputError, Problem, ShardwiseError
 from shardwise.models.config import active_parameter_count
+from shardwise.models.mixers import mixer_of
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Blocks, Traits
 from shardwise.planner.seconds.step import timed
@@ -204,13 +205,8 @@ def flops_per_token(row: Measurement, definition: str = "") -> float:
     if "8*n*s*b" in words:
         return 8.0 * parameters
     blocks = parameters - table * (1 if spec.tie_word_embeddings else 2)
-    attention = (
-        12.0
-        * spec.num_hidden_layers
-        * spec.attention.num_attention_heads
-        * spec.attention.head_dim
-        * row.plan.batch.seq_len
-    )
+    scores = sum(mixer_of(spec, layer).scores(spec) for layer in range(spec.num_hidden_layers))
+    attention = 6.0 * scores * row.plan.batch.seq_len
     again = 4 / 3 if "hardware" in words and row.plan.remat.mode == "full" else 1.0
     return again * (6.0 * blocks + attention / (2 if "causal" in words else 1)) + 6.0 * table
 
