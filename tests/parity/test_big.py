@@ -28,7 +28,7 @@ def test_bf16(ranks: RankPool, strategy: str, reduce: str, spec: ModelSpec) -> N
     job = parity.job_of(spec, plans[0], 1)
     exact = parity.plain(replace(job, compute="fp64", weights="fp64")).gradients
     allowed = {name: max(1e-3, 2 * error) for name, error in directions(exact, parity.plain(job).gradients).items()}
-    for traces in ranks.run(parity.train_on_rank, spec, plans, 1, world=4, timeout_s=300):
+    for traces in ranks.run(parity.train_on_rank, spec, plans, 1, world=4):
         for trace, of in zip(traces, plans, strict=True):
             errors = directions(exact, trace.gradients)
             assert all(error <= allowed[name] for name, error in errors.items()), f"{errors}\nunder {of}"

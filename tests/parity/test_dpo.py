@@ -145,7 +145,7 @@ def trl_metrics(logps: list[list[float]]) -> dict[str, float]:
 def holds(ranks: RankPool, directory: Path, plans: list[Plan], spec: ModelSpec = SPEC, steps: int = STEPS) -> None:
     """All plans have one size."""
     world = plans[0].layout.world
-    answers = ranks.run(dpo_ranks.train, str(directory), spec, plans, steps, world=world, timeout_s=300)
+    answers = ranks.run(dpo_ranks.train, str(directory), spec, plans, steps, world=world)
     for place, of in enumerate(plans):
         right, scores, metrics = plain(directory, of.lora, spec, of.batch.global_batch_size(of.layout.dp), steps)
         assert abs(right.losses[0] - np.log(2)) < 1e-12 < 0.05 < abs(right.losses[-1] - np.log(2))

@@ -101,7 +101,7 @@ def test_it_is_the_same_bit_by_bit(ranks: RankPool, case: str) -> None:
     """Losses, norms, first gradients and all weights after two steps, on every rank."""
     of = PLANS[case]
     of = replace(of, batch=replace(of.batch, accumulation=2, micro_batch_size=1))
-    for (first, beside), (after, alone), (late, waited) in ranks.run(traces, of, world=of.layout.world, timeout_s=120):
+    for (first, beside), (after, alone), (late, waited) in ranks.run(traces, of, world=of.layout.world):
         beside, alone, waited = (+each for each in (beside, alone, waited))
         nothing = {("backward", 0)} if of.lora else set[tuple[str, int]]()  # no gradient of the first layer's input
         assert beside == waited and beside.keys() - nothing == {("forward", 1), ("backward", 1)}

@@ -161,7 +161,7 @@ def test_E11_recomputation_chooses_the_same_experts(ranks: RankPool, mode: str) 
 def test_E13_ranks_that_come_late_or_have_nothing_to_learn(ranks: RankPool, of: Plan) -> None:
     """Labels are the first row's alone. However ranks lag, none waits for ever, and the numbers are the same."""
     setting = Setting(rows=SomeLabels(2, 9, rows=1), draw=random_everywhere)
-    found = ranks.run(mixture_ranks.sleepy, QWEN3, of, STEPS, setting, world=4, timeout_s=60)
+    found = ranks.run(mixture_ranks.sleepy, QWEN3, of, STEPS, setting, world=4)
     compared = parity.compare(parity.plain(parity.job_of(QWEN3, of, STEPS, setting)), found)
     assert not compared.wrong(1e-9)
 

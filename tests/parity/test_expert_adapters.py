@@ -113,7 +113,7 @@ def test_every_expert_of_every_layout_trains_its_own(ranks: RankPool) -> None:
     """Whatever the layout the same parameters have a gradient, and of each adapter every expert's is not zero."""
     expected = adapters(MIX, LORA)
     plans = TWO[:4]
-    for rank in ranks.run(drawn.train_on_rank, MIX, plans, 1, world=2, timeout_s=300):
+    for rank in ranks.run(drawn.train_on_rank, MIX, plans, 1, world=2):
         for trace in rank:
             assert {name: tuple(value.shape) for name, value in trace.gradients.items()} == expected
             for name, value in trace.gradients.items():
@@ -128,7 +128,7 @@ def test_what_is_dropped_is_dropped_again(ranks: RankPool) -> None:
     for layout in (Layout(dp_shard=2, ep=2), Layout(tp=2, ep=2), Layout(tp=2)):
         plans = [plan(dropping, layout, remat=remat) for remat in ("none", "full", "selective")]
         plans += [plan(LORA, layout)]
-        for whole, again, some, kept in ranks.run(drawn.train_on_rank, MIX, plans, 3, world=2, timeout_s=300):
+        for whole, again, some, kept in ranks.run(drawn.train_on_rank, MIX, plans, 3, world=2):
             assert whole.losses == again.losses == some.losses != kept.losses
 
 

@@ -89,7 +89,7 @@ def told(pool: RankPool, names: Any) -> None:
     or not."""
     for world in sorted({PLANS[name].layout.world for name in names}):
         chosen = [name for name in names if PLANS[name].layout.world == world]
-        answers = pool.run(experts.counted, [PLANS[name] for name in chosen], world=world, timeout_s=300)
+        answers = pool.run(experts.counted, [PLANS[name] for name in chosen], world=world)
         for place, name in enumerate(chosen):
             for answer in answers:
                 agrees(answer[place][0], PLANS[name])
@@ -163,7 +163,7 @@ def train_with_faults(rank: int, world: int, names: list[str]) -> list[tuple[Any
 
 @pytest.mark.prove
 def test_every_planted_fault_is_caught(ranks: RankPool) -> None:
-    planted.all_seen(FAULTS, ranks.run(train_with_faults, list(FAULTS), world=2, timeout_s=300))
+    planted.all_seen(FAULTS, ranks.run(train_with_faults, list(FAULTS), world=2))
 
 
 def counted_with_faults(rank: int, world: int) -> Mapping[str, list[StepStats]]:

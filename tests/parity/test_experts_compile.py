@@ -37,7 +37,7 @@ def trained(rank: int, world: int, of: Plan) -> tuple[parity.Trace, list[StepSta
 @pytest.mark.parametrize("name", CASES)
 def test_compiled(ranks: RankPool, name: str) -> None:
     of = replace(CASES[name], compile=True)
-    found = ranks.run(trained, of, world=2, timeout_s=300)
+    found = ranks.run(trained, of, world=2)
     assert all(graphs > 0 and breaks == 0 for *_, graphs, breaks in found)
     right = drawn.plain(parity.job_of(MOE, of, 2))
     holds([parity.compare(right, [trace for trace, *_ in found])], [of])

@@ -64,7 +64,7 @@ def compiled_steps(rank: int, world: int, case: Case) -> list[parity.Trace]:
 @pytest.mark.parametrize("layout", ["one rank", "zero3"])
 def test_compiled_blocks(ranks: RankPool, layout: str) -> None:
     case = next(case for case in CASES if case.layout == layout and case.frozen == "uneven")
-    for found, right in ranks.run(compiled_steps, case, world=case.plan.layout.world, timeout_s=300):
+    for found, right in ranks.run(compiled_steps, case, world=case.plan.layout.world):
         assert differ(found, right) == []
 
 

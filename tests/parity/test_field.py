@@ -94,7 +94,7 @@ def _copied(parameter: nn.Parameter) -> bool:
 
 
 def seen(ranks: RankPool, spec: ModelSpec, of: Plan, steps: int = STEPS) -> list[Seen]:
-    return ranks.run(watched, spec, of, steps, world=of.layout.world, timeout_s=120)
+    return ranks.run(watched, spec, of, steps, world=of.layout.world)
 
 
 def alike(found: list[Seen]) -> set[str]:

@@ -34,7 +34,7 @@ STEPS = 3
 
 def holds(ranks: RankPool, spec: ModelSpec, plans: list[Plan]) -> None:
     """All plans have one size."""
-    answers = ranks.run(parity.train_on_rank, spec, plans, STEPS, world=plans[0].layout.world, timeout_s=300)
+    answers = ranks.run(parity.train_on_rank, spec, plans, STEPS, world=plans[0].layout.world)
     for place, of in enumerate(plans):
         traces = [mine[place] for mine in answers]
         right = parity.plain(parity.job_of(spec, of, STEPS))

@@ -33,7 +33,7 @@ def lora_plan(strategy: str, world: int, lora: Lora, remat: str, accumulation: i
 
 def holds(ranks: RankPool, spec: ModelSpec, plans: list[Plan]) -> None:
     """All plans have one size."""
-    answers = ranks.run(parity.train_on_rank, spec, plans, STEPS, world=plans[0].layout.world, timeout_s=300)
+    answers = ranks.run(parity.train_on_rank, spec, plans, STEPS, world=plans[0].layout.world)
     for place, of in enumerate(plans):
         traces = [mine[place] for mine in answers]
         found = parity.compare(parity.plain(parity.job_of(spec, of, STEPS)), traces)
@@ -110,7 +110,7 @@ def test_magnitudes_begin_as_the_model_came(ranks: RankPool) -> None:
     for strategy in ("ddp", "zero3"):
         loras = (Lora(3, 6.0, frozen="bf16", dora=dora) for dora in (False, True))
         plans = [replace(plan(strategy, 2, BF16), lora=lora) for lora in loras]
-        for plain, sized in ranks.run(parity.train_on_rank, UNTIED, plans, 1, world=2, timeout_s=300):
+        for plain, sized in ranks.run(parity.train_on_rank, UNTIED, plans, 1, world=2):
             assert plain.losses == sized.losses
 
 
@@ -119,7 +119,7 @@ def test_bf16(ranks: RankPool) -> None:
     """Adapters apart and in one matrix round differently in bf16, each product by 2^-9: losses agree to 5e-3, and the
     gradients of B point the same way (cosine 0.99; A's are zero in the first step)."""
     plans = [replace(plan(strategy, 2, BF16), lora=Lora(3, 6.0)) for strategy in ("ddp", "zero3")]
-    answers = ranks.run(parity.train_on_rank, UNTIED, plans, STEPS, world=2, timeout_s=300)
+    answers = ranks.run(parity.train_on_rank, UNTIED, plans, STEPS, world=2)
     for place, of in enumerate(plans):
         right = parity.plain(parity.job_of(UNTIED, of, STEPS))
         for found in (mine[place] for mine in answers):

@@ -76,4 +76,4 @@ def train_with_faults(rank: int, world: int, names: list[str]) -> list[tuple[Any
 
 @pytest.mark.prove
 def test_every_planted_fault_is_caught(ranks: RankPool) -> None:
-    planted.all_seen(FAULTS, ranks.run(train_with_faults, list(FAULTS), world=2, timeout_s=300))
+    planted.all_seen(FAULTS, ranks.run(train_with_faults, list(FAULTS), world=2))

@@ -33,7 +33,7 @@ def trained(
 
 def compiled_holds(ranks: RankPool, spec: ModelSpec, of: Plan) -> None:
     of = replace(of, compile=True)
-    found = ranks.run(trained, spec, of, world=of.layout.world, timeout_s=200)
+    found = ranks.run(trained, spec, of, world=of.layout.world)
     assert all(graphs > 0 and breaks == 0 for _, graphs, breaks in found)
     right = drawn.plain(parity.job_of(spec, of, 2))
     holds([parity.compare(right, [trace for trace, *_ in found])], [of])

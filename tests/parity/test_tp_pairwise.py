@@ -81,7 +81,7 @@ def turned_from_twin(eight: RankPool, spec: ModelSpec, plans: list[Plan]) -> lis
     for of in plans:
         twin = replace(of, layout=replace(of.layout, tp=1), sequence_parallel=False)
         [right], *_ = eight.run(drawn.train_on_rank, spec, [twin], 1, world=twin.layout.world)
-        answers = eight.run(drawn.train_on_rank, spec, [of], 1, world=of.layout.world, timeout_s=300)
+        answers = eight.run(drawn.train_on_rank, spec, [of], 1, world=of.layout.world)
         worst.append(parity.compare(right, [found for [found] in answers]).turn)
     return worst
 

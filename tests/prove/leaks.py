@@ -16,7 +16,7 @@ from shardwise.models.balance import Routing
 from shardwise.models.config import ModelSpec
 from shardwise.models.layers import RMSNorm
 from shardwise.models.moe import MoE
-from shardwise.prove.pool import RankPool
+from shardwise.prove.pool import PATIENCE_S, RankPool
 from shardwise.spec.plan import Plan, Shard
 from shardwise.techniques import cp
 from tests.parity.cases import FP64, GEMMA, UNTIED
@@ -99,5 +99,5 @@ class LeakingRanks:
     pool: RankPool
     name: str
 
-    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = PATIENCE_S) -> list[Any]:
         return self.pool.run(leaking, self.name, fn, args, world=world, timeout_s=timeout_s)

@@ -19,7 +19,7 @@ from shardwise.planner import sheets, trace
 from shardwise.prove import certify
 from shardwise.prove.certify import Certification, Check
 from shardwise.prove.drift import predict
-from shardwise.prove.pool import RankPool
+from shardwise.prove.pool import PATIENCE_S, RankPool
 from shardwise.prove.smallest import Outcome, Smallest, smallest
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
@@ -51,7 +51,7 @@ class FaultyRanks:
     pool: RankPool
     name: str
 
-    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = PATIENCE_S) -> list[Any]:
         return self.pool.run(faulty, self.name, fn, args, world=world, timeout_s=timeout_s)
 
 
@@ -162,7 +162,7 @@ compared at the plan's own size."""
 class NoRanks:
     """Drift needs none."""
 
-    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = PATIENCE_S) -> list[Any]:
         raise AssertionError(fn)
 
 

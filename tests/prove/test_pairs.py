@@ -45,7 +45,7 @@ def test_compiled(names: tuple[str, ...]) -> None:
     assert few is not None
     of = replace(few.own, compile=True)
     with RankPool(subject.ranks) as pool:
-        found = pool.run(trained, few.spec, of, setting, world=of.layout.world, timeout_s=300)
+        found = pool.run(trained, few.spec, of, setting, world=of.layout.world)
     assert all(graphs > 0 and breaks == 0 for _, graphs, breaks in found)
     right = parity.plain(job_of(few.spec, of, 2, setting))
     measured = parity.compare(right, [trace for trace, *_ in found], staged=of.layout.pp > 1)

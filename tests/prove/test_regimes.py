@@ -18,7 +18,7 @@ from shardwise.prove import certify, regimes
 from shardwise.prove.certificate import Certificate, Facts
 from shardwise.prove.further import further
 from shardwise.prove.kept import Command
-from shardwise.prove.pool import RankPool
+from shardwise.prove.pool import PATIENCE_S, RankPool
 from shardwise.prove.shrink import shrink
 from shardwise.prove.workload import Workload, idle, random_everywhere
 from shardwise.spec.layout import Layout
@@ -43,7 +43,7 @@ class FaultyRanks:
     pool: RankPool
     name: str
 
-    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = PATIENCE_S) -> list[Any]:
         return self.pool.run(faulty, self.name, fn, args, world=world, timeout_s=timeout_s)
 
 

@@ -121,7 +121,7 @@ def test_the_examples_train_as_the_plain_loop_does(
     each strategy computes the same of any model is what the tests in float64 show.)"""
     right = PLAIN[name]()
     for strategy in strategies:
-        for losses in ranks.run(own_ranks.example, name, strategy, str(tmp_path / strategy), world=2, timeout_s=120):
+        for losses in ranks.run(own_ranks.example, name, strategy, str(tmp_path / strategy), world=2):
             assert losses == pytest.approx(right, rel=2e-3), strategy
             assert losses[:2] == pytest.approx(right[:2], rel=1e-5), strategy
     first, last = (ranks.run(own_ranks.example, name, "zero3", str(tmp_path / "one"), n, world=1)[0] for n in (3, 6))
@@ -158,12 +158,12 @@ def same(found: list[Any], right: Any) -> None:
 def test_float64(ranks: RankPool, strategy: str, settings: dict[str, Any]) -> None:
     """With accumulation, clipping, a frozen bias, a buffer, a parameter of no dims, and ranks that begin with other
     weights."""
-    same(ranks.run(own_ranks.train, strategy, dict(settings), 5, world=2, timeout_s=120), plain(5))
+    same(ranks.run(own_ranks.train, strategy, dict(settings), 5, world=2), plain(5))
 
 
 @pytest.mark.prove
 def test_hybrid(ranks: RankPool) -> None:
-    same(ranks.run(own_ranks.train, "hsdp", {"nodes": 2}, 5, world=4, timeout_s=120), plain(5))
+    same(ranks.run(own_ranks.train, "hsdp", {"nodes": 2}, 5, world=4), plain(5))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_model_that_is_let_go_of_is_freed(ranks: RankPool, strategy: str) -> N
 def test_ranks_that_use_different_parameters(ranks: RankPool, strategy: str, world: int) -> None:
     """Two micro-batches a rank, and one. A parameter used by nobody has no gradient, and AdamW does not decay it."""
     present, weights = plain_routed()
-    for found, full in ranks.run(own_ranks.routed, strategy, world=world, timeout_s=120):
+    for found, full in ranks.run(own_ranks.routed, strategy, world=world):
         assert found == present
         for name, value in weights.items():
             assert torch.allclose(full[name], value, rtol=1e-9, atol=1e-12), name
@@ -214,7 +214,7 @@ def test_ranks_that_use_different_parameters(ranks: RankPool, strategy: str, wor
 
 def test_different_parameters_under_hybrid(ranks: RankPool) -> None:
     present, weights = plain_routed()
-    for found, full in ranks.run(own_ranks.routed, "hsdp", "fp64", 2, world=4, timeout_s=120):
+    for found, full in ranks.run(own_ranks.routed, "hsdp", "fp64", 2, world=4):
         assert found == present
         assert all(torch.allclose(full[name], value, rtol=1e-9, atol=1e-12) for name, value in weights.items())
 
@@ -222,24 +222,24 @@ def test_different_parameters_under_hybrid(ranks: RankPool) -> None:
 def test_different_parameters_in_bf16(ranks: RankPool) -> None:
     """Accumulated gradients are kept in another type than those of the last micro-batch."""
     present, weights = plain_routed()
-    for found, full in ranks.run(own_ranks.routed, "zero1", "bf16", world=2, timeout_s=120):
+    for found, full in ranks.run(own_ranks.routed, "zero1", "bf16", world=2):
         assert found == present
         assert all(torch.allclose(full[name].double(), value, atol=0.1) for name, value in weights.items())
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_blocks_that_not_all_ranks_run(ranks: RankPool, strategy: str) -> None:
-    for (said,) in ranks.run(own_ranks.apart, strategy, world=2, timeout_s=60):
+    for (said,) in ranks.run(own_ranks.apart, strategy, world=2):
         assert "OWN001" in said and "forward of paths.0 on rank 0, forward of paths.1 on rank 1" in said
         assert "parallelize(model, plan, mesh, whole=['paths'])" in said
 
 
 def test_a_torch_that_cannot_send_zeros(ranks: RankPool) -> None:
     """There, ranks that use different parameters are refused: their gradients were added to one another's."""
-    for (said,) in ranks.run(own_ranks.apart, "zero2", ["paths"], False, world=2, timeout_s=60):
+    for (said,) in ranks.run(own_ranks.apart, "zero2", ["paths"], False, world=2):
         assert "OWN001" in said and "a gradient of paths.0.0.bias on rank 0, a gradient of paths.1.0.bias" in said
         assert "a newer torch (2.13 sends zeros" in said
-    assert ranks.run(own_ranks.apart, "zero2", ["paths"], world=2, timeout_s=60) == [[], []]
+    assert ranks.run(own_ranks.apart, "zero2", ["paths"], world=2) == [[], []]
 
 
 def test_weights_of_several_types(ranks: RankPool) -> None:
@@ -325,15 +325,15 @@ def test_a_save_that_failed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_stop_is_seen_by_all_ranks_at_the_same_step(ranks: RankPool, tmp_path: Path) -> None:
     """And what goes on from there has its schedule, each rank its own sampler."""
-    whole = ranks.run(own_ranks.stopped, "zero2", str(tmp_path / "whole"), -1, world=2, timeout_s=120)
-    first = ranks.run(own_ranks.stopped, "zero2", str(tmp_path / "cut"), 2, world=2, timeout_s=120)
+    whole = ranks.run(own_ranks.stopped, "zero2", str(tmp_path / "whole"), -1, world=2)
+    first = ranks.run(own_ranks.stopped, "zero2", str(tmp_path / "cut"), 2, world=2)
     assert [(step, restored) for step, _, _, restored in first] == [(3, True)] * 2
-    again = ranks.run(own_ranks.stopped, "zero3", str(tmp_path / "cut"), -1, world=2, timeout_s=120)
+    again = ranks.run(own_ranks.stopped, "zero3", str(tmp_path / "cut"), -1, world=2)
     for uncut, before, after in zip(whole, first, again, strict=True):
         assert before[1] + after[1] == uncut[1] and len(uncut[1]) == 6
         assert after[2] == uncut[2] > before[2]
     with pytest.raises(RankFailure, match=r"OWN002.*`drawn` .*2 ranks.* 1"):
-        ranks.run(own_ranks.stopped, "ddp", str(tmp_path / "cut"), -1, world=1, timeout_s=120)
+        ranks.run(own_ranks.stopped, "ddp", str(tmp_path / "cut"), -1, world=1)
 
 
 @pytest.mark.prove
@@ -440,8 +440,8 @@ def test_buffers_of_the_first_rank_are_saved(ranks: RankPool, tmp_path: Path) ->
 
 @pytest.mark.prove
 def test_checkpoints_load_under_another_strategy(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(own_ranks.train, "zero3", {}, 3, str(tmp_path), world=4, timeout_s=120)
-    found = ranks.run(own_ranks.train, "ddp", {}, 6, str(tmp_path), world=2, timeout_s=120)
+    ranks.run(own_ranks.train, "zero3", {}, 3, str(tmp_path), world=4)
+    found = ranks.run(own_ranks.train, "ddp", {}, 6, str(tmp_path), world=2)
     right = plain(6)
     same(found, ([*right[0][3:]], [*right[1][3:]], right[2]))
 

@@ -34,13 +34,13 @@ ROWS = [8, 8 + 3, 16, 16 + 1, 24, 32]
 @pytest.mark.parametrize("case", SETTINGS)
 def test_float64(ranks: RankPool, case: str) -> None:
     world, strategy, settings = SETTINGS[case]
-    same(ranks.run(own_ranks.decoder, strategy, settings, STEPS, world=world, timeout_s=120), plain_decoder(STEPS))
+    same(ranks.run(own_ranks.decoder, strategy, settings, STEPS, world=world), plain_decoder(STEPS))
 
 
 def test_packed_documents(ranks: RankPool) -> None:
     """All rows on each rank of the ring."""
     bounds = [0, *ROWS]
-    answers = ranks.run(own_ranks.decoder, "ddp", {"cp": 2}, STEPS, "", bounds, world=2, timeout_s=120)
+    answers = ranks.run(own_ranks.decoder, "ddp", {"cp": 2}, STEPS, "", bounds, world=2)
     same(answers, plain_decoder(STEPS, bounds))
 
 

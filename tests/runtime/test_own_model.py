@@ -37,7 +37,7 @@ def test_transformers_reads_what_was_written_and_what_is_exported(
     """Of four ranks under tp, of two else. A tied output layer is in the files once. The export has, as in a process
     of its own, not imported the model's class yet."""
     world = 2 * tp
-    right = ranks.run(own_model_ranks.saved, kind, strategy, str(tmp_path), tp, world=world, timeout_s=120)
+    right = ranks.run(own_model_ranks.saved, kind, strategy, str(tmp_path), tp, world=world)
     for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"):
         monkeypatch.delitem(vars(transformers), name, raising=False)
     assert main(["export", str(tmp_path), "--step", "1"]) == 0
@@ -56,7 +56,7 @@ def test_transformers_reads_what_was_written_and_what_is_exported(
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's use of it
 def test_peft_reads_the_adapter(ranks: RankPool, tmp_path: Path) -> None:
-    right = ranks.run(own_model_ranks.saved, "adapter", "zero3", str(tmp_path), world=2, timeout_s=120)
+    right = ranks.run(own_model_ranks.saved, "adapter", "zero3", str(tmp_path), world=2)
     torch.manual_seed(0)
     model = peft.PeftModel.from_pretrained(own_model_ranks.llama(), tmp_path / "saved")
     torch.testing.assert_close(output("adapter", model), right[0], rtol=1e-5, atol=1e-5)
@@ -64,7 +64,7 @@ def test_peft_reads_the_adapter(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_a_module_of_ones_own_is_a_file_of_safetensors(ranks: RankPool, tmp_path: Path) -> None:
-    right = ranks.run(own_model_ranks.saved, "module", "zero3", str(tmp_path), world=2, timeout_s=120)
+    right = ranks.run(own_model_ranks.saved, "module", "zero3", str(tmp_path), world=2)
     model = Model()
     load_model(model, tmp_path / "saved" / "model.safetensors")
     torch.testing.assert_close(output("module", model), right[0], rtol=1e-6, atol=1e-6)
@@ -73,7 +73,7 @@ def test_a_module_of_ones_own_is_a_file_of_safetensors(ranks: RankPool, tmp_path
 def test_generate_continues_with_what_was_exported(
     ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks.run(own_model_ranks.saved, "llama", "zero3", str(tmp_path), world=2, timeout_s=120)
+    ranks.run(own_model_ranks.saved, "llama", "zero3", str(tmp_path), world=2)
     asked = ["generate", str(tmp_path), "--prompt", "5 7", "--tokens", "4"]
     assert main(asked) == 66
     assert f"shardwise export {tmp_path}" in capsys.readouterr().err
@@ -88,7 +88,7 @@ def test_generate_continues_with_what_was_exported(
 def test_what_transformers_cannot_make_is_not_exported(
     ranks: RankPool, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks.run(own_model_ranks.saved, kind, "ddp", str(tmp_path), world=1, timeout_s=120)
+    ranks.run(own_model_ranks.saved, kind, "ddp", str(tmp_path), world=1)
     assert main(["export", str(tmp_path)]) == 66
     told = " ".join(capsys.readouterr().err.split())
     assert "that transformers does not have" in told and "shardwise.save_pretrained(model, directory)" in told
@@ -96,5 +96,5 @@ def test_what_transformers_cannot_make_is_not_exported(
 
 def test_every_rank_hears_of_a_disk_that_fails(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for told in ranks.run(own_model_ranks.full_disk, str(tmp_path / "file"), world=2, timeout_s=60):
+    for told in ranks.run(own_model_ranks.full_disk, str(tmp_path / "file"), world=2):
         assert "OUT002" in told and "cannot write the model" in told

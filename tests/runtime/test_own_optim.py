@@ -27,7 +27,7 @@ def test_known_optimizers_step_as_in_one_process(ranks: RankPool, layout: str) -
     """In float64, within 1e-9. Under ddp every rank holds whole weights, so that Adafactor, Rprop and Muon serve."""
     world, strategy, tp = LAYOUTS[layout]
     cases = [*SETTINGS, *(() if layout != "ddp" else own_optim_ranks.WHOLE)]
-    found = ranks.run(own_optim_ranks.train, strategy, tp, cases, world=world, timeout_s=120)
+    found = ranks.run(own_optim_ranks.train, strategy, tp, cases, world=world)
     for case, *weights in zip(cases, *found, strict=True):
         right = own_optim_ranks.plain(case, tp)
         for each in weights:
@@ -45,13 +45,13 @@ def test_known_optimizers_step_as_in_one_process(ranks: RankPool, layout: str) -
 def test_others_are_refused_by_name_before_they_change_a_weight(
     ranks: RankPool, strategy: str, name: str, said: str
 ) -> None:
-    for error, changed in ranks.run(own_optim_ranks.refused, strategy, name, world=2, timeout_s=60):
+    for error, changed in ranks.run(own_optim_ranks.refused, strategy, name, world=2):
         assert said in error and "OWN003" in error and "AdamW" in error
         assert not changed
 
 
 def test_of_an_optimizer_that_is_not_torchs_the_user_is_warned(ranks: RankPool) -> None:
-    for said in ranks.run(own_optim_ranks.foreign, world=2, timeout_s=60):
+    for said in ranks.run(own_optim_ranks.foreign, world=2):
         assert len(said) == 1 and said[0].startswith("Foreign ")
 
 

@@ -34,7 +34,7 @@ SETTINGS = {
 def test_float64(ranks: RankPool, case: str) -> None:
     """A loss of the logits that ``model()`` returns, whole on every rank; rows are a data-parallel group's."""
     world, strategy, settings = SETTINGS[case]
-    same(ranks.run(own_ranks.decoder, strategy, settings, STEPS, world=world, timeout_s=120), plain_decoder(STEPS))
+    same(ranks.run(own_ranks.decoder, strategy, settings, STEPS, world=world), plain_decoder(STEPS))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_decoder_gets_its_trained_weights(
     trained = Decoder(own_ranks.UNTIED)
     right = dict(trained.named_parameters())
     hf.write_weights(tmp_path, own_ranks.UNTIED, lambda name: right[name].detach())
-    for found in ranks.run(own_ranks.loaded, strategy, settings, str(tmp_path), world=2, timeout_s=60):
+    for found in ranks.run(own_ranks.loaded, strategy, settings, str(tmp_path), world=2):
         assert found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
     other = Decoder(own_ranks.UNTIED)
     shardwise.load_weights(other, tmp_path)

@@ -223,7 +223,7 @@ def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) ->
 
 def _derivatives(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
     """Judge the gradients of the first step's loss, in the plain loop that parity trusts."""
-    [found] = ranks.run(slopes.prove_on_rank, job_of(small.spec, small.plan, 1, setting), world=1, timeout_s=300)
+    [found] = ranks.run(slopes.prove_on_rank, job_of(small.spec, small.plan, 1, setting), world=1)
     figures["derivative"] = max(slope.error for slope in found)
     figures["tensors"], figures["not judged"] = len(found), sum(not slope.judged for slope in found)
     return [str(slope) for slope in found if not slope.error <= slope.allowed]
@@ -238,7 +238,7 @@ def _parity(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, fl
 def _documents(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
     """Compare what one document of a row is trained to, with other tokens in the others."""
     given, world = (small.spec, small.plan, setting), small.plan.layout.world
-    found: list[documents.Unmoved] = ranks.run(documents.prove_on_rank, *given, world=world, timeout_s=300)
+    found: list[documents.Unmoved] = ranks.run(documents.prove_on_rank, *given, world=world)
     figures["document"] = max((one.error for rank in found for one in rank.changed), default=0.0)
     figures["tensors"] = sum(rank.tensors for rank in found)
     return [line for rank in found for line in rank.leaks()] or ["nothing is trained"] * (not figures["tensors"])
@@ -268,9 +268,7 @@ def _checkpoint(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str
     for source, target in ((plan, other), (other, plan)):
         with tempfile.TemporaryDirectory(prefix="certificate-") as directory:
             runs = (source, SavedRun(directory)), (target, SavedRun(directory, moves.STEPS))
-            saved, loaded = (
-                ranks.run(moves.go, spec, of, run, setting, world=of.layout.world, timeout_s=300) for of, run in runs
-            )
+            saved, loaded = (ranks.run(moves.go, spec, of, run, setting, world=of.layout.world) for of, run in runs)
         figures["tensors"] = len({name for stretch in saved for name in stretch.after})
         yield from moves.differences(saved, loaded)
         for rank, stretch in enumerate(loaded):

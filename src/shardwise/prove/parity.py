@@ -120,7 +120,7 @@ def prove(
     for world in sorted({plan.layout.world for plan in plans}):
         chosen = [index for index, plan in enumerate(plans) if plan.layout.world == world]
         given = spec, [plans[i] for i in chosen], steps, setting
-        answers = pool.run(train_on_rank, *given, world=world, timeout_s=300)
+        answers = pool.run(train_on_rank, *given, world=world)
         for place, index in enumerate(chosen):
             right = plain(job_of(spec, plans[index], steps, setting))
             found[index] = compare(right, [traces[place] for traces in answers], staged=plans[index].layout.pp > 1)

@@ -43,6 +43,9 @@ PRELOAD = (
     "shardwise.prove.parity",
 )
 """What takes seconds to load, once for all ranks."""
+PATIENCE_S = 300.0
+"""How long a run may take before it is said to hang: several times what compiling takes on a machine that is busy."""
+
 AFTER_FIRST_FAILURE_S = 2.0
 """How long the other ranks may take to fail too, once one has: they often wait in a collective for it."""
 
@@ -82,7 +85,7 @@ class Seat:
 class Ranks(Protocol):
     """Ranks that do what :meth:`RankPool.run` says."""
 
-    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = 60.0) -> list[Any]: ...
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = PATIENCE_S) -> list[Any]: ...
 
 
 class RankPool:
@@ -100,7 +103,7 @@ class RankPool:
     def __exit__(self, *unused: object) -> None:
         self.close()
 
-    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = PATIENCE_S) -> list[Any]:
         """``fn(rank, world, *args)`` on the first ``world`` ranks; the list of results by rank.
 
         ``fn`` must be importable by name (a module's function) and its arguments and result picklable. After
