@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.prove import certify, parity
-from shardwise.prove.certify import OWN_DTYPES, Certification
+from shardwise.prove.certify import Certification
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import job_of
 from shardwise.spec.recipe import Method
@@ -49,6 +49,6 @@ def test_compiled(names: tuple[str, ...]) -> None:
     assert all(graphs > 0 and breaks == 0 for _, graphs, breaks in found)
     right = parity.plain(job_of(few.spec, of, 2, setting))
     measured = parity.compare(right, [trace for trace, *_ in found], staged=of.layout.pp > 1)
-    most = OWN_DTYPES[of.precision.compute]
+    most = {"fp32": 1e-4, "bf16": 0.1}[of.precision.compute]  # products of a small model, added in another order
     assert measured.loss.error <= most and measured.norm.error <= most and measured.turn.error <= most, measured
     assert not measured.apart

@@ -8,11 +8,12 @@ from typing import Any
 
 from shardwise.models.config import parameter_count
 from shardwise.prove.basis import Basis, digest, digests
-from shardwise.prove.certify import OWN_DTYPES, Certification, Check, Effort, micro_batches, places
+from shardwise.prove.certify import Certification, Check, Effort, micro_batches, places
 from shardwise.prove.documents import OF_EXPERTS
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE
 from shardwise.prove.kept import FORMAT, Command
 from shardwise.prove.parity import TOLERANCE
+from shardwise.prove.rounding import MOMENTS, SHARED, UPDATE, WHOLE
 from shardwise.prove.shrink import Shrunk
 from shardwise.prove.slopes import TOLERANCE as SLOPE_TOLERANCE
 from shardwise.prove.smallest import Smallest
@@ -69,7 +70,7 @@ class Certificate:
                 of = counted(int(check.figures["tensors"]), "tensor")
                 found.append(f"derivatives along {missed} of {of}: the loss is not smooth in any direction tried")
         if self.facts.effort == "quick" and small is not None:
-            found.append("a step in the plan's own dtypes (left out by --quick)")
+            found.append("steps in the plan's own dtypes, and one that is not finite (left out by --quick)")
         return [*found, *self.subject.lost, *(small.unseen if small else ()), ALWAYS_UNSEEN]
 
     def as_json(self) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class Certificate:
             "tolerances": {
                 "derivatives": SLOPE_TOLERANCE,
                 "float64": TOLERANCE,
-                "own dtypes": OWN_DTYPES,
+                "own dtypes": {"whole rows": WHOLE, "shared": SHARED, "update": [UPDATE, MOMENTS]},
                 "peak": PEAK_TOLERANCE,
             },
             "basis": self.facts.basis,
@@ -156,7 +157,6 @@ class Certificate:
         return lines
 
 
-COARSE = ", ".join(f"{most:g} in {dtype}" for dtype, most in OWN_DTYPES.items() if dtype != "fp64")
 TOLERANCES = f"""\
 * drift: every collective, byte of state and saved byte is equal; a peak of {show_bytes(PEAK_FROM_BYTES)} and more is
   within {100 * PEAK_TOLERANCE:g} %
@@ -164,7 +164,10 @@ TOLERANCES = f"""\
   differences
 * parity: losses and what is reported with them, norms, first gradients and last weights within {TOLERANCE:g}
   (relative); what several ranks hold of a weight is equal to the bit after every step
-* dtypes: loss, norm and 1 - cosine of each gradient within {COARSE}
+* dtypes: gradients are at most {WHOLE.together:g} times as far from float64 as those of one process in the same dtypes,
+  any of them {WHOLE.alone:g} times and the loss {WHOLE.loss:g} times; where ranks share rows, or there are adapters,
+  {SHARED.together:g}, {SHARED.alone:g} and {SHARED.loss:g} times, so that a loss in bf16 may not be seen there; updates
+  within {UPDATE:g} of what float64 makes of the same gradients, and what weights and moments in fewer bits round
 * documents: equal to the bit; of layers with experts, and of transformers' own modules, within {OF_EXPERTS:g}
 * checkpoint: every weight and moment is equal to the bit, losses after it within {TOLERANCE:g}
 
@@ -189,4 +192,7 @@ def result(check: Check) -> str:
         return f"{how}: {counted(int(found['tensors']), 'tensor')}"
     if check.proof == "checkpoint":
         return f"{counted(int(found['tensors']), 'tensor')} equal, losses within {found['loss']:.0e}"
+    if check.proof == "dtypes":
+        rounded = f"rounds {found['times']:.2f} times what one process does"
+        return f"{rounded}: {counted(int(found['tensors']), 'tensor')}, updates within {found['update']:.0e}"
     return f"within {max(found.values()):.0e}"

@@ -4,7 +4,8 @@
 the plan says. ``derivatives``: of the plan's model made small (prove/shrink.py), the plain loop's gradients against
 differences of its loss, in float64. ``parity``: the small plan and model, trained on CPU ranks in float64, against this
 plain loop in one process; and small plans of one axis (prove/further.py). ``documents``: what one of them is trained
-to, with other tokens in the others of its row. ``dtypes``: the same as parity for a step in the plan's own dtypes.
+to, with other tokens in the others of its row. ``dtypes``: whether steps in the plan's own dtypes
+round as little as one process in them, and their updates (prove/rounding.py).
 ``checkpoint``: a run that is saved and goes on under another layout. Where one fails, the smallest layout that fails is
 looked for.
 """
@@ -21,7 +22,7 @@ from typing import Literal
 
 from shardwise.errors import ShardwiseError, first_line
 from shardwise.models.config import ModelSpec
-from shardwise.prove import documents, moves, parity, slopes
+from shardwise.prove import documents, moves, parity, rounding, slopes
 from shardwise.prove.drift import drift
 from shardwise.prove.further import further
 from shardwise.prove.moves import SavedRun
@@ -35,11 +36,6 @@ from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Recipe
 
 Effort = Literal["quick", "normal", "thorough"]
-OWN_DTYPES = {"fp64": TOLERANCE, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.1}
-"""By the coarsest dtype, of loss, norm and 1 - cosine of each gradient after one step: a bf16 product is wrong by up to
-2**-8, and its errors add up over a small layers."""
-DTYPES = ("turn", "loss", "norm")
-"""What is compared in the plan's own dtypes, the cause first."""
 SOON_S = 10.0
 """A rank whose drift at the plan's own size takes longer is not measured again and again."""
 SHOWN = 6
@@ -192,7 +188,8 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
     if proof == "documents":
         return f"float64, {those}, one document of each row, with other tokens in the others"
     if proof == "dtypes":
-        return f"{_coarsest(subject.small.own)}, {those}, one step"
+        steps = f"{rounding.DRAWS} steps' gradients, {rounding.UPDATES} updates and a step to be skipped"
+        return f"{rounding.coarsest(subject.small.own)}, {those}, {steps}"
     other = moves.elsewhere(subject.small.plan)
     return f"saved by {those}, goes on as {other.shard.strategy} over {other.layout.world}, and the other way round"
 
@@ -245,18 +242,11 @@ def _documents(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str,
 
 
 def _dtypes(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
-    """One step in the plan's own dtypes, against the plain loop with weights cast to the same."""
-    own = replace(small.own, optim=small.plan.optim)
-    [found] = parity.prove(ranks, small.spec, [own], 1, replace(setting, sgd=False))
-    figures |= {key: vars(found)[key].error for key in DTYPES}
-    return found.wrong(OWN_DTYPES[_coarsest(own)], DTYPES)
-
-
-def _coarsest(plan: Plan) -> str:
-    """The dtype with the fewest bits of mantissa that gradients meet."""
-    met = {plan.precision.compute, plan.precision.reduce, plan.precision.weights}
-    met |= {dtype for _, dtype in plan.precision.modules} | ({plan.lora.frozen} if plan.lora else set())
-    return max(met, key=["fp64", "fp32", "fp16", "bf16"].index)
+    """Steps in the plan's own dtypes, against the plain loop in these and in float64."""
+    found = rounding.prove(ranks, small.spec, small.own, setting)
+    figures["times"], figures["tensors"] = found.together, len(found.each)
+    figures["update"] = max((error for error, _ in found.updates.values()), default=0.0)
+    return found.problems()
 
 
 def _checkpoint(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributions import Categorical
 from torch.nn import functional
+from torch.optim import Optimizer
 from xxhash import xxh3_64_intdigest
 
 from shardwise.data.batch import MicroBatch, collate
@@ -270,10 +271,7 @@ def plain(job: Workload) -> Trace:
     """The same training in one process, by a loop that anyone can check."""
     model = model_of(job.spec).to(torch_dtype(job.weights))
     parameters = plain_parameters(job)
-    matrices = [p for p in parameters.values() if p.ndim > 1]
-    vectors = [p for p in parameters.values() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = program(job.optim).plain(groups, OPTIM)
+    optimizer = plain_optimizer(parameters, job)
     losses, norms, figures, first = [], [], [], {}
     for number in range(job.updates):
         optimizer.zero_grad()
@@ -285,18 +283,32 @@ def plain(job: Workload) -> Trace:
             break
         if number == 0:
             first = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-        assert OPTIM.max_grad_norm is not None
-        norms.append(float(nn.utils.clip_grad_norm_(parameters.values(), OPTIM.max_grad_norm)))
-        warm = (number + 1) / OPTIM.warmup_steps
-        fallen = (number - OPTIM.warmup_steps) / (MAX_STEPS - OPTIM.warmup_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = OPTIM.learning_rate * min(warm, 1.0 - max(0.0, fallen))
-        optimizer.step()
+        norms.append(plain_update(optimizer, parameters, number))
         balance.correct(parameters)
         losses.append(loss.item())
         figures.append({name: told[name] for name in job.figures})
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     return Trace(tuple(losses), tuple(norms), first, weights, figures=tuple(figures))
+
+
+def plain_optimizer(parameters: Mapping[str, nn.Parameter], job: Workload) -> Optimizer:
+    """The plain program of the job's optimizer, with weight decay on matrices."""
+    matrices = [p for p in parameters.values() if p.ndim > 1]
+    vectors = [p for p in parameters.values() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return program(job.optim).plain(groups, OPTIM)
+
+
+def plain_update(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], number: int) -> float:
+    """Update number ``number``, counted from 0, by the gradients as they are; returns their norm before clipping."""
+    assert OPTIM.max_grad_norm is not None
+    norm = float(nn.utils.clip_grad_norm_(parameters.values(), OPTIM.max_grad_norm))
+    warm = (number + 1) / OPTIM.warmup_steps
+    fallen = (number - OPTIM.warmup_steps) / (MAX_STEPS - OPTIM.warmup_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = OPTIM.learning_rate * min(warm, 1.0 - max(0.0, fallen))
+    optimizer.step()
+    return norm
 
 
 def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:

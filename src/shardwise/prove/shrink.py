@@ -368,9 +368,8 @@ def _unseen(plan: Plan, most: int) -> Iterator[str]:
     yield f"kernels, NCCL and numerical range on GPUs: ranks are CPU processes{pinned}"
     if filed := plan.offload.filed:
         yield f"what files on NVMe hold at this size: for drift {' and '.join(filed)} wait on the host instead"
-    if plan.optim != plan.optim.exact:
-        moments = "in 8 bits" if plan.optim.spec.packed else f"in {plan.optim.moments}"
-        yield f"moments {moments}, and their rounding: {plan.optim.spec.title} keeps them in float64 here"
+    if plan.optim.spec.packed and plan.layout.tp > 1:
+        yield "moments in 8 bits: blocks of rows are longer than the small rows that ranks of tp have parts of"
     if type(plan.shard.reshard_after_forward) is int:
         yield f"weights that {plan.shard.reshard_after_forward} ranks keep between forward and backward: all do here"
     if plan.lora is not None and plan.lora.dropout:

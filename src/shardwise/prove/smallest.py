@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec, with_fields
+from shardwise.models.family import FULL, SLIDING
 from shardwise.models.kinds import LatentSpec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Axis, least_dp_shard
@@ -129,6 +130,30 @@ def _one_chunk(spec: ModelSpec, plan: Plan) -> Case:
     return spec, replace(plan, batch=replace(batch, loss_chunk_tokens=max(least, batch.loss_chunk_tokens)))
 
 
+def _feature(**off: Any) -> Callable[[ModelSpec, Plan], Case]:
+    """These fields of the model; of one in transformers' own modules they are its config's."""
+    return lambda spec, plan: (spec if spec.hf_model else with_fields(spec, **off), plan)
+
+
+def _no_window(spec: ModelSpec, plan: Plan) -> Case:
+    """Every layer sees all tokens before it."""
+    if spec.attention.sliding_window is None:
+        return spec, plan
+    others = tuple(FULL if kind == SLIDING else kind for kind in spec.attention.layer_types)
+    return _feature(sliding_window=None, local_rope_theta=None, layer_types=others)(spec, plan)
+
+
+FEATURES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
+    "losses of routers": _feature(router_aux_loss_coef=0.0, router_z_loss_coef=0.0),
+    "capacity of experts": _feature(expert_capacity=None),
+    "window": _no_window,
+    "cap of attention scores": _feature(attention_soft_cap=None),
+    "cap of logits": _feature(final_soft_cap=None),
+    "attention sinks": _feature(attention_sinks=False),
+    "norms of queries and keys": _feature(qk_norm=None),
+    "scaled rotation": _feature(rope_scaling=None),
+}
+"""Of the model."""
 SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "ep": _no_ep,
     "dp_replicate": _alone("dp_replicate"),
@@ -153,6 +178,7 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "choice by sigmoids": lambda spec, plan: (with_fields(spec, sigmoid=None), plan),
     "experts": _no_experts,
     "mixer": lambda spec, plan: (with_fields(spec, mixer="softmax", **asdict(LatentSpec())), plan),
+    **FEATURES,
     "tied embeddings": lambda spec, plan: (replace(spec, tie_word_embeddings=False), plan),
     "biases": _no_biases,
 }

@@ -1,0 +1,50 @@
+"""The proof in a plan's own dtypes: what rounds too much is seen, and what is right is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from shardwise.prove import rounding
+from shardwise.prove.pool import PATIENCE_S, RankPool
+from shardwise.prove.rounding import SHARED, Rounding
+from shardwise.prove.workload import Setting, random_everywhere
+from tests.prove.planted_rounding import FAULTS, faulty
+
+SETTING = Setting(draw=random_everywhere)
+
+
+@dataclass
+class FaultyRanks:
+    """Ranks of a pool with a fault in their code."""
+
+    pool: RankPool
+    name: str
+
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = PATIENCE_S) -> list[Any]:
+        return self.pool.run(faulty, self.name, fn, args, world=world, timeout_s=timeout_s)
+
+
+@pytest.mark.matrix(4)
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_rounds_too_much_is_seen(ranks: RankPool, name: str) -> None:
+    _, spec, plan, said = FAULTS[name]
+    assert not rounding.prove(ranks, spec, plan, SETTING).problems(), "without the fault"
+    found = rounding.prove(FaultyRanks(ranks, name), spec, plan, SETTING).problems()
+    assert any(said in line for line in found), found
+
+
+def test_problems_are_named_the_cause_first() -> None:
+    """The figures of a run that is wrong in every way, in words."""
+    each, updates = {"layers.0.mlp.up.weight": 5.0, "norm.weight": 1.0}, {"norm.weight": (0.5, 0.1)}
+    found = Rounding(2.0, each, 9.0, updates, ["?"], SHARED)
+    assert [line.partition(":")[0] for line in found.problems()] == [
+        "?",
+        "first gradient of layers.0.mlp.up.weight",
+        "first gradients",
+        "loss",
+        "update of norm.weight from what float64 makes of the run's own gradients",
+    ]
