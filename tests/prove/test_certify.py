@@ -172,7 +172,7 @@ FIELD_CASES: dict[str, tuple[ModelSpec, Plan, str, tuple[str, ...]]] = {
         replace(QWEN, intermediate_size=28),
         tp_plan("ddp", 1, 2, sequence=False),
         "_norm.weight",
-        ("tp 2",),
+        ("tp 2", "norms of queries and keys"),
     ),
     "T11: the loss is taken of whole logits as if they were cut": (
         EVEN,

@@ -1,8 +1,8 @@
 """Proofs must see what is wrong: faults planted into the real code, each of which must be reported.
 
-Here are those of drift and of kills. Those of derivatives are in test_slopes.py, those of parity in
-tests/parity/test_faults.py, test_tp_faults.py, test_pp_faults.py, test_cp_faults.py, test_ep_faults.py,
-test_experts.py, test_capacity.py and test_offload.py; docs/proofs.md lists them all.
+Here are those of drift and of kills. Those of derivatives are in test_slopes.py, of dtypes in planted_rounding.py, and
+those of parity in tests/parity/test_faults.py, test_tp_faults.py, test_pp_faults.py, test_cp_faults.py,
+test_ep_faults.py, test_experts.py, test_capacity.py and test_offload.py; docs/proofs.md lists them all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.parity.test_offload import FAULTS as OFFLOAD_FAULTS
 from tests.parity.test_pp_faults import FAULTS as PP_FAULTS
 from tests.parity.test_tp_faults import FAULTS as TP_FAULTS
 from tests.prove.planted import DRIFT, RESUME, Fault
+from tests.prove.planted_rounding import FAULTS as ROUNDING_FAULTS
 from tests.prove.planted_sizes import FAULTS as SIZE_FAULTS
 from tests.prove.test_slopes import FAULTS as BACKWARD_FAULTS
 from tests.runtime.small_run import directory, numbers, recipe, train_here, weights_hash
@@ -101,12 +102,13 @@ def test_kills_see(root: Path, name: str) -> None:
 def test_the_list_in_the_docs_is_complete() -> None:
     """Each fault under the proof that sees it."""
     rows = [line.strip("| ").split(" | ") for line in LIST.read_text().splitlines() if line.startswith("| ")]
-    listed = {(row[0], row[-1]) for row in rows if row[-1] in ("drift", "derivatives", "parity", "kills")}
+    listed = {(row[0], row[-1]) for row in rows if row[-1] in ("drift", "derivatives", "parity", "dtypes", "kills")}
     proofs = {
         "drift": DRIFT,
         "derivatives": BACKWARD_FAULTS,
         "parity": {**FAULTS, **TP_FAULTS, **PP_FAULTS, **CP_FAULTS, **EP_FAULTS, **EXPERT_FAULTS, **CAPACITY_FAULTS}
         | {**OFFLOAD_FAULTS, **SIZE_FAULTS},
+        "dtypes": ROUNDING_FAULTS,
         "kills": RESUME,
     }
     assert listed == {(name, proof) for proof, faults in proofs.items() for name in faults}

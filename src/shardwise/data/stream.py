@@ -19,6 +19,8 @@ from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.order import Order
 from shardwise.data.pack import Packs, Windows
 from shardwise.data.portions import Portions
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch
 from shardwise.spec.rows import RowShare
 
 Source = Windows | Packs | Portions
@@ -38,6 +40,12 @@ class Share:
     @property
     def global_batch_size(self) -> int:
         return self.dp * self.micro_batch_size * self.accumulation
+
+
+def share_of(layout: Layout, batch: Batch, rank: int) -> Share:
+    """Return what ``rank`` reads of every batch."""
+    row = RowShare(layout.ring, layout.ulysses, layout.index(rank, "cp"))
+    return Share(layout.index(rank, "batch"), layout.size("batch"), batch.micro_batch_size, batch.accumulation, row)
 
 
 @dataclass(frozen=True)

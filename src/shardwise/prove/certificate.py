@@ -65,6 +65,8 @@ class Certificate:
         if (run := micro_batches(plan)) < plan.batch.accumulation:
             after = f"after the first {run} of {plan.batch.accumulation}, which they repeat"
             found.append(f"drift of micro-batches {after}")
+        if self.subject.read is None:
+            found.append(f"which rows ranks read: rows are {self.subject.rows or 'not prepared'}")
         for check in self.checks:
             if missed := int(check.figures.get("not judged", 0)):
                 of = counted(int(check.figures["tensors"]), "tensor")
@@ -160,6 +162,7 @@ class Certificate:
 TOLERANCES = f"""\
 * drift: every collective, byte of state and saved byte is equal; a peak of {show_bytes(PEAK_FROM_BYTES)} and more is
   within {100 * PEAK_TOLERANCE:g} %
+* data: every rank's rows, tokens and labels are equal
 * derivatives: within {SLOPE_TOLERANCE:g} (relative to the gradient), and what rounding of the loss makes of its
   differences
 * parity: losses and what is reported with them, norms, first gradients and last weights within {TOLERANCE:g}
@@ -182,6 +185,9 @@ def result(check: Check) -> str:
     if check.proof == "drift":
         sent = counted(int(found["collectives"]), "collective")
         return f"equal: {sent}, {show_bytes(found['sent bytes'])} sent, {show_bytes(found['state bytes'])} of state"
+    if check.proof == "data":
+        rows = counted(int(found["rows"]), "row")
+        return f"{rows} once each; {show_count(int(found.get('tokens', 0)))} tokens as one process reads them"
     if check.proof == "derivatives":
         missed = int(found["not judged"])
         judged = counted(int(found["tensors"]) - missed, "tensor") + f", {missed} more not judged" * (missed > 0)

@@ -1,13 +1,13 @@
 """What is proved of a plan that somebody is about to run, before it runs.
 
 ``drift``: at the plan's own degrees and dimensions, in a fake world, what its ranks send, hold and save, against what
-the plan says. ``derivatives``: of the plan's model made small (prove/shrink.py), the plain loop's gradients against
-differences of its loss, in float64. ``parity``: the small plan and model, trained on CPU ranks in float64, against this
-plain loop in one process; and small plans of one axis (prove/further.py). ``documents``: what one of them is trained
-to, with other tokens in the others of its row. ``dtypes``: whether steps in the plan's own dtypes
-round as little as one process in them, and their updates (prove/rounding.py).
-``checkpoint``: a run that is saved and goes on under another layout. Where one fails, the smallest layout that fails is
-looked for.
+the plan says. ``data``: at this size too, that ranks read the recipe's rows once, each its part (prove/reading.py).
+``derivatives``: of the plan's model made small (prove/shrink.py), the plain loop's gradients against differences of its
+loss, in float64. ``parity``: the small plan and model, trained on CPU ranks in float64, against this plain loop in one
+process; and small plans of one axis (prove/further.py). ``documents``: what one of them is trained to, with other
+tokens in the others of its row. ``dtypes``: whether steps in the plan's own dtypes round as little as one process in
+them, and their updates (prove/rounding.py). ``checkpoint``: a run that is saved and goes on under another layout. Where
+one fails, the smallest layout that fails is looked for.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from typing import Literal
 
 from shardwise.errors import ShardwiseError, first_line
 from shardwise.models.config import ModelSpec
-from shardwise.prove import documents, moves, parity, rounding, slopes
+from shardwise.prove import documents, moves, parity, reading, rounding, slopes
 from shardwise.prove.drift import drift
 from shardwise.prove.further import further
 from shardwise.prove.moves import SavedRun
 from shardwise.prove.parity import COMPARED, TOLERANCE
 from shardwise.prove.pool import RankFailure, Ranks
+from shardwise.prove.reading import Read
 from shardwise.prove.shrink import Shrunk, real_name, shrink
 from shardwise.prove.smallest import Outcome, Smallest, smallest
-from shardwise.prove.workload import STEPS, Setting, job_of, setting_of
+from shardwise.prove.workload import STEPS, Setting, job_of, read_of, setting_of
 from shardwise.spec.layout import MESH, Axis, Layout
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Recipe
@@ -47,7 +48,7 @@ class Check:
     """One proof of one case: it holds if there are no ``problems``. ``figures`` are what was compared. ``raised``: it
     did not come to an end."""
 
-    proof: Literal["drift", "derivatives", "parity", "documents", "dtypes", "checkpoint"]
+    proof: Literal["drift", "data", "derivatives", "parity", "documents", "dtypes", "checkpoint"]
     case: str
     problems: tuple[str, ...]
     seconds: float
@@ -59,7 +60,8 @@ class Check:
 class Certification:
     """What is to be proved. ``small``: None where nothing small enough has all that the plan does; ``why`` says so.
     ``rows``: those of the small one, in words. ``others``: small plans of one axis, whose parity shows what the small
-    one lacks for want of ranks; ``lost``: what no such plan shows, and why."""
+    one lacks for want of ranks; ``lost``: what no such plan shows, and why. ``read``: what a run reads, if that is
+    prepared."""
 
     spec: ModelSpec
     plan: Plan
@@ -69,6 +71,7 @@ class Certification:
     why: str = ""
     others: tuple[tuple[Shrunk, Setting], ...] = ()
     lost: tuple[str, ...] = ()
+    read: Read | None = None
 
     @property
     def ranks(self) -> int:
@@ -81,6 +84,7 @@ class Certification:
         ranks = [("drift", rank) for rank in places(self.plan.layout, effort)]
         left = {"dtypes"} if effort == "quick" else set()
         left |= set() if self.setting.packed else {"documents"}
+        ranks += [("data", 0)] * (self.read is not None)
         return ranks + [(proof, 0) for proof in PROOFS if self.small is not None and proof not in left]
 
 
@@ -89,19 +93,20 @@ def subject_of(
 ) -> Certification:
     """``plan`` of ``recipe``, and what is left of it on at most so many ranks: with effort on up to four along each
     axis."""
+    read = read_of(recipe)
     try:
         small = shrink(spec, plan, 4 if effort == "thorough" else 2)
         if small.plan.layout.world > most_ranks:
             small = shrink(spec, plan)
     except ShardwiseError as error:
-        return Certification(spec, plan, None, Setting(), why=error.problems[0].what)
+        return Certification(spec, plan, None, Setting(), why=error.problems[0].what, read=read)
     if (world := small.plan.layout.world) > most_ranks:
         why = f"{world} ranks are the fewest with this layout, and this machine has the memory for {most_ranks}"
-        return Certification(spec, plan, None, Setting(), why=why)
+        return Certification(spec, plan, None, Setting(), why=why, read=read)
     small, more, lost = further(spec, plan, small, most_ranks)
     setting, words = setting_of(recipe, small.spec, small.plan.batch.seq_len)
     others = tuple((one, setting_of(recipe, one.spec, one.plan.batch.seq_len)[0]) for one in more)
-    return Certification(spec, plan, small, setting, words, others=others, lost=lost)
+    return Certification(spec, plan, small, setting, words, others=others, lost=lost, read=read)
 
 
 def certify(
@@ -119,7 +124,7 @@ def certify(
         checks.append(run(subject, proof, rank, ranks))
         show(checks[-1])
     for failed in checks:
-        if failed.problems and failed.proof not in least:
+        if failed.problems and failed.proof != "data" and failed.proof not in least:
             tell("the smallest layout that fails", len(cases), len(cases))
             if found := smallest_failing(subject, failed, ranks):
                 least[failed.proof] = found
@@ -146,6 +151,9 @@ def run(subject: Certification, proof: str, rank: int, ranks: Ranks) -> Check:
     try:
         if proof == "drift":
             problems = _drift(subject.spec, subject.plan, rank, figures)
+        elif proof == "data":
+            assert subject.read is not None
+            problems = list(reading.prove(subject.read, subject.plan, figures))
         else:
             assert subject.small is not None
             problems = []
@@ -176,6 +184,8 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
         layout = subject.plan.layout
         where = ", ".join(f"{axis} {layout.coordinate(rank, axis)}" for axis, _ in layout.axes())
         return f"rank {rank} of {layout.world}" + f" ({where})" * bool(where)
+    if proof == "data":
+        return f"the parts of all {subject.plan.layout.world} ranks, of steps at the plan's own size"
     assert subject.small is not None
     world = subject.small.plan.layout.world
     those = f"{world} CPU rank" + "s" * (world > 1)

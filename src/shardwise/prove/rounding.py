@@ -45,7 +45,7 @@ from shardwise.spec.recipe import Recipe, Run
 from shardwise.techniques import quantised
 from shardwise.techniques.dtypes import torch_dtype
 
-DRAWS, UPDATES, COUNTED = 8, 2, 6
+DRAWS, UPDATES, COUNTED = 6, 2, 4
 """Steps' rows of which gradients are taken, and updates that are compared. Of all draws the smaller errors count: a
 token that rounding sends to another expert changes a step's gradients by more than rounding is."""
 
@@ -292,9 +292,7 @@ def compare(plan: Plan, found: Rounded, rounded: Rounded, exact: Rounded, update
         change, begun = right - found.before[name], float(found.before[name].norm())
         most = _moments_most(plan) + UPDATES * _unit(plan.precision.weights) * begun / max(float(change.norm()), TINY)
         updates[name] = _apart(found.after[name] - found.before[name], change), most
-    return Rounding(
-        together, each, off(found.losses) / (off(rounded.losses) + least / 16), updates, wrong, _most(plan)
-    )
+    return Rounding(together, each, off(found.losses) / (off(rounded.losses) + least / 16), updates, wrong, _most(plan))
 
 
 def _typical(errors: Iterable[float]) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.data.epochs import samples_of_epochs
 from shardwise.data.pack import IGNORE, Packs, Sample, Windows, open_windows
 from shardwise.data.prepare import already_prepared, prepare
 from shardwise.data.store import Prepared
@@ -22,6 +23,7 @@ from shardwise.models.init import Draw
 from shardwise.models.resolve import data_of
 from shardwise.models.roles import role
 from shardwise.models.sizes import can_idle
+from shardwise.prove.reading import Read
 from shardwise.spec.plan import Dtype, Lora, Optim, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 
@@ -150,6 +152,18 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
     whose = "pieces of the recipe's own records, token ids modulo the small vocabulary, and between them drawn ones"
     scores = "; what the initial model says of the pairs is drawn" if recipe.method.spec.reference else ""
     return replace(setting, rows=Excerpts(found, drawn)), whose + scores
+
+
+def read_of(recipe: Recipe) -> Read | None:
+    """What a run of ``recipe`` reads, where its data are prepared or small; None where not, or they are streamed."""
+    try:
+        prepared = prepared_of(recipe)
+    except ShardwiseError:
+        return None
+    if prepared is None or recipe.data.streaming:
+        return None
+    windows = open_windows(prepared.train, recipe.train.seq_len, recipe.data.mask_documents)
+    return Read(windows, recipe.run.seed, samples_of_epochs(windows, recipe.train.num_epochs))
 
 
 def prepared_of(recipe: Recipe) -> Prepared | None:

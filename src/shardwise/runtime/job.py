@@ -23,7 +23,7 @@ from shardwise.data.pack import Packs, Windows, open_windows
 from shardwise.data.portions import Portions, open_data
 from shardwise.data.remote import TRUST_S
 from shardwise.data.store import Prepared, TokenStore
-from shardwise.data.stream import Share
+from shardwise.data.stream import Share, share_of
 from shardwise.data.whole import write_whole
 from shardwise.distributed.meshes import Meshes
 from shardwise.errors import DataError, Problem
@@ -117,9 +117,7 @@ class Job:
     @property
     def share(self) -> Share:
         """The part of every batch that this rank reads."""
-        batch, meshes = self.plan.batch, self.meshes
-        dp = meshes.index("batch"), meshes.size("batch")
-        return Share(*dp, batch.micro_batch_size, batch.accumulation, meshes.row_share)
+        return share_of(self.meshes.layout, self.plan.batch, self.meshes.rank)
 
     @property
     def save_steps(self) -> int:
