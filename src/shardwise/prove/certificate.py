@@ -8,6 +8,8 @@ from typing import Any
 
 from shardwise.models.config import parameter_count
 from shardwise.prove.basis import Basis, digest, digests
+from shardwise.prove.beside import TOLERANCE as MODEL_TOLERANCE
+from shardwise.prove.beside import counterpart
 from shardwise.prove.certify import Certification, Check, Effort, micro_batches, places
 from shardwise.prove.documents import OF_EXPERTS
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE
@@ -71,6 +73,8 @@ class Certificate:
             if missed := int(check.figures.get("not judged", 0)):
                 of = counted(int(check.figures["tensors"]), "tensor")
                 found.append(f"derivatives along {missed} of {of}: the loss is not smooth in any direction tried")
+        if small is not None and isinstance(why := counterpart(small.spec), str):
+            found.append(f"its forward beside transformers' class: {why}")
         if self.facts.effort == "quick" and small is not None:
             found.append("steps in the plan's own dtypes, and one that is not finite (left out by --quick)")
         return [*found, *self.subject.lost, *(small.unseen if small else ()), ALWAYS_UNSEEN]
@@ -165,6 +169,7 @@ TOLERANCES = f"""\
 * data: every rank's rows, tokens and labels are equal
 * derivatives: within {SLOPE_TOLERANCE:g} (relative to the gradient), and what rounding of the loss makes of its
   differences
+* model: logits and gradients within {MODEL_TOLERANCE:g} (relative) of those of transformers' class
 * parity: losses and what is reported with them, norms, first gradients and last weights within {TOLERANCE:g}
   (relative); what several ranks hold of a weight is equal to the bit after every step
 * dtypes: gradients are at most {WHOLE.together:g} times as far from float64 as those of one process in the same dtypes,
@@ -192,6 +197,10 @@ def result(check: Check) -> str:
         missed = int(found["not judged"])
         judged = counted(int(found["tensors"]) - missed, "tensor") + f", {missed} more not judged" * (missed > 0)
         return f"within {found['derivative']:.0e} of the loss's differences: {judged}"
+    if check.proof == "model" and not found["tensors"]:
+        return "not compared: transformers' class makes no model as small"
+    if check.proof == "model":
+        return f"within {found['model']:.0e}: {counted(int(found['tensors']), 'tensor')}"
     if check.proof == "documents":
         error = found["document"]
         how = f"within {error:.0e}" if error else "equal to the bit"

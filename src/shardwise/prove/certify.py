@@ -3,11 +3,12 @@
 ``drift``: at the plan's own degrees and dimensions, in a fake world, what its ranks send, hold and save, against what
 the plan says. ``data``: at this size too, that ranks read the recipe's rows once, each its part (prove/reading.py).
 ``derivatives``: of the plan's model made small (prove/shrink.py), the plain loop's gradients against differences of its
-loss, in float64. ``parity``: the small plan and model, trained on CPU ranks in float64, against this plain loop in one
-process; and small plans of one axis (prove/further.py). ``documents``: what one of them is trained to, with other
-tokens in the others of its row. ``dtypes``: whether steps in the plan's own dtypes round as little as one process in
-them, and their updates (prove/rounding.py). ``checkpoint``: a run that is saved and goes on under another layout. Where
-one fails, the smallest layout that fails is looked for.
+loss, in float64. ``model``: this model beside transformers' own class (prove/beside.py). ``parity``: the small plan and
+model, trained on CPU ranks in float64, against this plain loop in one process; and small plans of one axis
+(prove/further.py). ``documents``: what one of them is trained to, with other tokens in the others of its row.
+``dtypes``: whether steps in the plan's own dtypes round as little as one process in them, and their updates
+(prove/rounding.py). ``checkpoint``: a run that is saved and goes on under another layout. Where one fails, the smallest
+layout that fails is looked for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Literal
 
 from shardwise.errors import ShardwiseError, first_line
 from shardwise.models.config import ModelSpec
-from shardwise.prove import documents, moves, parity, reading, rounding, slopes
+from shardwise.prove import beside, documents, moves, parity, reading, rounding, slopes
 from shardwise.prove.drift import drift
 from shardwise.prove.further import further
 from shardwise.prove.moves import SavedRun
@@ -48,7 +49,7 @@ class Check:
     """One proof of one case: it holds if there are no ``problems``. ``figures`` are what was compared. ``raised``: it
     did not come to an end."""
 
-    proof: Literal["drift", "data", "derivatives", "parity", "documents", "dtypes", "checkpoint"]
+    proof: Literal["drift", "data", "derivatives", "model", "parity", "documents", "dtypes", "checkpoint"]
     case: str
     problems: tuple[str, ...]
     seconds: float
@@ -84,6 +85,7 @@ class Certification:
         ranks = [("drift", rank) for rank in places(self.plan.layout, effort)]
         left = {"dtypes"} if effort == "quick" else set()
         left |= set() if self.setting.packed else {"documents"}
+        left |= {"model"} if self.small and isinstance(beside.counterpart(self.small.spec), str) else set()
         ranks += [("data", 0)] * (self.read is not None)
         return ranks + [(proof, 0) for proof in PROOFS if self.small is not None and proof not in left]
 
@@ -191,6 +193,8 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
     those = f"{world} CPU rank" + "s" * (world > 1)
     if proof == "derivatives":
         return "float64, one CPU rank, a random direction of each trained weight and of hidden states at each block"
+    if proof == "model":
+        return "float64, one CPU rank, logits and every gradient beside transformers' own class"
     if proof == "parity":
         axes = (" x ".join(f"{axis} {ranks}" for axis, ranks in one.plan.layout.axes()) for one, _ in subject.others)
         alone = "".join(f", and {words} alone" for words in axes)
@@ -234,6 +238,15 @@ def _derivatives(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[st
     figures["derivative"] = max(slope.error for slope in found)
     figures["tensors"], figures["not judged"] = len(found), sum(not slope.judged for slope in found)
     return [str(slope) for slope in found if not slope.error <= slope.allowed]
+
+
+def _model(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
+    """Compare the small model with transformers' class of its family."""
+    own = beside.counterpart(small.spec)
+    assert not isinstance(own, str)
+    [found] = ranks.run(beside.on_rank, job_of(own, small.plan, 1, setting), world=1)
+    figures["model"], figures["tensors"] = max([found.logits, *found.gradients.values()]), len(found.gradients)
+    return list(found.problems())
 
 
 def _parity(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
@@ -283,6 +296,7 @@ def _checkpoint(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str
 PROOFS: dict[str, Callable[[Shrunk, Setting, Ranks, dict[str, float]], Iterable[str]]]
 PROOFS = {
     "derivatives": _derivatives,
+    "model": _model,
     "parity": _parity,
     "documents": _documents,
     "dtypes": _dtypes,
@@ -301,7 +315,7 @@ def _named(small: Shrunk, line: str) -> str:
 def _started(small: Shrunk, proof: str) -> Plan:
     """Return what is made smaller: of derivatives a plan of one rank, since its layout is no part of them."""
     plan = small.own if proof in ("drift", "dtypes") else small.plan
-    if proof != "derivatives":
+    if proof not in ("derivatives", "model"):
         return plan
     batch = Batch(plan.batch.global_batch_size(plan.layout.dp), 1, plan.batch.seq_len)
     return Plan(Layout(), batch, precision=plan.precision, frozen=plan.frozen, lora=plan.lora, loss=plan.loss)

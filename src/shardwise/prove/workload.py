@@ -188,10 +188,10 @@ class Excerpts:
         rows, masked = self.drawn(job, number), self.samples[0].masked
         for index in range(min(1, job.rows - 1), job.rows, 2):
             rows[index] = self.samples[(number * job.rows + index) // 2 % len(self.samples)]
-        return [row if row.masked == masked else _as_one(row) for row in rows]
+        return [row if row.masked == masked else as_one(row) for row in rows]
 
 
-def _as_one(sample: Sample) -> Sample:
+def as_one(sample: Sample) -> Sample:
     """The row as one document, as where documents see each other."""
     length = len(sample.ids)
     return replace(sample, positions=np.arange(length, dtype=np.int64), segments=(length,), masked=False)

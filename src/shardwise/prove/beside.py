@@ -1,0 +1,127 @@
+"""Is the model what its family is elsewhere? The small model beside transformers' own class, in float64, with the same
+weights and rows: logits, and the gradient of every weight. A wrong forward with its matching backward, in a module that
+the run and the plain loop share, is seen by nothing else.
+
+What the class computes in a narrower type (norms, softmax, rotation) is computed in float64 too, so that right models
+agree to 1e-13. Sizes that a config of the family ties to one another are tied; a row is one document.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.data.batch import collate
+from shardwise.methods.loss import mask
+from shardwise.models import hf
+from shardwise.models.config import ModelSpec, flat, from_hf, parameter_shapes, to_hf, with_fields
+from shardwise.models.hf_model import model_of
+from shardwise.models.hf_names import Location, locations, tensors
+from shardwise.prove.widened import Widened
+from shardwise.prove.workload import Workload, as_one, texts
+
+TOLERANCE = 1e-9
+"""Relative, of logits and gradients."""
+SMALL = 1e-6
+"""Of the longest gradient: a shorter one is taken to be so long (biases of keys without rotation have none)."""
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FOLLOWING = {*ENDS, "expert_size", "embedding_multiplier", "attention_scale", "expert_capacity"}
+"""What a config says by other sizes, or only in words; the room of experts is ours alone."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """How far the logits and each weight's gradient are from transformers', relative to their length; no ``gradients``:
+    its class makes no model of these sizes."""
+
+    logits: float
+    gradients: dict[str, float]
+
+    def problems(self) -> list[str]:
+        """A line for each that is not within the tolerance, the farthest first."""
+        apart = "from those of transformers' class"
+        found = [f"logits {apart}: relative error {self.logits:.1e}"] if not self.logits <= TOLERANCE else []
+        wrong = {name: error for name, error in self.gradients.items() if not error <= TOLERANCE}
+        for name in sorted(wrong, key=wrong.__getitem__, reverse=True):
+            found.append(f"gradient of {name} {apart}: relative error {wrong[name]:.1e}")
+        return [f"{line}, at most {TOLERANCE:g}" for line in found]
+
+
+def counterpart(spec: ModelSpec) -> ModelSpec | str:
+    """Return ``spec`` as transformers' class of its family has it, or why none has."""
+    if spec.hf_model is not None:
+        return "it runs in transformers' own modules"
+    try:
+        told = from_hf(to_hf(with_fields(spec, **dict.fromkeys(ENDS))), spec.name)
+    except Exception as error:  # each family's own code says what its config has no words for
+        return f"no config of {spec.family} says what it has ({error})"
+    known, read = flat(spec), flat(told)
+    if other := [key for key in known if known[key] != read[key] and key not in FOLLOWING]:
+        return f"configs of {spec.family} do not say `{other[0]}: {known[other[0]]}`"
+    return with_fields(told, **dict.fromkeys(ENDS))  # an embedding with a row for padding gives that no gradient
+
+
+def on_rank(rank: int, world: int, job: Workload) -> Beside:
+    """Compute both, in this process. ``job`` has a :func:`counterpart`."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    spec = job.spec
+    square = with_fields(spec, hidden_size=spec.attention.num_attention_heads * spec.attention.head_dim)
+    for tried in (spec, square):  # some classes take no other size of heads
+        weights = {name: job.first(name, shape).double() for name, shape in parameter_shapes(tried).items()}
+        try:
+            theirs, held = _theirs(tried, weights)
+        except Exception:  # whatever a class says of sizes that it cannot be
+            continue
+        return _compare(tried, weights, theirs, held, job)
+    return Beside(0.0, {})
+
+
+def _theirs(spec: ModelSpec, weights: Mapping[str, Tensor]) -> tuple[Any, dict[str, list[tuple[str, Location]]]]:
+    """Make transformers' model of these weights, and say where each of its tensors has them from."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    plainly: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Widened():
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf(spec)), **plainly).double().eval()
+    finally:
+        torch.set_default_dtype(before)
+    held = tensors(locations(spec, model.state_dict()))
+    model.load_state_dict(
+        {name: hf.assembled(parts, weights.__getitem__) for name, parts in held.items()}, strict=False
+    )
+    return model, held
+
+
+def _compare(
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor],
+    theirs: Any,
+    held: Mapping[str, list[tuple[str, Location]]],
+    job: Workload,
+) -> Beside:
+    own: dict[str, Tensor] = {name: nn.Parameter(value) for name, value in weights.items()}
+    batch = collate([as_one(row) for row in texts(job, 0)[-2:]])
+    labels = batch.labels.flatten()
+    logits = torch.func.functional_call(model_of(spec).double(), own, (batch.ids, batch.positions, mask(batch)))
+    functional.cross_entropy(logits.flatten(0, 1), labels).backward()
+    with Widened():
+        known = theirs(batch.ids, use_cache=False).logits
+        functional.cross_entropy(known.flatten(0, 1), labels).backward()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in own.items()}
+    longest, errors = max(float(gradient.norm()) for gradient in gradients.values()), dict[str, float]()
+    for name, parameter in theirs.named_parameters():
+        if parameter.grad is not None and name in held:
+            mine = hf.assembled(held[name], gradients.__getitem__)
+            whose = max(held[name], key=lambda part: len(part[0]))[0]
+            error = float((parameter.grad - mine).norm()) / max(float(parameter.grad.norm()), SMALL * longest)
+            errors[whose] = max(error, errors.get(whose, 0.0))
+    return Beside(float(((logits - known).norm() / known.norm()).detach()), errors)
