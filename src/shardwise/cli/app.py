@@ -28,7 +28,6 @@ COMMANDS = {
     "prove": "Prove a recipe and its layout on this machine, without GPUs, and write a certificate.",
     "import": "Write a recipe from the files of other systems: axolotl, TRL, DeepSpeed, Accelerate and others.",
     "doctor": "Describe and measure this machine, and say what is below what it should give.",
-    "plan-accuracy": "Compare what the planner predicts with published measurements.",
     "generate": "Continue a text with a run's model, or with any model directory.",
     "chat": "Talk with a run's model, any model directory, or an adapter.",
     "export": "Write a checkpoint of a run as a Hugging Face model directory.",
@@ -58,7 +57,7 @@ class Commands(TyperGroup):
         cmd_name = ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
-        name = MODULES.get(cmd_name, cmd_name.replace("-", "_"))
+        name = MODULES.get(cmd_name, cmd_name)
         module = import_module(f"shardwise.cli.{name}")
         if cmd_name == "data":
             return typer.main.get_command(module.app)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.planner.seconds.constants import replaced, shipped
+from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import CPU_UPDATED_BYTES_PER_S, Rates, attention_kernel, own_traits, rates_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product
@@ -136,13 +136,6 @@ def test_the_kernel_of_attention(device: str, kernel: str) -> None:
     found = attention_kernel(BF16, parse_cluster(f"1x{device}"))
     assert found == kernel and f"attention {found}" in shipped()
     assert attention_kernel(replace(BF16, attention="cudnn"), parse_cluster("1xH100")) == "cudnn hopper"
-
-
-def test_constants_can_be_replaced_for_a_while() -> None:
-    before = dict(shipped())
-    with replaced({"memory": 0.123}):
-        assert shipped()["memory"] == 0.123
-    assert shipped() == before
 
 
 def test_what_is_beside_a_device_is_shared_by_those_of_a_node_or_was_measured_so() -> None:

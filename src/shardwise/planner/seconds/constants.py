@@ -2,15 +2,13 @@
 
 Shares are of what ``spec/hardware.csv`` says of a device. One set serves all models and layouts: what differs is the
 device, the software's era and the traits of a program (eager or fused blocks, the attention kernel). Those with a prior
-are fitted to published measurements (``python -m shardwise.prove.accuracy.fit``): ``sigma`` is how far, in logs, a
+are fitted to published measurements (``python -m bench.accuracy.fit``, in a clone): ``sigma`` is how far, in logs, a
 constant may reasonably be from its prior.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 
@@ -27,15 +25,3 @@ def rows() -> list[dict[str, str]]:
     """The lines of the file: constant, value, prior, sigma, meaning."""
     with files("shardwise.planner.seconds").joinpath("constants.csv").open(encoding="utf-8") as stream:
         return [*csv.DictReader(stream)]
-
-
-@contextmanager
-def replaced(values: Mapping[str, float]) -> Iterator[None]:
-    """Within it, these constants have other values."""
-    known = shipped()
-    before = dict(known)
-    known.update(values)
-    try:
-        yield
-    finally:
-        known.update(before)

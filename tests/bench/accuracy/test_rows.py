@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from bench.accuracy.rows import Measurement, habits_of, read
 from shardwise.models.config import parameter_count
-from shardwise.prove.accuracy.rows import Measurement, habits_of, read
 from shardwise.spec.devices import find_device
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Precision, Remat, Shard
-from tests.prove.accuracy.published import ROW, changed
+from tests.bench.accuracy.published import ROW, changed
 
 
 def reading(**values: str) -> Measurement:

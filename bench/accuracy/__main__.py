@@ -1,49 +1,47 @@
-"""``shardwise plan-accuracy``: the planner held against published measurements."""
+"""The planner held against published measurements of other systems: memory, whether it fits, seconds.
+
+    python -m bench.accuracy FILE.csv [--rows FILE] [--markdown FILE] [--json]
+
+Run it from the root of a clone. It prints the report (page.md, whose end says how a row of the table is read), or its
+figures as JSON; ``--rows`` writes every comparison.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated, Any
+from typing import Any
 
-from typer import Argument, Option
-
-from shardwise.cli.options import Common
-from shardwise.cli.show import print_json, say, visible, write_out
-from shardwise.prove.accuracy.rows import said
-from shardwise.prove.accuracy.score import COLUMNS, MATTERS, Score, as_csv, line, rows_of, score
+from bench.accuracy.rows import said
+from bench.accuracy.score import COLUMNS, MATTERS, Score, as_csv, line, rows_of, score
+from shardwise.cli.show import visible
 from shardwise.spec.units import markdown_table
 
 WORST, NOTE = 10, 320
 """How many rows are shown, and how much of their notes."""
 FIGURES = ("n", "median_ape", "p90_ape", "median_signed", "median_over_sources", "constant_guess_median_ape")
-PAGE = Path(__file__).with_suffix(".md")
+PAGE = Path(__file__).with_name("page.md")
 """The report, with names in braces where its figures go."""
 
 
-@dataclass
-class Options(Common):
-    """Compare what the planner predicts with published measurements, of a CSV file: memory, whether it fits,
-    seconds."""
-
-    path: Annotated[Path, Argument(metavar="FILE.csv", help="Measurements, one a row (docs/accuracy.md).")]
-    rows: Annotated[Path | None, Option("--rows", help="Write every comparison to this CSV file.")] = None
-    markdown: Annotated[Path | None, Option("--markdown", help="Write the report to this file.")] = None
-
-
-def run(options: Options) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Score the file; print, and write."""
-    report, scores = score(rows_of(options.path))
-    text = page(report, scores, options.path.name)
-    if options.rows:
-        write_out(options.rows, as_csv(COLUMNS, map(line, scores)), "--rows")
-    if options.markdown:
-        write_out(options.markdown, text, "--markdown")
-    if options.json:
-        print_json(report)
-    else:
-        say(visible(text).rstrip())
+    parser = argparse.ArgumentParser(prog="python -m bench.accuracy", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("file", metavar="FILE.csv", type=Path, help="measurements, one a row (docs/accuracy.md)")
+    parser.add_argument("--rows", metavar="FILE", type=Path, help="write every comparison to this CSV file")
+    parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the report to this file")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    given = parser.parse_args(words)
+    report, scores = score(rows_of(given.file))
+    text = page(report, scores, given.file.name)
+    for path, written in ((given.rows, as_csv(COLUMNS, map(line, scores))), (given.markdown, text)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(written, encoding="utf-8")
+    print(json.dumps(report, indent=1) if given.json else visible(text).rstrip())
 
 
 def page(report: dict[str, Any], scores: list[Score], name: str) -> str:
@@ -87,3 +85,7 @@ def _why(one: Score) -> str:
     words += ["figures of its GPU are not verified"] if one.row.cluster.device.verified == "no" else []
     words += [f"it says: {shorten(said(text, 'notes'), NOTE)}"] if said(text, "notes") else []
     return "; ".join(words) or "nothing that the row says"
+
+
+if __name__ == "__main__":
+    main()

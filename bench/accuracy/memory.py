@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
+from bench.accuracy.rows import CHUNK_TOKENS, Measurement, said
 from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes
 from shardwise.models.roles import is_expert
 from shardwise.planner.price import price
-from shardwise.prove.accuracy.rows import CHUNK_TOKENS, Measurement, said
 from shardwise.spec.plan import NOT_ALLOCATED, Estimate
 
 OWN_LOGIT_BYTES = 10

@@ -7,10 +7,10 @@ from math import exp, log
 import numpy as np
 import pytest
 
-from shardwise.planner.seconds.constants import replaced, shipped
-from shardwise.prove.accuracy import fit
-from shardwise.prove.accuracy.rows import Measurement, read
-from tests.prove.accuracy.published import changed
+from bench.accuracy import fit
+from bench.accuracy.rows import Measurement, read
+from shardwise.planner.seconds.constants import shipped
+from tests.bench.accuracy.published import changed
 
 TRUE = {"best product:A100-SXM-80GB": 0.7, "era:fsdp2": 1.05, "attention flash2 ampere": 0.45}
 
@@ -28,11 +28,18 @@ def made() -> list[tuple[Measurement, float]]:
     for case in cases:
         row = read(changed(**case, attn="FA2", num_gpus="8"))
         assert isinstance(row, Measurement), row
-        with replaced(TRUE):
+        with fit.replaced(TRUE):
             seconds = fit.predicted_s(row)
         assert seconds is not None
         found.append((row, seconds))
     return found
+
+
+def test_constants_can_be_replaced_for_a_while() -> None:
+    before = dict(shipped())
+    with fit.replaced({"memory": 0.123}):
+        assert shipped()["memory"] == 0.123
+    assert shipped() == before
 
 
 def test_the_constants_of_made_rows_are_found() -> None:

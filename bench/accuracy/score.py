@@ -16,14 +16,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardwise.errors import ConfigError, MissingInputError, Problem, ShardwiseError
+from bench.accuracy.memory import memory_of
+from bench.accuracy.rows import Measurement, number, read, said
+from shardwise.errors import ShardwiseError
 from shardwise.models.config import active_parameter_count
 from shardwise.models.mixers import mixer_of
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Blocks, Traits
 from shardwise.planner.seconds.step import timed
-from shardwise.prove.accuracy.memory import memory_of
-from shardwise.prove.accuracy.rows import Measurement, number, read, said
 from shardwise.spec.files import read_regular
 
 LONG_TOKENS = 16_384
@@ -63,7 +63,7 @@ class Score:
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file with a header. Raises MissingInputError (CFG011) and ConfigError (ACC001)."""
+    """The rows of a CSV file with a header. Raises SystemExit, with what is wrong, of a file that is none."""
     try:
         text = read_regular(path).decode("utf-8-sig")
         if "\0" in text:
@@ -71,8 +71,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         rows = [*reader]
     except OSError as error:
-        what = f"cannot read {path}: {error.strerror}"
-        raise MissingInputError(Problem("CFG011", what, str(path), "a CSV file of measurements")) from error
+        raise SystemExit(f"cannot read {path}: {error.strerror or error}") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise _malformed(path, str(error)) from error
     if not {"gpu", "num_gpus", "layers"} & {*(reader.fieldnames or ())}:
@@ -80,9 +79,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     return [{key: value for key, value in row.items() if isinstance(value, str)} for row in rows]
 
 
-def _malformed(path: Path, why: str) -> ConfigError:
-    fix = "a CSV file with the columns that docs/accuracy.md names, and a row for each measurement"
-    return ConfigError(Problem("ACC001", f"not a table of measurements: {why}", str(path), fix))
+def _malformed(path: Path, why: str) -> SystemExit:
+    wanted = "a CSV file with the columns that docs/accuracy.md names, and a row for each measurement"
+    return SystemExit(f"{path} is not a table of measurements: {why}; wanted is {wanted}")
 
 
 def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]:

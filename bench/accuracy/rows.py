@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from shardwise import techniques
@@ -354,7 +354,7 @@ def _network_bytes_per_s(links: str, each: int) -> float | None:
 
 @cache
 def _table() -> tuple[tuple[str, Habits], ...]:
-    with files("shardwise.prove.accuracy").joinpath("traits.csv").open(encoding="utf-8") as stream:
+    with Path(__file__).with_name("traits.csv").open(encoding="utf-8") as stream:
         rows = [*csv.DictReader(stream)]
     return tuple((row.pop("framework"), Habits(**{name: _value(text) for name, text in row.items()})) for row in rows)
 

@@ -1,4 +1,4 @@
-"""``shardwise plan-accuracy`` prints a page, JSON, and every comparison, without torch."""
+"""``python -m bench.accuracy`` prints a page, JSON, and every comparison."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.app import main
-from tests.prove.accuracy.published import ROW, changed
+from bench.accuracy.__main__ import main
+from tests.bench.accuracy.published import ROW, changed
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -29,21 +31,12 @@ def table(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("option", ["--rows", "--markdown"])
-@pytest.mark.parametrize("name", ["", "rows.csv/x"])
-def test_what_cannot_be_written(table: Path, option: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    before = sorted(table.parent.parent.iterdir())
-    assert main(["plan-accuracy", str(table), option, str(table.parent / name)]) == 73
-    assert "error[OUT002]: cannot write " in capsys.readouterr().err
-    assert list(table.parent.iterdir()) == [table] and sorted(table.parent.parent.iterdir()) == before
-
-
 def test_json_and_rows(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan-accuracy", str(table), "--json", "--rows", str(tmp_path / "out.csv")]) == 0
+    main([str(table), "--json", "--rows", str(tmp_path / "made" / "out.csv")])
     report = json.loads(capsys.readouterr().out)
     assert report["rows"] == 3 and report["skipped"] == {"unknown GPU": 1}
     assert [report["groups"][name]["n"] for name in ("dense_16bit", "fine_tune", "memory")] == [1, 1, 1]
-    with (tmp_path / "out.csv").open(newline="") as file:
+    with (tmp_path / "made" / "out.csv").open(newline="") as file:
         written = list(csv.DictReader(file))
     assert [(row["id"], row["group"]) for row in written] == [
         ("a-1", "dense_16bit"),
@@ -61,7 +54,7 @@ def test_json_and_rows(table: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_page(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    assert main(["plan-accuracy", str(table), "--markdown", str(page)]) == 0
+    main([str(table), "--markdown", str(page)])
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "Of 3 rows 2 are compared." in shown
     lines = page.read_text().splitlines()
@@ -71,18 +64,20 @@ def test_the_page(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert widths == {9}, "every row of the table has as many cells"
 
 
-def test_what_is_not_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_the_docs_is_of_this_form() -> None:
+    """Its words, outside the figures and tables, are those of the report's page."""
+    made = (REPOSITORY / "bench" / "accuracy" / "page.md").read_text().replace("{name}", "published.csv")
+    kept = (REPOSITORY / "docs" / "accuracy.md").read_text()
+    plain = [line for line in made.splitlines() if "{" not in line]
+    assert [line for line in plain if line not in kept.splitlines()] == []
+
+
+@pytest.mark.parametrize("module", ["bench.accuracy", "bench.accuracy.fit"])
+def test_what_is_not_a_table(tmp_path: Path, module: str) -> None:
+    """Of the commands as they are typed at a clone's root: told in a line, and no traceback."""
     (tmp_path / "notes.txt").write_text("measured yesterday\n")
-    assert main(["plan-accuracy", str(tmp_path / "notes.txt")]) == 78
-    assert "error[ACC001]: not a table of measurements" in capsys.readouterr().err
-    assert main(["plan-accuracy", str(tmp_path / "none.csv"), "--json"]) == 66
-    assert json.loads(capsys.readouterr().out)["error"]["problems"][0]["code"] == "CFG011"
-
-
-def test_torch_is_not_loaded(table: Path) -> None:
-    program = (
-        "import sys; from shardwise.cli.app import main; "
-        f"code = main(['plan-accuracy', {str(table)!r}, '--json']); sys.exit(code or 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", module, str(tmp_path / "notes.txt")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == ""
+    [told] = done.stderr.splitlines()
+    assert "notes.txt is not a table of measurements: its first line names no column that is known" in told

@@ -1,4 +1,4 @@
-"""Fits the constants behind seconds to published measurements: ``python -m shardwise.prove.accuracy.fit FILE.csv [-o
+"""Fits the constants behind seconds to published measurements: ``python -m bench.accuracy.fit FILE.csv [-o
 constants.csv]``.
 
 Least squares of log(predicted / measured), robust against rows that no constant explains, with a prior on each constant
@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.accuracy.rows import Measurement, read, said
+from bench.accuracy.score import as_csv, groups_of, measured_s, predicted_s, rows_of
 from shardwise.errors import ShardwiseError
-from shardwise.planner.seconds.constants import replaced, rows, shipped
-from shardwise.prove.accuracy.rows import Measurement, read, said
-from shardwise.prove.accuracy.score import as_csv, groups_of, measured_s, predicted_s, rows_of
+from shardwise.planner.seconds.constants import rows, shipped
 
 Values = dict[str, float]
 NOISE = 0.08
@@ -38,6 +40,18 @@ def rows_to_fit(path: Path) -> list[tuple[Measurement, float]]:
         if not isinstance(row, str) and said(text, "outcome").upper() != "OOM" and (seconds := measured_s(row)):
             found.append((row, seconds))
     return found
+
+
+@contextmanager
+def replaced(values: Mapping[str, float]) -> Iterator[None]:
+    """Within it, these constants have other values."""
+    known = shipped()
+    before = dict(known)
+    known.update(values)
+    try:
+        yield
+    finally:
+        known.update(before)
 
 
 def residuals(data: list[tuple[Measurement, float]], values: Values) -> np.ndarray[Any, Any]:
