@@ -29,6 +29,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques import optim, precision, remat, shard
+from shardwise.techniques.optim import adamw
 from shardwise.techniques.optim.rounding import Kept, RoundedAdamW
 from shardwise.techniques.shard import replicas
 
@@ -173,7 +174,7 @@ DRIFT: dict[str, Fault] = {
         "weights:",
     ),
     "a copy of the weights in full precision is kept": Fault(
-        lambda: patch.object(optim, "fresh_moments", with_a_copy),
+        lambda: patch.object(adamw, "fresh_moments", with_a_copy),
         plan_of("zero3", precision=Precision("bf16", "bf16")),
         "moments:",
     ),

@@ -55,6 +55,7 @@ class FaultyRanks:
         return self.pool.run(faulty, self.name, fn, args, world=world, timeout_s=timeout_s)
 
 
+SUMMED = "the optimizer on the host and sums of gradients on the host"
 NEEDS = {
     "mean instead of sum, replicas": ("dp_replicate 2",),
     "mean instead of sum, shards": ("dp_shard 2", "zero3"),
@@ -62,7 +63,7 @@ NEEDS = {
     "no all-reduce between replicas of a hybrid": ("dp_replicate 2", "zero3"),
     "each rank divides by its own tokens": ("dp_replicate 2",),
     "clipping by the local norm": ("dp_replicate 2",),
-    "gradients of early micro-batches are lost": ("2 micro-batches",),
+    "gradients of early micro-batches are lost": ("dp_replicate 2", "2 micro-batches"),
     "padded rows are counted in the norm": ("dp_shard 2", "zero3"),
     "buckets leave after the first micro-batch": ("dp_replicate 2", "2 micro-batches"),
     "two ranks read the same rows": ("dp_replicate 2",),
@@ -82,6 +83,7 @@ NEEDS = {
     "what two stages of a rank send is swapped": ("pp 2", "schedule interleaved"),
     "the norm is of one stage": ("pp 2",),
     **dict.fromkeys(test_cp_faults.FAULTS, ("cp 2",)),
+    "a window is measured from the piece": ("cp 2", "window"),
     "keys are those of the step before": ("cp 3", "ring"),
     "gradients of experts are summed over the ranks of all tokens": ("ep 2",),
     "E14: gradients of experts are not summed over replicas": ("ep 2", "dp_replicate 2", "zero3"),
@@ -89,6 +91,11 @@ NEEDS = {
     "T1: gradients of routers are not summed over tokens": ("tp 2", "sequence parallelism", "experts"),
     "the last step's gradient": ("the optimizer on the host",),
     "weights that return before the step": ("the optimizer on the host",),
+    "a read that overtakes a write": ("the optimizer on NVMe",),
+    **dict.fromkeys(("a sum of one micro-batch", "a sum in a buffer"), ("2 micro-batches", SUMMED)),
+    "narrow weights that do not return": ("the optimizer on the host",),
+    "shards that do not return": ("the optimizer on the host",),
+    "gradients as narrow as their weights": ("the optimizer on the host",),
     "gradients that leave after each micro-batch": ("2 micro-batches", "the optimizer on the host"),
     "what ranks of tp make of the MLP that all share is not summed": ("tp 2", "shared expert", "experts"),
 }

@@ -36,7 +36,7 @@ FOLLOWING = {*ENDS, "expert_size", "embedding_multiplier", "attention_scale", "e
 
 
 @dataclass(frozen=True)
-class Beside:
+class Likeness:
     """How far the logits and each weight's gradient are from transformers', relative to their length; no ``gradients``:
     its class makes no model of these sizes."""
 
@@ -67,7 +67,7 @@ def counterpart(spec: ModelSpec) -> ModelSpec | str:
     return with_fields(told, **dict.fromkeys(ENDS))  # an embedding with a row for padding gives that no gradient
 
 
-def on_rank(rank: int, world: int, job: Workload) -> Beside:
+def on_rank(rank: int, world: int, job: Workload) -> Likeness:
     """Compute both, in this process. ``job`` has a :func:`counterpart`."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     spec = job.spec
@@ -79,7 +79,7 @@ def on_rank(rank: int, world: int, job: Workload) -> Beside:
         except Exception:  # whatever a class says of sizes that it cannot be
             continue
         return _compare(tried, weights, theirs, held, job)
-    return Beside(0.0, {})
+    return Likeness(0.0, {})
 
 
 def _theirs(spec: ModelSpec, weights: Mapping[str, Tensor]) -> tuple[Any, dict[str, list[tuple[str, Location]]]]:
@@ -107,7 +107,7 @@ def _compare(
     theirs: Any,
     held: Mapping[str, list[tuple[str, Location]]],
     job: Workload,
-) -> Beside:
+) -> Likeness:
     own: dict[str, Tensor] = {name: nn.Parameter(value) for name, value in weights.items()}
     batch = collate([as_one(row) for row in texts(job, 0)[-2:]])
     labels = batch.labels.flatten()
@@ -124,4 +124,4 @@ def _compare(
             whose = max(held[name], key=lambda part: len(part[0]))[0]
             error = float((parameter.grad - mine).norm()) / max(float(parameter.grad.norm()), SMALL * longest)
             errors[whose] = max(error, errors.get(whose, 0.0))
-    return Beside(float(((logits - known).norm() / known.norm()).detach()), errors)
+    return Likeness(float(((logits - known).norm() / known.norm()).detach()), errors)

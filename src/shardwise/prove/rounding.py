@@ -66,7 +66,8 @@ UPDATE, MOMENTS = 1e-4, {"bf16": 0.01, "8 bits": 0.05}
 """Relative, of an update, with moments in the dtype of fp32 weights or in fewer bits. Right runs show a third of it."""
 NORM = 1e-5
 """Relative, of the norm before clipping, of the gradients that it is of."""
-TINY = 1e-30
+SMALL, TINY = 1e-4, 1e-30
+"""Of the longest gradient, as which a shorter one counts: of one that is zero, rounding would be all."""
 PACKED = 64
 """Elements of the smallest matrix whose moments are in 8 bits, where no rank has a part of a row's block."""
 
@@ -268,9 +269,11 @@ def coarsest(plan: Plan, *, computed: bool = False) -> Dtype:
 def compare(plan: Plan, found: Rounded, rounded: Rounded, exact: Rounded, updated: Rounded) -> Rounding:
     """``rounded`` and ``exact``: the plain loop in the plan's dtypes and in float64; ``updated``: its updates."""
 
+    longest = [max(float(gradient.norm()) for gradient in right.values()) for right in exact.gradients]
+
     def away(draws: list[dict[str, Tensor]], name: str) -> float:
-        both = zip(draws, exact.gradients, strict=True)
-        return _typical(_apart(each.get(name), right.get(name)) for each, right in both)
+        both = zip(draws, exact.gradients, longest, strict=True)
+        return _typical(_apart(each.get(name), right.get(name), SMALL * most) for each, right, most in both)
 
     def off(losses: list[float]) -> float:
         return _typical(abs(one - right) / abs(right) for one, right in zip(losses, exact.losses, strict=True))
@@ -305,11 +308,12 @@ def _most(plan: Plan) -> Times:
     return WHOLE if max(layout.tp, layout.cp, layout.ep) == 1 and plan.lora is None else SHARED
 
 
-def _apart(found: Tensor | None, right: Tensor | None) -> float:
-    """How far a tensor is from the right one, relative to its length; infinite for one that is missing or too many."""
+def _apart(found: Tensor | None, right: Tensor | None, least: float = TINY) -> float:
+    """How far a tensor is from the right one, relative to its length, or the ``least``; infinite for one that is
+    missing or too many."""
     if found is None or right is None or found.shape != right.shape:
         return math.inf
-    return float((found - right).norm()) / max(float(right.norm()), TINY)
+    return float((found - right).norm()) / max(float(right.norm()), least)
 
 
 def _least(plan: Plan) -> float:
