@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from itertools import product
 from typing import Literal
 
@@ -194,7 +195,8 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
     if proof == "derivatives":
         return "float64, one CPU rank, a random direction of each trained weight and of hidden states at each block"
     if proof == "model":
-        return "float64, one CPU rank, logits and every gradient beside transformers' own class"
+        theirs = f"the class of transformers {version('transformers')}"
+        return f"float64, one CPU rank, logits and every gradient beside {theirs}"
     if proof == "parity":
         axes = (" x ".join(f"{axis} {ranks}" for axis, ranks in one.plan.layout.axes()) for one, _ in subject.others)
         alone = "".join(f", and {words} alone" for words in axes)
