@@ -18,8 +18,9 @@ from shardwise.data.pack import IGNORE, Packs, Sample, Windows
 from shardwise.data.stream import Share, StepBatch, read_step, share_of, stream
 from shardwise.spec.plan import Plan
 
-LOOKED = 16
-"""Of the ranks that read rows of their own, whose tokens are read; of all of them it is known which rows they read."""
+LOOKED, TOKENS = 16, 2**20
+"""At most so many data-parallel ranks, whose tokens of a step are read, and as many as have no more of them; two at
+least. Of all ranks it is known which part of a step they read."""
 COUNTED = 2**18
 """Rows of an epoch of which it is looked whether each comes once."""
 
@@ -46,7 +47,8 @@ def prove(read: Read, plan: Plan, figures: dict[str, float]) -> Iterator[str]:
         whose = "by the ranks whose they are"
         yield f"of {plan.layout.dp} parts of a step {len(shares.keys() - {-1})} are read {whose}, and by no others"
         return
-    looked = sorted({round(part * (len(shares) - 1) / max(1, LOOKED - 1)) for part in range(LOOKED)} & shares.keys())
+    few = max(2, min(LOOKED, TOKENS // (size // plan.layout.dp * batch.seq_len)))
+    looked = sorted({round(part * (len(shares) - 1) / (few - 1)) for part in range(few)})
     cursors = sorted({0, count // size * size, size if read.end is None else (read.end - 1) // size * size})
     for cursor, index in ((cursor, index) for cursor in cursors for index in looked):
         at = f"step {cursor // size + 1}, data-parallel rank {index}"
