@@ -1,4 +1,4 @@
-"""What one forward pass reads: token ids, labels that are already shifted, positions and document boundaries."""
+"""The input of one forward pass: token ids, labels that are already shifted, positions and document boundaries."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class MicroBatch:
         return int((self.labels != IGNORE).sum())
 
     def terms(self) -> int:
-        """What the loss is a mean over: supervised labels, or pairs of answers."""
+        """Return how many supervised labels, or pairs of answers, the loss is a mean over."""
         return self.supervised_tokens() if self.references is None else len(self.references) * self.counts
 
     def cut(self, share: RowShare) -> MicroBatch:
@@ -101,7 +101,7 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def _reached(rows: WholeRows, row: int, places: Sequence[int]) -> list[int]:
-    """How long the document of each of these tokens of a row is."""
+    """Return the length of the document that each of these tokens of a row is in."""
     ends = np.array(rows.ends(row))
     lengths = np.diff(ends, prepend=0)
     found: list[int] = lengths[np.searchsorted(ends, places, side="right")].tolist()

@@ -32,14 +32,16 @@ _AS_IT_IS = ("pattern", "vocab", "merges")
 
 
 class _Bounds:
-    """Whether this process is bounded, and the ticks since what is timed began; None: nothing is timed."""
+    """The state of the bounds of this process: whether they are ``held``, and the ticks since what is timed began;
+    None: nothing is timed."""
 
     held = False
     ticks: int | None = None
 
 
 class _OutOfTime(BaseException):
-    """This is no Exception: jinja passes over those while it computes the constant parts of a template."""
+    """The error of a template that runs for too long. It is no Exception: jinja passes over those while it computes the
+    constant parts of a template."""
 
 
 def refused(why: str) -> PolicyError:
@@ -50,7 +52,7 @@ def refused(why: str) -> PolicyError:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """The address space may grow by LIMIT_BYTES and a clock ticks; raises SEC009 where memory runs out. Around a whole
+    """Let the address space grow by LIMIT_BYTES and a clock tick; raises SEC009 where memory runs out. Around a whole
     record: the calls into the system would cost as much as a rendering. Only in the main thread, since signals need it;
     inside itself it does nothing. The signal's handler stays if there was none before, or only one set by C."""
     if _Bounds.held or threading.current_thread() is not threading.main_thread():
@@ -77,7 +79,7 @@ def bounded() -> Iterator[None]:
 
 @contextmanager
 def timed() -> Iterator[None]:
-    """Bounded, and TimeoutError after LIMIT_S of processor time."""
+    """Bound the block as :func:`bounded` does, and raise TimeoutError after LIMIT_S of processor time."""
     with bounded():
         _Bounds.ticks = 0
         try:
@@ -96,7 +98,7 @@ def _tick(number: int, frame: FrameType | None) -> None:
 
 
 def _room(soft: int, hard: int) -> int:
-    """How large the address space may become."""
+    """Return how large the address space may become, in bytes."""
     if not sys.platform.startswith("linux"):
         return soft
     taken = int(os.pread(_statm(os.getpid()), 64, 0).split()[0]) * resource.getpagesize()
@@ -117,7 +119,7 @@ def check_growth(tokenizer: dict[str, Any]) -> None:
 
 
 def growth(part: Any) -> float:
-    """By how many times a part of a tokenizer.json may lengthen a text, at most."""
+    """Return by how many times a part of a tokenizer.json may lengthen a text, at most."""
     if isinstance(part, list):
         return prod(map(growth, part))
     if not isinstance(part, dict):

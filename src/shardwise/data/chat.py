@@ -290,8 +290,8 @@ class Chat:
         raise Fault("CHAT003", what, fix)
 
     def _end(self, whole: str, start: int) -> int:
-        """Where the turn that begins at ``start``, the last of ``whole``, ends: after the special tokens that directly
-        follow its text. Anything after them (a line end, an end-of-text) is not part of the turn."""
+        """Return where the turn that begins at ``start``, the last of ``whole``, ends: after the special tokens that
+        directly follow its text. Anything after them (a line end, an end-of-text) is not part of the turn."""
         said = len(whole)
         while said > start and _CLOSING.match(whole, said - 1):
             said -= 1

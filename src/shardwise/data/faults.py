@@ -24,7 +24,7 @@ LINE = "<line>"
 
 
 class Fault(Exception):
-    """What is wrong with one record: a code, a description and a fix. ``offset``: its byte in the file; None: where the
+    """The fault of one record: a code, a description and a fix. ``offset``: its byte in the file; None: where the
     record starts."""
 
     def __init__(self, code: str, what: str, fix: str, offset: int | None = None) -> None:
@@ -33,7 +33,7 @@ class Fault(Exception):
 
 
 def not_unicode(error: UnicodeEncodeError) -> Fault:
-    """What is wrong with a text that cannot be encoded. Bytes in tables that are not UTF-8 arrive as lone
+    """Return the fault of a text that cannot be encoded. Bytes in tables that are not UTF-8 arrive as lone
     surrogates."""
     point = ord(error.object[error.start])
     if 0xDC80 <= point <= 0xDCFF:

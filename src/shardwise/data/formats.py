@@ -197,7 +197,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def _conversation(messages: list[dict[str, Any]], record: Record, train_on: str, first: int = 0) -> Conversation:
-    """``first``: messages before it are not trained on."""
+    """Return the conversation of ``messages``; ``first``: those before it are not trained on, unless all are."""
     answers = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k >= first]
     empty = [
         k

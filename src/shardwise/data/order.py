@@ -36,7 +36,8 @@ def _keys(seed: int, epoch: int, n: int) -> NDArray[np.uint64]:
 
 
 def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
-    """Where ``positions`` (each in [0, n)) go in the order of ``epoch``: a bijection on [0, n) for every n >= 1."""
+    """Return the window at each of ``positions`` (each in [0, n)) in the order of ``epoch``: a bijection on [0, n) for
+    every n >= 1."""
     if n == 1:
         return np.zeros_like(positions)
     half = np.uint64(max(_LEAST_HALF_BITS, ((n - 1).bit_length() + 1) // 2))

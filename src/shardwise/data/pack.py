@@ -139,5 +139,5 @@ def _padding(store: TokenStore, seq_len: int, masked: bool) -> Sample:
 
 
 def open_windows(store: TokenStore, seq_len: int, mask_documents: bool) -> Windows | Packs:
-    """What a run reads of a prepared split: windows cut from text, or packed samples."""
+    """Return the windows of a prepared split that a run reads: cut from text, or of packed samples."""
     return Windows(store, seq_len, mask_documents) if store.split.packs is None else Packs(store, seq_len)

@@ -138,7 +138,7 @@ class Portions:
             self._look_ahead(visit, max(visit + 2, last))
 
     def ready(self, cursor: int, size: int) -> bool:
-        """Whether the ``size`` samples of the step at ``cursor`` can be read without waiting."""
+        """Return whether the ``size`` samples of the step at ``cursor`` can be read without waiting."""
         end = cursor + size
         while self._starts[-1] < end:
             if not self._path(len(self._visits)).is_dir():
@@ -207,7 +207,8 @@ def _make(data: Data, sample_tokens: int | None, named: tuple[int, str | None], 
 
 
 def _make_ahead(target: Path, make: partial[None]) -> None:
-    """In a separate process. Its errors are not reported: the rank that needs the portion tries again and reports."""
+    """Make the portion ``target``, in a process of its own. Its errors are not reported: the rank that needs the
+    portion tries again and reports."""
     shards.die_with_parent()
     current_process().daemon = False  # so that it may have children; it still ends with its rank
     os.nice(10)

@@ -92,8 +92,8 @@ def prepare(
 
 
 def already_prepared(data: Data, sample_tokens: int | None) -> store.Prepared | None:
-    """What :func:`prepare` made of these files in an earlier run, if they have not changed since. Downloads, prepares
-    and writes nothing; None where that would be needed."""
+    """Return what :func:`prepare` made of these files in an earlier run, if they have not changed since. Downloads,
+    prepares and writes nothing; None where that would be needed."""
     if isinstance(data.path, str) and store.is_prepared(named := Path(data.path).expanduser()):
         return _open_named(named, data, sample_tokens)
     cache, paths = _cache(data), _inputs(data)
@@ -191,7 +191,7 @@ def _settings(data: Data, sample_tokens: int | None) -> dict[str, Any]:
 
 
 def _rules(data: Data, sample_tokens: int | None, tokenizer: Path) -> SampleRules | None:
-    """How records become samples. A missing chat template is an error only once a record is a conversation."""
+    """Return how records become samples. A missing chat template is an error only once a record is a conversation."""
     if sample_tokens is None:
         return None
     template = None

@@ -58,7 +58,7 @@ class SourcePart:
 
     @property
     def continues(self) -> bool:
-        """Whether it begins inside a document that started in an earlier part."""
+        """Return whether the part begins inside a document that started in an earlier part."""
         return self.source.kind == "text" and self.start > self.source.start
 
 

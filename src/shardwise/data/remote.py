@@ -44,7 +44,7 @@ _WHERE, _ORIGIN = "data.path", ".url"
 
 
 def is_remote(name: str) -> bool:
-    """Whether ``name`` is a URL."""
+    """Return whether ``name`` is a URL."""
     return re.match(r"[a-z][a-z0-9+.-]*://", name) is not None
 
 
@@ -96,7 +96,7 @@ def listed(url: str, unknown: int) -> dict[str, int]:
 
 
 def _is_dataset(name: str) -> bool:
-    """Whether ``name`` is a dataset to be loaded, rather than files in its repository."""
+    """Return whether ``name`` is a dataset to be loaded, rather than files in its repository."""
     path = name.removeprefix(HUB).partition(":")[0]
     return name.startswith(HUB) and not has_magic(path) and PurePosixPath(path).suffix not in _FILES
 
@@ -210,7 +210,7 @@ def all_shown(value: Any) -> Any:
 
 @contextmanager
 def of_their_urls() -> Iterator[None]:
-    """Errors in a downloaded file are reported under its URL."""
+    """Report errors in a downloaded file under its URL."""
     try:
         yield
     except DataError as error:

@@ -1,4 +1,4 @@
-"""From records to encoded samples: formats, chat template, masks, and samples that are too long or unusable."""
+"""Records as encoded samples: formats, chat template, masks, and samples that are too long or unusable."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class SampleRules:
-    """How records become samples. ``template``: the text of a chat template; None: there is none. ``seq_len``: the
-    most tokens a sample may have."""
+    """The rules by which records become samples. ``template``: the text of a chat template; None: there is none.
+    ``seq_len``: the most tokens a sample may have."""
 
     form: str
     template: str | None
@@ -42,7 +42,7 @@ class SampleRules:
 
     @property
     def pairs(self) -> bool:
-        """Samples come in twos, the chosen answer first."""
+        """Return whether samples come in twos, the chosen answer first."""
         return self.form == PREFERENCE
 
 
@@ -163,8 +163,8 @@ def _fit(sample: Encoded, rules: SampleRules, counts: Counter[str]) -> list[Enco
 
 
 def _fit_pair(pair: list[Encoded], rules: SampleRules, counts: Counter[str]) -> list[Encoded]:
-    """Both answers, in at most ``seq_len`` tokens together, or nothing. If they are cut, each gets half of it, and what
-    the other does not need.
+    """Return both answers, in at most ``seq_len`` tokens together, or nothing. If they are cut, each gets half of it,
+    and what the other does not need.
 
     They are supervised from the first token in which they differ: the tokens before it have the same probabilities in
     both and cancel out. This also covers a token that contains the end of the prompt and the start of one answer.

@@ -1,4 +1,4 @@
-"""From units of text to token shards: several processes tokenise, one writes, in the order of the units."""
+"""The making of token shards from units of text: several processes tokenise, one writes, in the order of the units."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _FURTHER_UNITS = 64
 
 @dataclass(frozen=True)
 class TokenizeSettings:
-    """How units are tokenised. ``splits``: the split of ordinary documents, and that of documents held out while
-    reading. ``rules``: how records become samples for fine-tuning; None: text becomes documents. ``skip``: bad records
-    are left out."""
+    """The settings by which units are tokenised. ``splits``: the split of ordinary documents, and that of documents
+    held out while reading. ``rules``: how records become samples for fine-tuning; None: text becomes documents.
+    ``skip``: bad records are left out."""
 
     tokenizer_directory: Path
     text_key: str
@@ -50,8 +50,8 @@ class TokenizeSettings:
 
 @dataclass(frozen=True)
 class SplitPart:
-    """What a unit adds to one split: ids, and for each document that ends in it, (tokens, bytes of text) from the start
-    of the unit to the end of the document. ``text_bytes`` includes a document that does not end here. For samples there
+    """A unit's part of one split: ids, and for each document that ends in it, (tokens, bytes of text) from the start of
+    the unit to the end of the document. ``text_bytes`` includes a document that does not end here. For samples there
     are also ``masks``, one byte per id, a hash of each sample, and the counts of each outcome."""
 
     ids: NDArray[np.int64]
@@ -182,7 +182,7 @@ def _results(
 
 
 def die_with_parent() -> None:
-    """In a worker process: exit when the parent ends for any reason, and ignore Ctrl-C, which the parent handles."""
+    """Have this worker exit when its parent ends for any reason, and ignore Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:

@@ -54,7 +54,7 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Split:
-    """What the manifest says of ``train`` or ``validation``. ``text_bytes`` counts the UTF-8 bytes of the documents, or
+    """The manifest's record of ``train`` or ``validation``. ``text_bytes`` counts the UTF-8 bytes of the documents, or
     of the supervised text of samples for fine-tuning. Only such samples have ``masks``, ``packs``, ``windows`` and
     ``supervised_tokens``; with ``pairs``, every two samples are a pair of answers."""
 
@@ -100,10 +100,10 @@ class Split:
 
 @dataclass(frozen=True)
 class DataManifest:
-    """What a prepared directory holds and what it was made from. ``fingerprint`` covers the sources' names, sizes and
-    contents, the settings and the tokenizer: equal fingerprints mean equal tokens in equal order. ``settings`` are
-    for people to read. ``seq_len``: of samples packed into windows; ``counts``: what became of records on the way;
-    ``prefix_tokens``: how many tokens that stand for no text each document begins with."""
+    """A record of what a prepared directory holds and what it was made from. ``fingerprint`` covers the sources' names,
+    sizes and contents, the settings and the tokenizer: equal fingerprints mean equal tokens in equal order.
+    ``settings`` are for people to read. ``seq_len``: of samples packed into windows; ``counts``: what became of records
+    on the way; ``prefix_tokens``: how many tokens that stand for no text each document begins with."""
 
     fingerprint: str
     tokenizer_hash: str
@@ -325,7 +325,7 @@ class Prepared:
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether ``directory`` holds data prepared by Shardwise."""
+    """Return whether ``directory`` holds data prepared by Shardwise."""
     return (directory / MANIFEST).is_file()
 
 

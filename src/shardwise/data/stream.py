@@ -28,7 +28,7 @@ Source = Windows | Packs | Portions
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a global batch a rank reads: ``accumulation`` micro-batches of ``micro_batch_size`` windows on
+    """The part of a global batch that a rank reads: ``accumulation`` micro-batches of ``micro_batch_size`` windows on
     each of ``dp`` ranks, and of each window the tokens of ``row``."""
 
     dp_rank: int
@@ -50,9 +50,9 @@ def share_of(layout: Layout, batch: Batch, rank: int) -> Share:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank reads in one optimizer step: micro-batches, the windows in them in order, what their loss is a mean
-    over (``MicroBatch.terms``, on this rank), the cursor after the step, and this rank's part of the tokens: those that
-    are ``supervised``, and all that are ``read``, which padding is not."""
+    """A rank's data of one optimizer step: micro-batches, the windows in them in order, what their loss is a mean over
+    (``MicroBatch.terms``, on this rank), the cursor after the step, and this rank's part of the tokens: those that are
+    ``supervised``, and all that are ``read``, which padding is not."""
 
     micro_batches: list[MicroBatch]
     sample_ids: list[int]

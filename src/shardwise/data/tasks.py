@@ -64,7 +64,7 @@ def scorer(task: EvaluationTask) -> Score:
 
 
 def _check_function(task: EvaluationTask) -> None:
-    """The file is only read here, not run."""
+    """Refuse a task whose function is not in its file, which is only read here, not run."""
     path, _, name = task.score.rpartition(":")
     try:
         tree = ast.parse(read_regular(path, TABLE_BYTES))

@@ -75,7 +75,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = 0) -> str:
-    """Each nested call may double a text, in C, where no signal stops it: so none is longer than a whole rendering."""
+    """Write ``x`` as JSON. Each nested call may double a text, in C, where no signal stops it: so none may be longer
+    than a whole rendering."""
     text = json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=bool(sort_keys))
     if len(text) > LIMIT_CHARACTERS:
         raise SecurityError(f"tojson wrote more than {LIMIT_CHARACTERS:,} characters")

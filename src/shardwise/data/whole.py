@@ -72,7 +72,7 @@ def becoming(target: Path, synced: bool = True) -> Iterator[Path]:
 
 
 def _delete(directory: Path) -> None:
-    """As much of it as can be deleted; of a link to one the link."""
+    """Delete as much of ``directory`` as can be deleted; of a link to one only the link."""
     if directory.is_symlink():
         directory.unlink()
     shutil.rmtree(directory, ignore_errors=True)

@@ -31,20 +31,20 @@ class Meshes:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank contributes its tokens and losses to a sum over the world."""
+        """Return whether this rank contributes its tokens and losses to a sum over the world."""
         return self.layout.counts(self.rank)
 
     @property
     def row_share(self) -> RowShare:
-        """Which tokens this rank has of each row."""
+        """The tokens that this rank has of each row."""
         return RowShare(self.layout.ring, self.layout.ulysses, self.index("cp"))
 
     def size(self, group: str) -> int:
-        """The number of ranks in this rank's group ``name``."""
+        """The number of ranks in this rank's ``group``."""
         return self.layout.size(group)
 
     def index(self, group: str) -> int:
-        """The number of this rank within its group."""
+        """The number of this rank within its ``group``."""
         return self.layout.index(self.rank, group)
 
     def sum(self, numbers: Tensor, group: str) -> None:
@@ -65,7 +65,7 @@ class Meshes:
         self.sum(numbers, "world")
 
     def called(self) -> dict[str, str]:
-        """From the names of process groups to what the layout calls them."""
+        """Return what the layout calls each process group, by the group's own name."""
         groups = self.groups.items()
         named = {str(group.group_name): "pp" if name == "ends" else self.layout.called(name) for name, group in groups}
         return named | {str(channel.group_name): "pp" for channel in self.channels.values()}
@@ -77,7 +77,8 @@ class Meshes:
         return self.axes[tuple(self.layout.called(group) for group in groups if self.size(group) > 1)]
 
     def expert_mesh(self, *groups: str) -> DeviceMesh:
-        """The same of ``dp_replicate``, ``expert_fsdp`` and ``ep``; of the last two, one rank is a mesh too."""
+        """Return the part of the experts' device mesh along those of ``groups`` that it has: ``dp_replicate`` where
+        that is larger than 1, ``expert_fsdp`` and ``ep``."""
         assert self.expert_axes is not None and self.expert_axes.mesh_dim_names is not None
         return self.expert_axes[tuple(group for group in groups if group in self.expert_axes.mesh_dim_names)]
 

@@ -17,7 +17,7 @@ def host_buffer(size_bytes: int, pinned: bool) -> Tensor:
 
 
 def locked(buffer: Tensor, *, pinned: bool) -> Tensor:
-    """The same memory, locked if it is to be ``pinned`` until this tensor is gone."""
+    """Return ``buffer``; if it is to be ``pinned``, its memory is locked until this tensor is gone."""
     if pinned and buffer.nbytes:
         cuda: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
@@ -26,8 +26,9 @@ def locked(buffer: Tensor, *, pinned: bool) -> Tensor:
 
 
 def _unlock(address: int) -> None:
-    """A copy that is still on its way would read or write memory that is no longer there, which ends the process's work
-    on the GPU (`unspecified launch failure`, wherever it is asked for something next)."""
+    """Unlock the memory at ``address``, once the GPU has done its work: a copy that is still on its way would read or
+    write memory that is no longer there, which ends the process's work on the GPU (`unspecified launch failure`,
+    wherever it is asked for something next)."""
     cuda: Any = torch.cuda.cudart()
     torch.cuda.synchronize()
     cuda.cudaHostUnregister(address)

@@ -1,5 +1,5 @@
-"""Which part of a global tensor this rank holds. Read from a DTensor's placements, without a collective or a DTensor
-operation."""
+"""The part of a global tensor that this rank holds. It is read from a DTensor's placements, without a collective or a
+DTensor operation."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:
-    """For each dim, the range of the global tensor that this rank holds. Dims are cut as by ``torch.chunk``: equal
-    pieces, rounded up, and the remainder (perhaps nothing) for the last ranks. So every slice is one range, even of a
-    dim that is cut twice."""
+    """Return for each dim the range of the global tensor that this rank holds. Dims are cut as by ``torch.chunk``:
+    equal pieces, rounded up, and the remainder (perhaps nothing) for the last ranks. So every slice is one range, even
+    of a dim that is cut twice."""
     ranges = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
@@ -46,8 +46,8 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def keep_on_host(parameter: Tensor, values: Tensor) -> None:
-    """From here on the ``values`` of a parameter are those of another tensor, cut over ranks as it is, and its own
-    memory has them only while it is computed with."""
+    """Keep the ``values`` of a parameter, from here on, in another tensor, cut over ranks as it is; its own memory has
+    them only while it is computed with."""
     parameter.kept_on_host = values  # type: ignore[attr-defined]
 
 
@@ -58,7 +58,7 @@ def kept(parameter: Tensor) -> Tensor:
 
 
 def waits(parameter: Tensor) -> bool:
-    """Whether another tensor keeps its values."""
+    """Return whether another tensor keeps the values of ``parameter``."""
     return hasattr(parameter, "kept_on_host")
 
 
@@ -71,7 +71,7 @@ def put(parameter: Tensor, values: Tensor) -> None:
 
 
 def replication(tensor: Tensor, ranks: int) -> int:
-    """On how many of the ``ranks`` each element of ``tensor`` is held."""
+    """Return on how many of the ``ranks`` each element of ``tensor`` is held."""
     if not isinstance(tensor, DTensor):
         return ranks
     return ranks // prod(tensor.device_mesh.size(axis) for axis, _ in cuts(tensor))

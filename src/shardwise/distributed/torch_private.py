@@ -35,9 +35,9 @@ def forget_sharding() -> None:
 
 
 def is_strided(placement: object) -> bool:
-    """Whether a dim was cut by an axis of the mesh after it had been cut by a later axis, as FSDP2 cuts what tensor
-    parallelism has cut. In torch 2.13 this placement is no ``Shard``; without its name such a cut would be overlooked,
-    and each rank would be taken to hold more than it does."""
+    """Return whether a dim was cut by an axis of the mesh after it had been cut by a later axis, as FSDP2 cuts what
+    tensor parallelism has cut. In torch 2.13 this placement is no ``Shard``; without its name such a cut would be
+    overlooked, and each rank would be taken to hold more than it does."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return isinstance(placement, _StridedShard)
@@ -81,10 +81,10 @@ def watch_resizes(resized: Callable[[torch.UntypedStorage, int], None]) -> Abstr
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """What torch's flight recorders remember of this process's collectives, oldest first: among others
-    ``profiling_name``, ``collective_seq_id``, ``is_p2p``, ``state`` and ``retired``. NCCL has a recorder of its own,
-    which builds without NCCL lack; releases after 2.13 may show one entry in both. Without them a hang under NCCL could
-    be neither seen nor told by its collective."""
+    """Return the entries of torch's flight recorders on this process's collectives, oldest first; they have among
+    others ``profiling_name``, ``collective_seq_id``, ``is_p2p``, ``state`` and ``retired``. NCCL has a recorder of its
+    own, which builds without NCCL lack; releases after 2.13 may show one entry in both. Without them a hang under NCCL
+    could be neither seen nor told by its collective."""
     from torch._C import _distributed_c10d
 
     found: dict[tuple[int, str, str, int], dict[str, Any]] = {}
@@ -155,7 +155,8 @@ def write_memory_history(path: str) -> None:
 
 
 def _parameter_groups(module: torch.nn.Module) -> Iterator[Any]:
-    """What FSDP2 gathers and reduces as one, of each unit of a module that has parameters of its own."""
+    """Yield the group of parameters that FSDP2 gathers and reduces as one, of each unit of a module that has some of
+    its own."""
     from torch.distributed.fsdp import FSDPModule
 
     for unit in module.modules():
@@ -164,10 +165,10 @@ def _parameter_groups(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def complete_accumulated(module: torch.nn.Module) -> None:
-    """Before the last backward of a step under FSDP2. What has accumulated unreduced is kept in the type of reduction;
-    a parameter first used now would come in the type of compute, and FSDP2 refuses two types in one reduction. So such
-    parameters accumulate onto zeros. Without these names zero1 could not compute in bf16 where parameters are used in
-    some micro-batches only."""
+    """Give parameters that were not used yet zeros to accumulate onto, before the last backward of a step under FSDP2.
+    What has accumulated unreduced is kept in the type of reduction; a parameter first used now would come in the type
+    of compute, and FSDP2 refuses two types in one reduction. Without these names zero1 could not compute in bf16 where
+    parameters are used in some micro-batches only."""
     import torch
 
     for group in _parameter_groups(module):
@@ -275,8 +276,8 @@ def fused_adamw(
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread, so that a forward is one that recomputation runs again. What
-    counts in forward would else count twice."""
+    """Return whether autograd runs a backward in this thread, so that a forward is one that recomputation runs again.
+    What counts in forward would else count twice."""
     import torch
 
     return torch._C._current_graph_task_id() != -1

@@ -1,5 +1,5 @@
-"""What methods/loss.py allocates and when, on paper: a trace cannot say it, since the number of chunks depends on the
-batch."""
+"""The memory that methods/loss.py allocates, and when, on paper: a trace cannot say it, since the number of chunks
+depends on the batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Step = tuple[str, int, tuple[str, ...]]
 
 
 def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
-    """What the forward pass of the loss makes and frees, in order. Two chunks stand for any larger number: the first is
-    the largest."""
+    """Return the tensors that the forward pass of the loss makes and frees, in order. Two chunks stand for any larger
+    number: the first is the largest."""
     vocabulary, hidden = map(int, sheet.output.shape)
     compute, wide, tokens, chunks = _sizes(plan)
     want_hidden, want_weight = wants(sheet)
@@ -74,7 +74,8 @@ def loss_bytes(sheet: Sheet, plan: Plan, device: Kind) -> int:
 
 
 def backward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
-    """What its backward makes and frees: gradients are scaled in place, then the weight's gets the weight's type."""
+    """Return the tensors that the loss's backward makes and frees: gradients are scaled in place, then the weight's
+    gets the weight's type."""
     vocabulary, hidden = map(int, sheet.output.shape)
     *_, chunks = _sizes(plan)
     compute = plan.precision.compute
@@ -86,7 +87,7 @@ def backward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
 
 
 def products(sheet: Sheet, plan: Plan) -> int:
-    """How often as many multiplications are done as the output layer has in one forward pass."""
+    """Return how many products the loss makes, each of as many multiplications as the output layer's forward pass."""
     return 1 + sum(wants(sheet)) + plan.method.pairs
 
 
@@ -102,7 +103,7 @@ def gathers(plan: Plan) -> list[int]:
 
 
 def wants(sheet: Sheet) -> tuple[bool, bool]:
-    """Whether a gradient of the hidden states is wanted, and one of the output weight."""
+    """Return whether a gradient of the hidden states is wanted, and one of the output weight."""
     return bool(sheet.tail.backward), sheet.output.trained
 
 

@@ -65,15 +65,15 @@ class Output:
 
 
 class Loss(NamedTuple):
-    """What a method makes of a micro-batch: the ``value`` that backward begins from, a scalar, and scalars to be
-    reported beside it, by name. All are shares of a mean: what is reported is their sum over micro-batches and
-    ranks. A tuple, in which FSDP2 finds the tensor that backward of the output layer begins from."""
+    """A method's result of a micro-batch: the ``value`` that backward begins from, a scalar, and scalars to be reported
+    beside it, by name. All are shares of a mean: what is reported is their sum over micro-batches and ranks. A tuple,
+    in which FSDP2 finds the tensor that backward of the output layer begins from."""
 
     value: Tensor
     figures: Mapping[str, Tensor] = MappingProxyType({})
 
     def detached(self) -> Loss:
-        """The same in fp64, out of the graph."""
+        """Return the same loss and figures in fp64, out of the graph."""
         figures = {name: figure.detach().double() for name, figure in self.figures.items()}
         return Loss(self.value.detach().double(), figures)
 
@@ -176,10 +176,10 @@ def _of_whole_rows(
 
 
 def _own_statistics(hidden: Tensor, weight: Tensor, labels: Tensor, capped: Tensor | None, asked: Asked) -> Pair:
-    """Of this rank's rows: exp(logits - greatest) [n,rows], and [3,n]: the greatest logit, the sum of these, and the
-    label's logit (0 if it is another rank's); for entropies also the sum of these times (logits - greatest). A sum of
-    exponentials is positive, so its sign is free to say one thing more: it is negative where the first of the greatest
-    is the label's, if figures are asked for."""
+    """Return of this rank's rows exp(logits - greatest) [n,rows], and [3,n]: the greatest logit, the sum of these, and
+    the label's logit (0 if it is another rank's); for entropies also the sum of these times (logits - greatest). A sum
+    of exponentials is positive, so its sign is free to say one thing more: it is negative where the first of the
+    greatest is the label's, if figures are asked for."""
     figures, rows = asked
     assert rows is not None
     logits = (hidden @ weight.mT).to(accumulation_dtype(hidden.dtype)) if capped is None else capped
@@ -196,9 +196,9 @@ def _own_statistics(hidden: Tensor, weight: Tensor, labels: Tensor, capped: Tens
 
 
 def _join(statistics: Tensor, labels: Tensor, rank: int) -> Pair:
-    """From the ranks' statistics [ranks,3 or 4,n] the losses, whether labels are the first choice, and entropies where
-    these can be known [2 or 3,n], 0 where ignored; and what times this rank's exponentials gives probabilities [n], 0
-    where ignored."""
+    """Return, from the ranks' statistics [ranks,3 or 4,n], the losses, whether labels are the first choice, and
+    entropies where these can be known [2 or 3,n], 0 where ignored; and the factors [n] that make probabilities of this
+    rank's exponentials, 0 where ignored."""
     greatest, signed, picked, *products = statistics.unbind(1)
     highest, first = greatest.max(0)
     shifts, sums = greatest - highest, signed.abs()

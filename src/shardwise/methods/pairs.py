@@ -104,7 +104,7 @@ def figures(answers: Answers, method: Method) -> Tensor:
 
 
 def answer_tokens(batch: MicroBatch) -> Tensor:
-    """How many tokens of chosen and of rejected answers [2] in fp64 are trained on, of those that this rank has."""
+    """Count the tokens of chosen and of rejected answers [2] in fp64 that this rank has and that are trained on."""
     assert batch.answers is not None
     learnt = (batch.labels != IGNORED).double()
     rejected = (learnt * (batch.answers % 2)).sum()

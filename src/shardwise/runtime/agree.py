@@ -46,8 +46,8 @@ def agree(recipe: Recipe, plan: Plan) -> None:
 
 
 def together(work: Callable[[], T]) -> T:
-    """What ``work`` returns on this rank. If it raises ShardwiseError on any rank, every rank raises that of the lowest
-    one, so that none goes on without another."""
+    """Do ``work``, as every rank does, and return this rank's result. If it raises ShardwiseError on any rank, every
+    rank raises that of the lowest one, so that none goes on without another."""
     made, error = None, None
     try:
         made = work()

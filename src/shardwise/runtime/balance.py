@@ -96,42 +96,43 @@ def correct(parts: Sequence[nn.Module], numbers: Tensor, finite: Tensor) -> None
 
 
 def share(numbers: Tensor, plan: Plan, meshes: Meshes) -> Tensor:
-    """What this rank adds to the sum over all ranks: what it has counted, unless ranks beside it count the same
-    tokens."""
+    """Return the numbers that this rank adds to the sum over all ranks: those that it has counted, or zeros where
+    another rank adds those of the same tokens."""
     same = plan.layout.tp > 1 and not plan.sequence_parallel
     return torch.zeros_like(numbers) if same and meshes.index("tp") > 0 else numbers
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How the host reads the numbers that all ranks have counted in a step of ``rows`` rows."""
+    """The host's view of the numbers that all ranks have counted in a step of ``rows`` rows."""
 
     spec: ModelSpec
     rows: int
 
     def losses(self, numbers: Sequence[float]) -> dict[str, float]:
-        """Those that have a coefficient: means over rows and layers."""
+        """Return the losses of routers that have a coefficient: means over rows and layers."""
         if not numbers:
             return {}
         known = zip(LOSSES, self.spec.experts.router_losses, numbers, strict=False)
         return {name: total / (self.rows * self.spec.expert_layers) for name, weight, total in known if weight}
 
     def loads(self, numbers: Sequence[float]) -> Loads:
-        """Empty of a model without experts."""
+        """Return by layer the tokens that went to each expert; empty of a model without experts."""
         experts = self.spec.experts.num_experts
         layers = enumerate(layers_of(self.spec) if numbers else [])
         return {layer: numbers[2 + i * experts : 2 + (i + 1) * experts] for i, layer in layers}
 
     def dropped(self, numbers: Sequence[float]) -> Dropped:
-        """Empty of a model without a capacity."""
+        """Return by layer the share of its tokens that found no room; empty of a model without a capacity."""
         loads = self.loads(numbers)
         found = numbers[2 + len(loads) * self.spec.experts.num_experts :]
         return {layer: each / max(1.0, sum(loads[layer])) for layer, each in zip(loads, found, strict=False)}
 
 
 def spread(loads: Loads) -> dict[str, list[float]]:
-    """Of each ``layer`` with experts: ``entropy`` of the shares of its experts, 1 where all are alike, 0 where one has
-    all; ``fullest``: the largest share times the number of experts; ``dead``: how many experts got no token."""
+    """Return columns with a number of each ``layer`` that has experts: ``entropy`` of the shares of its experts, 1
+    where all are alike, 0 where one has all; ``fullest``: the largest share times the number of experts; ``dead``: how
+    many experts got no token."""
     found: dict[str, list[float]] = {"layer": [], "entropy": [], "fullest": [], "dead": []}
     for layer, counts in loads.items():
         total, experts = max(1.0, sum(counts)), len(counts)
@@ -144,7 +145,7 @@ def spread(loads: Loads) -> dict[str, list[float]]:
 
 
 def told(loads: Loads, ranks: int = 1, dropped: Dropped | None = None) -> dict[str, Any]:
-    """What the metrics of a step have of its ``loads``: by layer, and of all layers the lowest entropy, the fullest
+    """Return the metrics of a step that tell its ``loads``: by layer, and of all layers the lowest entropy, the fullest
     expert and how many are dead; where ``ranks`` have different experts, how many times its share the fullest of them
     got; with a capacity the share that was ``dropped``. Nothing of a model without experts."""
     if not loads:

@@ -34,9 +34,10 @@ from shardwise.spec.load import dump_plan, dump_recipe
 
 @dataclass(frozen=True)
 class Start:
-    """How a run may start: from another run's checkpoint (``resume_from``), or from scratch although all its own
-    checkpoints are damaged. A run with intact checkpoints always resumes from the newest. ``claim``: its ownership of
-    the directory; None: not claimed. ``spec``: the recipe's model, where the caller has read it already."""
+    """The ways in which a run may start: from another run's checkpoint (``resume_from``), or from scratch although all
+    its own checkpoints are damaged (``allow_fresh_start``). A run with intact checkpoints always resumes from the
+    newest. ``claim``: its ownership of the directory; None: not claimed. ``spec``: the recipe's model, where the caller
+    has read it already."""
 
     resume_from: Path | None = None
     allow_fresh_start: bool = False

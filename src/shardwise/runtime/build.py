@@ -1,5 +1,5 @@
-"""From a plan to a model that can be trained: built on the meta device, changed by the techniques, then filled; each
-rank fills only the slices that it owns."""
+"""The making of a model that can be trained, as a plan says: built on the meta device, changed by the techniques, then
+filled; each rank fills only the slices that it owns."""
 
 from __future__ import annotations
 
@@ -141,12 +141,12 @@ def _put(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], v
 
 
 def begins_trained(recipe: Recipe) -> bool:
-    """Whether training starts from trained weights, not from random ones."""
+    """Return whether training starts from trained weights, not from random ones."""
     return recipe.model.path is not None and recipe.model.init != "random"
 
 
 def weights_directory(recipe: Recipe) -> Path | None:
-    """Where trained weights are to be read from; None for a model that starts from random ones."""
+    """Return the directory that trained weights are to be read from; None for a model that starts from random ones."""
     if recipe.model.path is None or not begins_trained(recipe):
         return None
     return hf.weights_directory(recipe.model.path, recipe.model.revision)

@@ -112,8 +112,8 @@ def report_run(
     meter: Meter,
     validation: Validation | Preference | None,
 ) -> Report:
-    """What follows the last step, once the model is exported and validated. Every rank calls this; rank 0 writes and
-    prints."""
+    """Return the report of a run that is over, its model exported and validated. Every rank calls this; rank 0 writes
+    and prints it. Raises OutputError CKPT023 where the last step has no checkpoint."""
     after = sample(job, state, checkpoints.crew)
     trained = state.step > log.first_step
     there = checkpoints.crew.first(lambda: whole(checkpoints.directory / step_name(state.step)))
@@ -166,7 +166,7 @@ def report_run(
 
 
 def stops_early(job: Job, state: TrainState) -> bool:
-    """Whether as many validations as the recipe waits for have found no lower loss."""
+    """Return whether as many validations as the recipe waits for have found no lower loss."""
     patience = job.recipe.evaluate.early_stopping_patience
     return patience is not None and state.stale >= patience
 
@@ -197,7 +197,7 @@ def lost(job: Job, step: int, why: str) -> Problem:
 
 
 def closing_lines(report: Report, model: str) -> Sequence[str]:
-    """What is printed at the end."""
+    """Return the lines that are printed at the end."""
     done = (
         f"done    {counted(report.steps, 'step')}, {show_count(report.tokens)} tokens{report.shares} in {report.took}"
     )

@@ -35,7 +35,7 @@ class Validation:
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else math.nan
 
     def facts(self) -> dict[str, float]:
-        """What a run's events and its trackers get."""
+        """Return the figures that a run's events and its trackers get."""
         return {"nats_per_token": self.loss, "bits_per_byte": self.bits_per_byte}
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Preference:
     pairs: int
 
     def facts(self) -> dict[str, float]:
-        """What a run's events and its trackers get."""
+        """Return the figures that a run's events and its trackers get."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -76,7 +76,8 @@ def scored(
 
 
 def evaluate(job: Job, parts: Sequence[nn.Module], batches: Iterable[EvaluationBatch]) -> Validation:
-    """Every rank passes its own batches, equally many; the result is the same on all. Changes nothing."""
+    """Return the validation of a model. Every rank passes its own batches, equally many; the result is the same on all.
+    Changes nothing."""
     sums = torch.zeros(3, dtype=torch.float64, device=job.device)
     for batch, _, losses in scored(job, parts, batches):
         sums[0] += losses.double().sum()

@@ -75,7 +75,7 @@ def send(value: Any, rank: int) -> None:
 
 
 def receive(rank: int) -> Any:
-    """What that rank sends."""
+    """Return the value that rank ``rank`` sends to this one."""
     size = torch.empty(1, dtype=torch.int64)
     dist.recv(size, rank)
     data = torch.empty(int(size), dtype=torch.uint8)

@@ -94,7 +94,8 @@ Holders = Mapping[str, Held]
 
 
 def holders_of(parameters: Mapping[str, Tensor]) -> Holders:
-    """Every rank calls this alike: of a pipeline, each has some of the parameters."""
+    """Return the holder of each parameter, by name. Every rank calls this alike: of a pipeline, each has some of the
+    parameters."""
     own = [(name, list(value.shape), NAMES[value.dtype]) for name, value in parameters.items()]
     found: dict[str, Held] = {}
     for rank, held in enumerate(exchange.all_gather(own) if dist.is_initialized() else [own]):
@@ -116,7 +117,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def fetched(name: str, parameters: Mapping[str, Tensor], holders: Holders) -> Tensor:
-    """On rank 0 the full value, on the host. All ranks call this alike, and what others return does not count."""
+    """Return on rank 0 the full value, on the host. All ranks call this alike; what others return does not count."""
     holder = holders[name].rank
     value = whole(parameters[name]) if name in parameters else torch.empty(0)
     if holder == 0 or not dist.is_initialized():

@@ -137,7 +137,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 def continue_text(
     parts: Sequence[nn.Module], tokenizer: tokens.Tokenizer, prompt: str, sampling: Sampling, device: torch.device
 ) -> str:
-    """What the model writes after ``prompt``."""
+    """Return what the model writes after ``prompt``."""
     return tokenizer.decode(generate(parts, prompt_ids(tokenizer, prompt), sampling, device))
 
 

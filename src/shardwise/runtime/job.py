@@ -1,4 +1,4 @@
-"""What is constant during a run, on one rank: everything that the loop reads, and nothing that it changes."""
+"""The constants of a run, on one rank: everything that the loop reads, and nothing that it changes."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def open_job(recipe: Recipe, plan: Plan, spec: ModelSpec | None = None) -> Job:
 
 
 def device_kind(recipe: Recipe) -> DeviceKind:
-    """Where this run computes: as the recipe says, else on GPUs if there are any."""
+    """Return the kind of device that this run computes on: as the recipe says, else GPUs if there are any."""
     if recipe.run.device != "auto":
         return recipe.run.device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -212,7 +212,7 @@ def read_run(directory: Path) -> dict[str, Any] | None:
 
 
 def identity(job: Job) -> dict[str, Any]:
-    """What must not change when a run is resumed; it is in ``run.json`` and in every checkpoint."""
+    """Return the facts that must not change when a run is resumed; they are in ``run.json`` and in every checkpoint."""
     return {"data": job.prepared.manifest.fingerprint}
 
 

@@ -96,8 +96,8 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
 
 
 def evaluates(job: Job, number: int) -> bool:
-    """Whether validation follows step ``number``. After the last step it is part of the end of the run, except with
-    ``keep_best``, where the checkpoint must record its result."""
+    """Return whether validation follows step ``number``. After the last step it is part of the end of the run, except
+    with ``keep_best``, where the checkpoint must record its result."""
     every = job.eval_steps
     if number == job.max_steps:
         return job.recipe.checkpoint.keep_best
@@ -105,7 +105,7 @@ def evaluates(job: Job, number: int) -> bool:
 
 
 def saves(job: Job, number: int) -> bool:
-    """Whether a checkpoint follows step ``number``, whatever validation finds."""
+    """Return whether a checkpoint follows step ``number``, whatever validation finds."""
     return number == job.max_steps or number % job.save_steps == 0
 
 
@@ -116,8 +116,9 @@ def tell_early_stop(log: Log, state: TrainState) -> None:
 
 
 def facts_of(job: Job, state: TrainState, validation: Validation | Preference | None) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors: the run's identity and state, the settings it was trained with (secrets
-    in URLs hidden), and the validation loss, if the step was validated, by which the best is found."""
+    """Return the facts that a checkpoint holds besides tensors: the run's identity and state, the settings it was
+    trained with (secrets in URLs hidden), and the validation loss, if the step was validated, by which the best is
+    found."""
     settings = {"settings": all_shown(dotted(job.recipe.model_dump(mode="json")))}
     known = validation is not None and math.isfinite(validation.loss)
     return state.facts() | identity(job) | settings | ({"validation": validation.loss} if known and validation else {})

@@ -1,4 +1,4 @@
-"""For a user's own training loop: any ``nn.Module``, one plan, and these functions around a plain loop.
+"""The functions for a user's own training loop: any ``nn.Module``, one plan, and these around a plain loop.
 
     plan = shardwise.make_plan("zero3", compute="bf16")      # the strategy is one word
     with shardwise.world(plan) as mesh:
@@ -250,8 +250,8 @@ class Checkpoints:
 
     @property
     def stopping(self) -> bool:
-        """Whether the loop should save and leave: true on all ranks from the same step on, after Ctrl-C, SIGTERM or
-        SIGUSR1 on any. From when it is first read until ``close`` these signals only ask; a second Ctrl-C ends at
+        """Return whether the loop should save and leave: true on all ranks from the same step on, after Ctrl-C, SIGTERM
+        or SIGUSR1 on any. From when it is first read until ``close`` these signals only ask; a second Ctrl-C ends at
         once. All ranks learn of it in ``backward``."""
         usage = _USAGES[self.module]
         if self._stopped:  # since before ``close``: the module may be in another loop by now
@@ -262,7 +262,7 @@ class Checkpoints:
         return usage.stop
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is saved: parameters and buffers by name, and the optimizer's state of each parameter."""
+        """Return what is saved: parameters and buffers by name, and the optimizer's state of each parameter."""
         named = dict(self.module.named_parameters())
         found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         found |= {f"model.{name}": buffer for name, buffer in self.module.named_buffers()}

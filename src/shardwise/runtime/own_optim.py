@@ -51,7 +51,7 @@ def optimizer(
 
 
 def watch(module: nn.Module) -> None:
-    """From now on, refuse an optimizer of this module that is not known to compute what it does in one process, before
+    """Refuse, from now on, an optimizer of this module that is not known to compute what it does in one process, before
     it takes a step: ConfigError OWN003 from its ``step``. Of optimizers that are not torch's, warn once."""
     _modules.add(module)
     _register()

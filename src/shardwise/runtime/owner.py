@@ -1,4 +1,5 @@
-"""Who may write into a run's directory: one process at a time. No torch here: the launcher claims before ranks start.
+"""The ownership of a run's directory: one process at a time may write into it. No torch here: the launcher claims
+before ranks start.
 
     .owner-3      {"token": "8f0c...", "host": "n1", "pid": 4711, ..., "beat": "0000000042"}
 
@@ -78,7 +79,7 @@ class Claim:
         self._held_s = -math.inf
 
     def held(self) -> bool:
-        """Whether the directory is still this start's. A disk that does not answer says nothing against it."""
+        """Return whether the directory is still this start's. A disk that does not answer says nothing against it."""
         try:
             number, owner = _owner(self.directory)
         except OSError as error:
@@ -96,7 +97,7 @@ class Claim:
             self._held_s = time.monotonic()
 
     def lost(self) -> Problem:
-        """Why this start stops."""
+        """Return the problem that says why this start stops."""
         owner = None
         with suppress(OSError):
             owner = _owner(self.directory)[1]
@@ -192,7 +193,8 @@ def check_free(directory: Path) -> None:
 
 
 def holder(directory: Path) -> tuple[Owner, bool | None] | None:
-    """Who owns ``directory``, and whether it lives (None: that cannot be known from here); None if nobody does."""
+    """Return the owner of ``directory``, and whether it lives (None: that cannot be known from here); None where no
+    owner can be read."""
     with suppress(OSError):
         owner = _owner(directory)[1]
         return None if owner is None else (owner, _alive(owner))
@@ -230,7 +232,7 @@ def _lives(directory: Path, owner: Owner | None) -> Problem:
 
 
 def _alive(owner: Owner) -> bool | None:
-    """Whether an owner lives; None if that cannot be known from here."""
+    """Return whether ``owner`` lives; None if that cannot be known from here."""
     if not owner.kernel or owner.kernel != _kernel():
         return None
     started = _started(owner.pid)
@@ -290,12 +292,12 @@ def _path(directory: Path, number: int) -> Path:
 
 
 def _text(owner: Owner, count: int) -> bytes:
-    """Always of the same length, so that it can be overwritten in place."""
+    """Return the contents of an owner's file, always of the same length, so that it can be overwritten in place."""
     return json.dumps(asdict(owner) | {"beat": f"{count:010}"}).encode()
 
 
 def _parse(text: bytes) -> Owner | None:
-    """None of a file that is just being written, or damaged."""
+    """Return the owner that the bytes of a file name; None if it is just being written, or damaged."""
     try:
         return from_json(Owner, text)
     except ValueError:

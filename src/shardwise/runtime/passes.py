@@ -31,7 +31,8 @@ Scored = Callable[[Tensor, Output, MicroBatch], Made]
 
 @dataclass(frozen=True)
 class StepRules:
-    """What is the same for all steps of a run. ``enter`` is called at every phase (runtime/faults/guard.py)."""
+    """The rules that are the same for all steps of a run. ``enter`` is called at every phase
+    (runtime/faults/guard.py)."""
 
     plan: Plan
     meshes: Meshes
@@ -117,7 +118,7 @@ def infer(parts: Sequence[nn.Module], batch: MicroBatch, score: Scored[Made]) ->
 
 
 def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Scored[Made]) -> Made:
-    """What ``score`` returns for the hidden states of a whole model."""
+    """Return what ``score`` returns for the hidden states of a whole model."""
     out: Any = None
     for part in parts:
         out = run_part(part, batch, out, score=score)
@@ -140,7 +141,8 @@ def run_part(part: nn.Module, batch: MicroBatch, hidden: Tensor | None, *, score
 def from_last_stage(
     parts: Sequence[nn.Module], value: Tensor | None, shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """On every rank of a pipeline the ``value`` of the rank of its last stage, in fp64; without one, the value."""
+    """Return on every rank of a pipeline the ``value`` of the rank of its last stage, in fp64; without a pipeline,
+    ``value`` itself."""
     line = pp.line_of(parts)
     if line is None:
         assert value is not None

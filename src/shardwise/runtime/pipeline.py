@@ -36,8 +36,8 @@ comes to."""
 
 @dataclass
 class Kept:
-    """What is kept of a stage and a micro-batch until its backward: its input, and where its backward begins; between
-    the two halves of a backward, the products that make gradients of weights."""
+    """The things that are kept of a stage and a micro-batch until its backward: its input, and where its backward
+    begins; between the two halves of a backward, the products that make gradients of weights."""
 
     hidden: Tensor | None
     root: GradientEdge | None
@@ -161,8 +161,8 @@ class PipelineRank(Generic[Made]):
             self._weights(action, last=last)
 
     def _give_back(self, action: Action, hidden: Tensor) -> None:
-        """What the stage before waits for is sent as soon as it is there: before this rank waits for the sums of its
-        weights' gradients."""
+        """Keep the gradient of ``hidden``, and send the stage before what it waits for as soon as it is there: before
+        this rank waits for the sums of its weights' gradients."""
         message: Message = "B", action.stage - 1, action.micro
         assert hidden.grad is not None
         self.here[message] = hidden.grad
@@ -179,7 +179,7 @@ class PipelineRank(Generic[Made]):
         techniques.after_weight_gradients([part], self.line.plan, last=last)
 
     def _take(self, letter: Way, action: Action) -> Tensor:
-        """What this action needs from another stage, once it is there."""
+        """Return what this action needs from another stage, once it is there."""
         message: Message = letter, action.stage, action.micro
         if message in self.here:
             return self.here.pop(message)

@@ -76,7 +76,7 @@ def combine(meshes: Meshes, squares: Tensor, loss: Tensor, *figures: Tensor, cou
 
 
 def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
-    """What gradients are multiplied by so that their ``norm`` is at most ``max_norm`` (as ``clip_grad_norm_``)."""
+    """Return the factor that brings gradients of this ``norm`` to at most ``max_norm`` (as ``clip_grad_norm_``)."""
     if max_norm is None:
         return torch.ones_like(norm)
     return (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
@@ -93,6 +93,6 @@ def scale_gradients(parameters: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that there are, once of a parameter that is named twice."""
+    """Return the gradients that there are, once of a parameter that is named twice."""
     once = {id(parameter): parameter.grad for parameter in parameters}
     return [gradient for gradient in once.values() if gradient is not None]

@@ -79,7 +79,7 @@ def score(
 
 
 def _splits(job: Job) -> list[tuple[str, Packs, Sequence[int]]]:
-    """For each split its windows, and the numbers of those that the run reads."""
+    """Return for each split its name, its windows, and the numbers of those that the run reads."""
     count = job.max_steps * job.plan.batch.global_batch_size(job.plan.layout.dp)
     whole = count >= len(job.windows)
     train = range(len(job.windows)) if whole else np.sort(job.order.samples(0, count)).tolist()
@@ -119,8 +119,9 @@ def read_scores(path: Path, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]
 
 
 def _path(job: Job) -> Path:
-    """The file is named for the data and for the weights that the run begins with: the names, sizes, and the first and
-    last MiB of their files, or what they are drawn from; an adapter's that it begins with too."""
+    """Return the path of the scores, which is named for the data and for the weights that the run begins with: the
+    names, sizes, and the first and last MiB of their files, or what they are drawn from; an adapter's that it begins
+    with too."""
     source, model = weights_directory(job.recipe), job.recipe.model
     files = [] if source is None else [source]
     if source is not None and source.is_dir():

@@ -63,7 +63,7 @@ class LossScale:
         return self.live
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps of the scale."""
         return {name: value for name, value in vars(self).items() if name != "live"}
 
 
@@ -120,7 +120,7 @@ class TrainState:
         return named(self.parts)
 
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer updates: the parameter, or its copy on the host."""
+        """Return the parameter that the optimizer updates: this one, or its copy on the host."""
         return self.host.of(parameter) if self.host and parameter.requires_grad else parameter
 
     def trained(self) -> list[nn.Parameter]:
@@ -128,7 +128,7 @@ class TrainState:
         return [parameter for _, parameter in each_named(self.parts) if parameter.requires_grad]
 
     def counted(self) -> list[nn.Parameter]:
-        """Those whose gradients the norm counts: of two copies of a tied weight the embedding's."""
+        """Return the parameters whose gradients the norm counts: of two copies of a tied weight the embedding's."""
         copy = tied_copy(self.parts)
         return [parameter for parameter in self.trained() if parameter is not copy]
 
@@ -140,7 +140,7 @@ class TrainState:
         offload.weights_filled(self.parts)
 
     def _follow_ties(self) -> None:
-        """Where this rank has both copies of a tied weight, the output layer's takes the values and moments of the
+        """Give the output layer's copy of a tied weight, where this rank has both, the values and moments of the
         embedding's: those alone are drawn, read and saved."""
         copy, first = tied_copy(self.parts), self.parameters().get("embed.weight")
         if copy is None or first is None or copy is first:
@@ -151,9 +151,9 @@ class TrainState:
                 local(value).copy_(local(self.optimizer.state[self.updated(first)][key]))
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, flat: ``model.<name>``, ``optim.exp_avg.<name>``, ``optim.exp_avg_sq.<name>``.
-        Live tensors (DTensors where sharded), not copies. With adapters, what is trained alone: the rest never
-        changes."""
+        """Return the tensors that a checkpoint holds, flat: ``model.<name>``, ``optim.exp_avg.<name>``,
+        ``optim.exp_avg_sq.<name>``. Live tensors (DTensors where sharded), not copies. With adapters, what is trained
+        alone: the rest never changes."""
         parameters = self.parameters()
         if any(map(is_adapter, parameters)):
             parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}

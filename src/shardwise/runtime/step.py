@@ -24,9 +24,9 @@ from shardwise.techniques import optim
 
 @dataclass(frozen=True)
 class StepStats:
-    """What step number ``step`` did. ``loss`` is the mean over the supervised tokens of all ranks, ``grad_norm`` the
-    norm before clipping, ``tokens`` the input tokens of all ranks that are no padding, ``total_tokens`` those of the
-    run so far. A ``skipped`` step changed no weight and no moment. ``pairs``: the mean is over so many pairs of
+    """The results of step number ``step``. ``loss`` is the mean over the supervised tokens of all ranks, ``grad_norm``
+    the norm before clipping, ``tokens`` the input tokens of all ranks that are no padding, ``total_tokens`` those of
+    the run so far. A ``skipped`` step changed no weight and no moment. ``pairs``: the mean is over so many pairs of
     answers; 0: over tokens. ``padding``: of the step's input tokens this share only fills windows up. ``loss_scale``:
     by what the loss was multiplied in fp16. ``figures``: what the method reports beside its loss, means as that is, and
     the losses of routers. ``loads``: how many tokens went to each expert, by layer, ``dropped`` which share of them
@@ -156,8 +156,7 @@ def sound(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rul
 
 
 def draw_anew(seed: int, number: int, meshes: Meshes) -> None:
-    """What is dropped follows from the seed, the step, the tokens and the rank of a pipeline, so that a resumed run
-    drops the same."""
+    """Seed torch from the seed, the step, the tokens and the rank of a pipeline: a resumed run drops the same."""
     rows = (seed * 1_000_003 + number) * meshes.size("loss") + meshes.index("loss")
     torch.manual_seed((rows * meshes.size("pp") + meshes.index("pp")) % 2**63)
 

@@ -76,7 +76,8 @@ Asked = tuple[str, str | None, list[int], int | None, str]
 
 
 def _asked(job: Job, one: Question) -> Asked:
-    """Messages are written by the run's chat template; a text is continued up to an end-of-text."""
+    """Return the prompt that a question becomes. Messages are written by the run's chat template; a text is continued
+    up to an end-of-text."""
     if one.text is not None:
         prompt = ask_text(job.tokenizer, one.text)
     else:

@@ -47,7 +47,7 @@ class Figures:
             self._copied.record()
 
     def arrived(self) -> bool:
-        """Whether :meth:`read` would not wait."""
+        """Return whether :meth:`read` would not wait."""
         return self._copied is None or self._copied.query()
 
     def read(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""Which parameters had a gradient in a step, on any rank: in a user's own loop a model may route.
+"""The parameters that had a gradient in a step, on any rank: in a user's own loop a model may route.
 
     used on no rank        ``grad`` stays None, as in torch, and an optimizer leaves the parameter alone
     used on some           zeros on the others
@@ -84,11 +84,12 @@ class Usage:
                 self._parameters[name].grad = None
 
     def forget(self) -> None:
-        """Nobody asks any more whether to stop, until a next loop does."""
+        """Forget the request to stop: nobody asks for it any more, until a next loop does."""
         self.request, self.stop = None, False
 
     def _watch(self, prefix: str, module: nn.Module) -> None:
-        """Sharded parameters get gradients as plain tensors, which exist from the unit's first gathering on."""
+        """Have the gradients of a unit's parameters noted. Sharded parameters get gradients as plain tensors, which
+        exist from the unit's first gathering on."""
         for name, parameter in module.named_parameters(prefix):
             if _whole(parameter) and parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
@@ -117,7 +118,7 @@ class Usage:
 
 
 def _whole(parameter: nn.Parameter) -> bool:
-    """Whether gradients arrive at the parameter itself: data-parallel ranks do not each hold a slice of it."""
+    """Return whether gradients arrive at the parameter itself: data-parallel ranks do not each hold a slice of it."""
     return not isinstance(parameter, DTensor) or parameter.device_mesh.mesh_dim_names == ("tp",)
 
 

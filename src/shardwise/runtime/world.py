@@ -84,7 +84,7 @@ def process() -> Process:
 
 
 def is_worker() -> bool:
-    """Whether a launcher (torchrun, the elastic agent) started this process as one rank of several."""
+    """Return whether a launcher (torchrun, the elastic agent) started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -163,9 +163,9 @@ def _store() -> Any:
 
 
 def _keep_to_ourselves(me: Process) -> None:
-    """Ranks of one machine talk over the loopback interface: nothing can reach them from a network, whatever interface
-    torch or the user's environment would choose. And what torch compiles goes where no other user of the machine
-    can put code for us to load: torch's own choice is a directory of known name in /tmp."""
+    """Have ranks of one machine talk over the loopback interface: nothing can reach them from a network, whatever
+    interface torch or the user's environment would choose. And what torch compiles goes where no other user of the
+    machine can put code for us to load: torch's own choice is a directory of known name in /tmp."""
     if me.world_size == me.local_world_size:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ["NCCL_SOCKET_IFNAME"] = "=lo"
@@ -190,16 +190,16 @@ def _for_compiled_code(me: Process) -> Path:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What ``make`` returns on rank 0, on every rank."""
+    """Return on every rank what ``make`` returns on rank 0."""
     made: T = exchange.broadcast(make() if dist.get_rank() == 0 else None)
     return made
 
 
 @cache
 def show_mistakes_once() -> None:
-    """From now on a ConfigError that ends the process is shown by the first rank of each node, without a traceback but
-    with the user's line. Every rank makes the same mistake; the others wait, for torchrun ends all with the first that
-    is gone, and speak if that rank does not."""
+    """Have a ConfigError that ends the process, from now on, shown by the first rank of each node, without a traceback
+    but with the user's line. Every rank makes the same mistake; the others wait, for torchrun ends all with the first
+    that is gone, and speak if that rank does not."""
     plain = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

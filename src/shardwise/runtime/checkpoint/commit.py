@@ -1,4 +1,5 @@
-"""How a checkpoint becomes visible: whole, or not at all. No torch here; every call that changes the disk is in Disk.
+"""The commit of a checkpoint, which becomes visible whole, or not at all. No torch here; every call that changes the
+disk is in Disk.
 
     begin     sweep what dead attempts left, mkdir .tmp-step-00000400-g7/       (first rank)
     write     every file O_EXCL, hashed while it is written, fsync               (every rank)

@@ -68,7 +68,7 @@ class Crew:
         return [int(value) for value in tensor]
 
     def first(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on the first rank, on every rank. Raises RankError everywhere if it raised."""
+        """Return on every rank what ``work`` returns on the first. Raises RankError everywhere if it raised."""
         result, error = _attempt(work) if self.rank == 0 else (None, None)
         if self.size > 1:
             result, error = broadcast((result, error), self.group)
@@ -77,9 +77,9 @@ class Crew:
         return result  # type: ignore[return-value]
 
     def spared(self, work: Callable[[], T], patience_s: float) -> T | Exception:
-        """What ``work``, in which ranks may wait for one another, returns; or on every rank an error of it, if it
-        failed on any. If the other ranks do not arrive within ``patience_s``, they wait inside ``work`` for this one,
-        and only its end releases them: then this rank's error is raised alone."""
+        """Do ``work``, in which ranks may wait for one another, and return its result; or on every rank an error of it,
+        if it failed on any. If the other ranks do not arrive within ``patience_s``, they wait inside ``work`` for this
+        one, and only its end releases them: then this rank's error is raised alone."""
         failed, result = None, None
         try:
             result = work()

@@ -1,5 +1,5 @@
-"""Which checkpoints exist and are intact, and which of them a user means; if none, an error that helps. No torch
-here."""
+"""The search for checkpoints: those that exist and are intact, and the ones that a user means; if none, an error that
+helps. No torch here."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def _some(names: list[str], how: str) -> str:
 
 
 def _layers(names: Mapping[str, object]) -> int:
-    """How many blocks ``...layers.N...`` there are."""
+    """Return how many blocks ``...layers.N...`` there are."""
     parts = (name.split(".") for name in names)
     numbers = (a[i + 1] for a in parts for i in range(len(a) - 1) if a[i] == "layers" and a[i + 1].isdigit())
     return len(set(numbers))

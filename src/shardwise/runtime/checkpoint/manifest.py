@@ -97,7 +97,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class _Format:
-    """What a manifest of any version says."""
+    """The part of a manifest that every version has."""
 
     format: Count = FORMAT
 
@@ -217,8 +217,8 @@ def check_files(
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What the facts of a run of ``shardwise train`` say of it besides its state. A user's own loop saves other facts,
-    which may be anything."""
+    """The facts of a run of ``shardwise train`` besides its state. A user's own loop saves other facts, which may be
+    anything."""
 
     data: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -248,7 +248,7 @@ def check(directory: str | Path, hashes: bool = True) -> Manifest:
 
 
 def whole(directory: str | Path) -> bool:
-    """Whether the manifest verifies and every file has the right size. Contents are not read."""
+    """Return whether the manifest verifies and every file has the right size. Contents are not read."""
     try:
         check(directory, hashes=False)
     except Rejected:
@@ -283,8 +283,8 @@ def _check_hashes(path: Path, descriptor: int, record: FileRecord) -> None:
 
 
 def _check_header(path: Path, descriptor: int, record: FileRecord, parts: list[tuple[str, str, Slice]]) -> None:
-    """Every slice is in the file as the file itself has it, of that type and those sizes, from that byte on; and the
-    file has no other."""
+    """Check that the file's own header has every slice of it, of that type and those sizes, from that byte on; and that
+    the file has no other."""
     length = bytearray(8)
     read_at(descriptor, memoryview(length), 0)
     start = 8 + int.from_bytes(length, "little")
@@ -346,7 +346,7 @@ def check_coverage(tensors: Mapping[str, TensorRecord], where: str = "") -> None
 
 
 def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether two of the boxes (sorted by their low corner) share an element."""
+    """Return whether two of the boxes (sorted by their low corner) share an element."""
     active: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for low, high in boxes:
         active = [other for other in active if not low or other[1][0] > low[0]]

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept. Called after a save, once the new checkpoint was read back. No torch here."""
+"""The choice of the checkpoints to keep, after a save, once the new checkpoint was read back. No torch here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Keep:
 
 
 def expendable(steps: list[int], keep: Keep, verified_step: int) -> list[int]:
-    """Of the usable ``steps`` those to delete, oldest first: older than ``verified_step``, and not to be kept."""
+    """Return the usable ``steps`` to delete, oldest first: older than ``verified_step``, and not to be kept."""
     newest = sorted(steps, reverse=True)[: keep.last]
     older = (step for step in sorted(steps) if step < verified_step and step not in newest)
     return [step for step in older if step != keep.best and (not keep.every or step % keep.every)]

@@ -111,8 +111,9 @@ class RunCheckpoints:
         return True
 
     def beats(self, loss: float) -> bool:
-        """Whether ``keep_best`` wants a checkpoint with this validation loss: no other has a lower one. It is kept as
-        the best if its facts say ``validation: loss``. Waits for the save in flight; every rank calls this alike."""
+        """Return whether ``keep_best`` wants a checkpoint with this validation loss: no other has a lower one. It is
+        kept as the best if its facts say ``validation: loss``. Waits for the save in flight; every rank calls this
+        alike."""
         if not self.settings.keep_best or not math.isfinite(loss):
             return False
         self.flight.end()
@@ -323,8 +324,8 @@ def _signature(tensors: Tensors) -> Signature:
 
 
 def _layout(tensors: Tensors) -> object:
-    """Equal for two sets of tensors of which the same rank would write the same slices. None if one is no tensor:
-    planning says so, to every rank."""
+    """Return a value that is equal for two sets of tensors of which the same rank would write the same slices. None if
+    one is no tensor: planning says so, to every rank."""
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         return None
     placed = {n: (t.device_mesh, t.placements) for n, t in tensors.items() if isinstance(t, DTensor)}

@@ -141,5 +141,6 @@ class Objects:
         return Problem("OWN002", what, name, fix)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """What a torch scheduler sets in its optimizer (rates, betas), which loading the scheduler does not restore."""
+        """Return what a torch scheduler sets in its optimizer (rates, betas): loading the scheduler does not restore
+        it."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]

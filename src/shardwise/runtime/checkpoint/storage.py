@@ -1,4 +1,4 @@
-"""How tensors are stored in files: torch.distributed.checkpoint's storage interface on safetensors, without pickle.
+"""The storage of tensors in files: torch.distributed.checkpoint's storage interface on safetensors, without pickle.
 
 DCP's planners decide who writes which slice (each once, also when it is replicated) and which slices a reader needs,
 whatever the layouts; here slices become bytes. A rank's slices of one group of tensors (``model``, ``optim``) are one
@@ -84,7 +84,7 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """What ``write_data`` returns for one slice: the file, what was written into it, and where the slice begins."""
+    """The result of ``write_data`` for one slice: the file, what was written into it, and where the slice begins."""
 
     file: str
     record: FileRecord
@@ -93,7 +93,7 @@ class StoredSlice:
 
 @dataclass(frozen=True)
 class Target:
-    """Where one save goes. Set by the first rank for all, in ``prepare_global_plan``."""
+    """The place that one save goes to. Set by the first rank for all, in ``prepare_global_plan``."""
 
     path: Path
     rank: int
@@ -104,7 +104,7 @@ may_travel(StoredSlice, Target)
 
 
 class _Store:
-    """What DCP asks of both ends and is the same: any place will do, and a rank's plan stands as it is."""
+    """The part of DCP's interface that both ends share: any place will do, and a rank's plan stands as it is."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -12,7 +12,7 @@ NCCL = "nccl"
 
 @dataclass(frozen=True)
 class LastCollective:
-    """What the training groups were last asked for, such as ``all_reduce #20``, and how many collectives they were
+    """The collective that the training groups were last asked for, such as ``all_reduce #20``, and how many they were
     asked for in all: a number that can be compared across ranks. ("", 0) before the first. ``pending``: something that
     NCCL was asked for has not ended; the process may know nothing of it, as it need not wait for NCCL where it asks."""
 
@@ -22,7 +22,8 @@ class LastCollective:
 
 
 def newest_collective() -> LastCollective:
-    """The group of the checkpoints, which runs beside, does not count."""
+    """Return the newest collective of the training groups. The group of the checkpoints, which runs beside, does not
+    count."""
     entries = [entry for entry in recorded_collectives() if not entry["is_p2p"] and is_training(entry)]
     if not entries:
         return LastCollective()
@@ -35,7 +36,7 @@ def newest_collective() -> LastCollective:
 
 
 def is_training(entry: dict[str, Any]) -> bool:
-    """Whether a recorded collective belongs to the default group or to an axis of the mesh."""
+    """Return whether a recorded collective belongs to the default group or to an axis of the mesh."""
     description = str(entry["process_group"][1])
     return description == "default_pg" or description.startswith("mesh_")
 
@@ -46,5 +47,5 @@ def backend(entry: dict[str, Any]) -> str:
 
 
 def ended(entry: dict[str, Any]) -> bool:
-    """Whether a recorded collective is over: torch's watchdog has retired it, or the device has finished it."""
+    """Return whether a recorded collective is over: torch's watchdog has retired it, or the device has finished it."""
     return bool(entry["retired"]) or entry["state"] == "completed"

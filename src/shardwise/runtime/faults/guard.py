@@ -115,11 +115,11 @@ class Guard:
         self.page.close()
 
     def doing(self) -> str:
-        """For errors: what the rank does, and when."""
+        """Return, for errors, what the rank does, and when."""
         return f"training (phase {self.page.status.phase} of step {self.step})"
 
     def patience_s(self) -> float:
-        """How long the current phase may last: longer while the run starts or writes."""
+        """Return how long the current phase may last: longer while the run starts or writes."""
         warming = self.step <= self.first_step + 1
         return self.timeout_s * (SLOWER if warming or self.page.status.phase in SLOW_PHASES else 1.0)
 
@@ -129,8 +129,9 @@ class Guard:
         return SLOWER * self.timeout_s + 60.0
 
     def tell(self, error: BaseException) -> BaseException:
-        """What ``error`` means. It is written to ``exit.json``, once, unless the directory was lost to another start.
-        A lost or silent rank comes out as a TrainingError: HANG001 naming the rank that others wait for, or LOST001."""
+        """Return what ``error`` means. It is written to ``exit.json``, once, unless the directory was lost to another
+        start. A lost or silent rank comes out as a TrainingError: HANG001 naming the rank that others wait for, or
+        LOST001."""
         if self._told is None or self._told[0] is not error:
             told = diagnose(error, self.directory, self.me, self.timeout_s)
             if self.claim is None or self.claim.held():
@@ -156,7 +157,7 @@ class Guard:
             self._end_if_lost(self._still_s(status.count, asked.number), asked.pending)
 
     def _still_s(self, count: int, number: int) -> float:
-        """For how long this rank has entered no phase and called no collective."""
+        """Return for how long this rank has entered no phase and called no collective."""
         if self._moved[:2] != (count, number):
             self._moved = count, number, time.monotonic()
         return time.monotonic() - self._moved[2]
@@ -197,7 +198,7 @@ class Guard:
         os._exit(told.exit_code if isinstance(told, ShardwiseError) else ShardwiseError.exit_code)
 
     def run_failed(self) -> bool:
-        """Whether another rank has written that the run failed."""
+        """Return whether another rank has written that the run failed."""
         told = read_exit(self.directory)
         return told is not None and told.kind not in ("done", "preempted") and told.rank != self.page.status.rank
 
@@ -213,9 +214,9 @@ class Guard:
 
 
 class StopRequest:
-    """Whether this process was asked to stop: SIGTERM, SIGUSR1 (Slurm's warning), SIGHUP or Ctrl-C. A second Ctrl-C, at
-    least a second later (a terminal and a launcher may both pass on the first), stops at once. ``everywhere``: the
-    ranks have agreed that some of them were asked."""
+    """A request that this process stop, true once it was made: by SIGTERM, SIGUSR1 (Slurm's warning), SIGHUP or Ctrl-C.
+    A second Ctrl-C, at least a second later (a terminal and a launcher may both pass on the first), stops at once.
+    ``everywhere``: the ranks have agreed that some of them were asked."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -301,7 +302,7 @@ def end_process(late: RankStatus | None, me: Process) -> None:
 
 
 def outcome(error: BaseException, status: RankStatus) -> Exit:
-    """What ``exit.json`` says about ``error``."""
+    """Return what ``exit.json`` says about ``error``."""
     known = asdict(status)
     place: dict[str, Any] = {key: known[key] for key in ("rank", "host", "pid", "step", "phase")}
     if isinstance(error, ShardwiseError):

@@ -28,9 +28,9 @@ WAITS = "waits"
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank was when it last wrote. ``count`` is the number of phases entered so far and ``sequence`` the number
-    of collectives asked for: both compare progress across ranks. Times are CLOCK_MONOTONIC seconds of the rank's host;
-    ``beat_s`` moves as long as its interpreter lives."""
+    """The point that a rank had reached when it last wrote. ``count`` is the number of phases entered so far and
+    ``sequence`` the number of collectives asked for: both compare progress across ranks. Times are CLOCK_MONOTONIC
+    seconds of the rank's host; ``beat_s`` moves as long as its interpreter lives."""
 
     rank: int
     pid: int
@@ -62,7 +62,7 @@ class RankStatus:
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is stopped (SIGSTOP, a debugger); only known on the same host.
+        """Return whether the process is stopped (SIGSTOP, a debugger); only known on the same host.
 
         Not one that waits in the kernel (state D): every process does for an instant, at a page fault or a read.
         """
@@ -70,12 +70,12 @@ class RankStatus:
 
     @property
     def runs(self) -> bool:
-        """Whether the process is there, stopped or not; only known on the same host."""
+        """Return whether the process is there, stopped or not; only known on the same host."""
         return self._state() not in ("", "Z", "X")
 
     @property
     def died(self) -> bool:
-        """Whether the process has died without leaving the run; only known on the same host."""
+        """Return whether the process has died without leaving the run; only known on the same host."""
         return self.host == socket.gethostname() and self.phase != LEFT and not self.runs
 
     def _state(self) -> str:

@@ -1,4 +1,4 @@
-"""How a run ended: ``exit.json`` in the run directory, holding the first cause and not what followed from it.
+"""The outcome of a run: ``exit.json`` in the run directory, holding the first cause and not what followed from it.
 Imports no torch: the launcher reads and writes it too."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Exit:
 
 
 def failed(kind: Kind, error: ShardwiseError, rank: int) -> Exit:
-    """What this process, a rank of the run, has to say of the ``error`` that ended it."""
+    """Return the outcome of this process, a rank of the run, which ``error`` has ended."""
     problems, what = [asdict(problem) for problem in error.problems], error.problems[0].what
     return Exit(kind, error.exit_code, what, rank, socket.gethostname(), os.getpid(), problems=problems)
 

@@ -1,4 +1,4 @@
-"""What a run writes while it runs: metrics.jsonl (one line a step, each step exactly once whatever was killed),
+"""The log that a run writes while it runs: metrics.jsonl (one line a step, each step exactly once whatever was killed),
 events.jsonl, and the line on the terminal."""
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """What turns seconds into rates: operations a token and peak operations a second of all devices (0: unknown)."""
+    """The basis of rates: operations a token and peak operations a second of all devices (0: unknown)."""
 
     flops_per_token: float
     peak_flops: float
@@ -369,7 +369,7 @@ def _fullness(record: Mapping[str, Any]) -> str:
 
 
 def unfit(stats: StepStats, next_scale: float) -> str:
-    """Why a step was skipped; in fp16 that may be part of the search for a loss scale."""
+    """Return why a step was skipped; in fp16 that may be part of the search for a loss scale."""
     found = {"the loss": stats.loss, "the gradient norm": stats.grad_norm}
     why = " and ".join(f"{name} is {value}" for name, value in found.items() if not isfinite(value))
     if stats.loss_scale is None:

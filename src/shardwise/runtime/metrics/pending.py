@@ -45,9 +45,9 @@ class PendingSteps(AbstractContextManager["PendingSteps"]):
                 self._write()
 
     def add(self, launched: Launched, batch: StepBatch, typical: bool) -> None:
-        """A step was launched, on this batch; whether its time is a ``typical`` one. Its figures are logged at once if
-        somebody waits to see them: after the first step, while steps are skipped, so that what is wrong is known before
-        more are launched, and while a save waits to know whether its weights are good."""
+        """Take a step that was launched, on this batch; ``typical``: whether its time is a typical one. Its figures are
+        logged at once if somebody waits to see them: after the first step, while steps are skipped, so that what is
+        wrong is known before more are launched, and while a save waits to know whether its weights are good."""
         waited_for = bool(self.after_step) or launched.known.step == self.log.first_step + 1
         waited_for = waited_for or self.checkpoints.flight.undecided
         self._open.append((launched, batch, typical))

@@ -51,7 +51,8 @@ class Profile(AbstractContextManager["Profile"]):
         self._profiler = profiler
 
     def _write(self) -> None:
-        """Files are named by rank and steps: ``rank-0-steps-10-12.json.gz``, for chrome://tracing or Perfetto."""
+        """Write what was traced into files that are named by rank and steps: ``rank-0-steps-10-12.json.gz``, for
+        chrome://tracing or Perfetto."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

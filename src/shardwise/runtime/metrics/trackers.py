@@ -48,7 +48,7 @@ class Tracker(Protocol):
         """Log ``values`` at ``step``."""
 
     def close(self, outcome: Outcome) -> None:
-        """Nothing follows."""
+        """Take the run's outcome, which nothing follows."""
 
 
 class TensorBoard:
@@ -152,7 +152,7 @@ class Feed:
             self._items.put(item)
 
     def wait(self, seconds: float) -> bool:
-        """Whether the thread has ended, after waiting for it."""
+        """Wait for the thread for so many ``seconds``, and return whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

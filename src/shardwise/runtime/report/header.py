@@ -28,7 +28,8 @@ COMPILED = (
 
 
 def header(job: Job) -> str:
-    """What runs, on which machines and data, and how it is split. It shows every setting that changes results."""
+    """Return the lines that say what runs, on which machines and data, and how it is split. They show every setting
+    that changes results."""
     plan, recipe = job.plan, job.recipe
     precision, layout = plan.precision, plan.layout
     devices = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
@@ -87,13 +88,13 @@ def read_tokens(job: Job) -> int:
 
 
 def of_routers(spec: ModelSpec) -> str:
-    """What is added to the loss: `` + 0.001 router_aux_loss``."""
+    """Return what is added to the loss: `` + 0.001 router_aux_loss``."""
     weights = zip(LOSSES, spec.experts.router_losses, strict=True)
     return "".join(f" + {weight:g} {name}" for name, weight in weights if weight and spec.experts)
 
 
 def why_compute(recipe: Recipe, plan: Plan, device: str) -> str:
-    """Why it is computed in this dtype; on a CPU with bf16 instructions, what to pin to use them."""
+    """Return why it is computed in this dtype; on a CPU with bf16 instructions, what to pin to use them."""
     reasons = [plan.why[key]] if (key := "precision.compute") in plan.why else []
     if (recipe.precision.compute, plan.precision.compute, device) == ("auto", "fp32", "cpu") and cpu_has_bf16():
         reasons.append("`precision.compute=bf16` may be faster here")
@@ -101,7 +102,7 @@ def why_compute(recipe: Recipe, plan: Plan, device: str) -> str:
 
 
 def assumptions(plan: Plan, recipe: Recipe) -> str:
-    """What fine-tuning takes because the recipe says nothing, and the keys that say something; empty if it says all."""
+    """Return the values that fine-tuning takes where the recipe says nothing, and their keys; empty if it says all."""
     reasons = {key: plan.why[key].removeprefix("assumed: ") for key in KEYS if key in plan.why}
     if (epochs := "train.num_epochs") in reasons:
         reasons[epochs] = f"{recipe.train.num_epochs:g} ({reasons[epochs]})"
@@ -120,7 +121,7 @@ def _kernels(job: Job) -> str:
 
 
 def execution(plan: Plan) -> str:
-    """What each rank does with its batch, and what compiling costs."""
+    """Return what each rank does with its batch, and what compiling costs."""
     batch = plan.batch
     batches = f"micro-batch {batch.micro_batch_size} x {batch.seq_len}, accumulation {batch.accumulation}"
     outside = "".join(f", {words}" for words in plan.offload.words)

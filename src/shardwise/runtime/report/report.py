@@ -77,7 +77,7 @@ class Report:
 
     @property
     def took(self) -> str:
-        """In words."""
+        """The time that the run took, in words."""
         return clock(self.seconds) + (f" since step {self.since}" if self.since else "")
 
     @property
@@ -87,7 +87,7 @@ class Report:
 
     @property
     def warning(self) -> str:
-        """What is said of a run whose last checkpoint is missing."""
+        """The words about a run whose last checkpoint is missing."""
         return f"the checkpoint of step {self.steps:,} is not there" + (f": {self.unsaved}" if self.unsaved else "")
 
     def rows(self) -> list[tuple[str, str, str, str]]:

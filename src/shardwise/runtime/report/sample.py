@@ -62,7 +62,7 @@ def keep_first_sample(job: Job, state: TrainState, crew: Crew) -> None:
 
 
 def earlier_sample(job: Job) -> str:
-    """What :func:`keep_first_sample` stored; empty on ranks other than 0."""
+    """Return what :func:`keep_first_sample` stored; empty where that is nothing, and on ranks other than 0."""
     with suppress(OSError):
         if job.rank == 0:
             return read_regular(job.directory / "sample-before.txt", NOTE_BYTES).decode(errors="replace")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 def warn(text: str) -> None:
-    """To the terminal, at once."""
+    """Print ``text`` on the terminal, at once."""
     print(text, flush=True)
 
 
