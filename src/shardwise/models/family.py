@@ -1,5 +1,5 @@
-"""What a family of models is (:class:`Family`), and what the rows of several share: names of weights, and keys of
-config.json that mean the same. Imports no torch."""
+"""A family of models (:class:`Family`), and what the rows of several share: names of weights, and keys of config.json
+that mean the same. Imports no torch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def layer_types(fields: Fields) -> list[str]:
 
 
 def all_sliding(config: Config, name: str) -> Fields:
-    """For a family whose layers all have the window, if there is one."""
+    """Read the layers of a family that all have the window, if there is one."""
     return layers({**config, "layer_types": None}, name, lambda layer: True)
 
 
@@ -127,7 +127,7 @@ def window(fields: Fields) -> Config:
 
 
 def switched(config: Config, name: str, sliding: Callable[[int], bool]) -> Fields:
-    """As :func:`layers`, for a family with a key that turns its window on."""
+    """Read window and layer types as :func:`layers` does, for a family with a key that turns its window on."""
     size = config.get("sliding_window") if config.get("use_sliding_window") else None
     return layers({**config, "sliding_window": size}, name, sliding)
 

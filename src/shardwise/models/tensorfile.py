@@ -54,7 +54,7 @@ class Entry:
     stop: int
 
     def rows(self, start: int, stop: int) -> Entry:
-        """Those rows as a tensor of their own: they lie together."""
+        """Return the rows ``start`` to ``stop`` as a tensor of their own: they lie together."""
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         first = self.start + start * row_bytes
         return Entry(self.path, self.dtype, (stop - start, *self.shape[1:]), first, self.start + stop * row_bytes)
