@@ -35,8 +35,8 @@ OF_EXPERTS = 1e-11
 
 @dataclass(frozen=True)
 class Unmoved:
-    """What a rank found: how many ``tensors`` it compared that are not zero, which of them changed, and by how much
-    they may at ``most``."""
+    """The findings of a rank: how many ``tensors`` it compared that are not zero, which of them changed, and by how
+    much they may at ``most``."""
 
     tensors: int
     changed: list[Worst]

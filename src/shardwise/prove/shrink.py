@@ -278,8 +278,8 @@ def _experts(spec: ModelSpec, ranks: int, width: int) -> dict[str, Any]:
 
 
 def _window(spec: ModelSpec, plan: Plan, length: int) -> int | None:
-    """What a sliding layer sees of a row of ``length``: less than it where it does, and more than two of the pieces
-    that ranks share it in, where it does."""
+    """Return how many tokens a sliding layer of the small model sees of a row of ``length``: all where the model's sees
+    a whole row, ``FAR`` where it sees more than one of the pieces that ranks share a row in, else ``WINDOW``."""
     window, pieces = spec.attention.sliding_window, 2 * plan.layout.ring
     if window is None or window >= plan.batch.seq_len:
         return None if window is None else 2 * length
@@ -339,7 +339,7 @@ def real_name(name: str, blocks: Sequence[int]) -> str:
 
 
 def _changed(spec: ModelSpec, plan: Plan, few: ModelSpec, small: Plan) -> Iterator[str]:
-    """What is smaller, in words."""
+    """Yield what is smaller, in words."""
     for axis in AXES:
         if (before := plan.layout.degree(axis)) != (after := small.layout.degree(axis)):
             yield f"{axis} {before:,} -> {after}"
@@ -359,7 +359,7 @@ def _changed(spec: ModelSpec, plan: Plan, few: ModelSpec, small: Plan) -> Iterat
 
 
 def _unseen(plan: Plan, most: int) -> Iterator[str]:
-    """What proofs on CPUs, in float64 and at these sizes do not show."""
+    """Yield what proofs on CPUs, in float64 and at these sizes do not show."""
     if large := [axis for axis in AXES if plan.layout.degree(axis) > most]:
         yield f"what goes wrong only with more than {most} ranks along {', '.join(large)}"
     if plan.compile:

@@ -137,8 +137,8 @@ class Landscape:
 
     @contextmanager
     def _adding(self, point: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within it hidden states have the first added before the first block, and each other after a block; how large
-        they are is noted the first time."""
+        """Have the point's hidden states added within the block: the first before the model's first block, and each
+        other after a block. How large hidden states are is noted the first time."""
         first, *rest = self.edges
 
         def joined(edge: str, hidden: Tensor) -> Tensor:

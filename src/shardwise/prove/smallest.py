@@ -37,7 +37,8 @@ class Smallest:
 
 
 def smallest(spec: ModelSpec, plan: Plan, outcome: Callable[[ModelSpec, Plan], Outcome]) -> Smallest:
-    """What is left of a case that fails, as long as it fails in the same way. ``outcome`` is asked of legal cases."""
+    """Switch off all of a failing case without which it still fails in the same way, and return what is left.
+    ``outcome`` is asked of legal cases."""
     case, left, before = (spec, plan), dict[str, Outcome](), None
     while case != before:  # what was needed before others were switched off may no longer be
         before, left = case, {}
@@ -93,7 +94,7 @@ def _no_accumulation(spec: ModelSpec, plan: Plan) -> Case:
 
 
 def _no_ep(spec: ModelSpec, plan: Plan) -> Case:
-    """The same ranks, which have all experts."""
+    """Return the same ranks, each of which has all experts."""
     whole = replace(plan, layout=replace(plan.layout, ep=1))
     return spec, whole if plan.sharded else _ddp(spec, whole)[1]
 
@@ -131,7 +132,8 @@ def _one_chunk(spec: ModelSpec, plan: Plan) -> Case:
 
 
 def _feature(**off: Any) -> Callable[[ModelSpec, Plan], Case]:
-    """These fields of the model; of one in transformers' own modules they are its config's."""
+    """Return a switch that sets these fields of the model to these values; a model in transformers' own modules stays
+    as it is: there they are its config's."""
     return lambda spec, plan: (spec if spec.hf_model else with_fields(spec, **off), plan)
 
 
