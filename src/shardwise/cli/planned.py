@@ -1,4 +1,4 @@
-"""What ``shardwise plan`` answers: the plan, what else there would be, and the page that tells it."""
+"""The answer of ``shardwise plan``: the plan, what else there would be, and the page that tells it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Planned:
         return [*self.each_alternative()]
 
     def each_alternative(self) -> Iterator[Remedy]:
-        """One by one, as they are found."""
+        """Yield what changes a plan that fits, one by one, as they are found."""
         if fits(self.best):
             found = alternatives(self.recipe, self.spec, self.cluster, self._explained, self._families)
             yield from map(self._at_its_clock, found)
@@ -169,7 +169,7 @@ def _changes(found: list[Remedy]) -> list[dict[str, Any]]:
 
 
 def head_lines(answer: Planned) -> list[str]:
-    """What was asked and what was assumed."""
+    """Return the lines that say what was asked and what was assumed."""
     lines = [render.title(answer.spec, answer.cluster)]
     if answer.spec.hf_model is not None:
         lines.append(f"{answer.spec.family}, {NOTICE}")

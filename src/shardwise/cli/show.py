@@ -1,4 +1,4 @@
-"""What is printed: errors, notices and tables; plain lines where there is no terminal."""
+"""The printing of errors, notices and tables; plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardwise.errors import (
 
 
 def print_error(error: ShardwiseError, *, as_json: bool, prefix: str = "") -> None:
-    """To stderr for people, to stdout as one object for programs."""
+    """Print an error to stderr for people, to stdout as one object for programs."""
     if as_json:
         print(json.dumps({"error": error.as_dict()}))
         return
