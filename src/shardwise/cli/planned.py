@@ -88,7 +88,7 @@ class Planned:
 
     @cached_property
     def remedies(self) -> list[Remedy]:
-        """Return what makes the plan fit, where it does not."""
+        """The changes that make the plan fit, where it does not."""
         if fits(self.best):
             return []
         found = remedies(self.recipe, self.spec, self.cluster, self._explained)
@@ -96,18 +96,18 @@ class Planned:
 
     @cached_property
     def alternatives(self) -> list[Remedy]:
-        """Return what changes a plan that fits."""
+        """The changes that could be made to a plan that fits."""
         return [*self.each_alternative()]
 
     def each_alternative(self) -> Iterator[Remedy]:
-        """Yield what changes a plan that fits, one by one, as they are found."""
+        """Yield the changes that could be made to a plan that fits, one by one, as they are found."""
         if fits(self.best):
             found = alternatives(self.recipe, self.spec, self.cluster, self._explained, self._families)
             yield from map(self._at_its_clock, found)
 
     @cached_property
     def corrected(self) -> Callable[[Plan], Plan]:
-        """Return what gives a plan the seconds that earlier runs taught."""
+        """The function that gives a plan the seconds that earlier runs taught."""
         return by_history(self.search.best, self.cluster, self.spec) if self.here else lambda plan: plan
 
     def _told(self, plan: Plan) -> Plan:

@@ -86,7 +86,7 @@ def run(options: Options) -> None:
 
 
 def mark(text: str) -> str:
-    """Supervised text: green on a terminal, in « » elsewhere."""
+    """Mark supervised text: green on a terminal, in « » elsewhere."""
     return coloured(text, "green") if sys.stdout.isatty() else f"«{text}»"
 
 

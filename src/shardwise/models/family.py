@@ -63,14 +63,14 @@ FUSED: Names = {
 
 @dataclass(frozen=True)
 class Family:
-    """``names``: of the weights in the files. Several modules with one name are stacked there along dim 0, in this
-    order. ``read_too``: other forms in which files have some of the weights, which are read, never written.
-    ``defaults``: keys that a config.json may leave out, as transformers fills them.
-    ``read`` gives the fields that this family's keys mean, ``write`` is its inverse. ``biases`` are the keys that say
-    where biases are. ``within`` is the model_type of a model of text and images whose text part this is, and ``unused``
-    matches the tensors of its other parts, or of what is behind its last layer (LAYERS stands for how many there are).
-    ``brings_code``: the files name Python code, which transformers has made its
-    own since, and which is not needed here either. ``fields`` are those that all of its models share."""
+    """A family of models. ``names``: of the weights in the files. Several modules with one name are stacked there along
+    dim 0, in this order. ``read_too``: other forms in which files have some of the weights, which are read, never
+    written. ``defaults``: keys that a config.json may leave out, as transformers fills them. ``read`` gives the fields
+    that this family's keys mean, ``write`` is its inverse. ``biases`` are the keys that say where biases are.
+    ``within`` is the model_type of a model of text and images whose text part this is, and ``unused`` matches the
+    tensors of its other parts, or of what is behind its last layer (LAYERS stands for how many there are).
+    ``brings_code``: the files name Python code, which transformers has made its own since, and which is not needed here
+    either. ``fields`` are those that all of its models share."""
 
     architecture: str
     names: Names

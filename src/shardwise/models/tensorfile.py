@@ -77,7 +77,7 @@ class Entry:
         return self.mapped()[tuple(part) if part is not None else ...].clone(memory_format=torch.contiguous_format)
 
     def read_finite(self, name: str, part: Sequence[slice]) -> Tensor:
-        """As :meth:`read`; raises DataError (MOD006) if the slice holds NaN or infinity. ``name`` is for the
+        """Read a slice as :meth:`read` does; raises DataError (MOD006) if it holds NaN or infinity. ``name`` is for the
         message."""
         values = self.read(part)
         check_finite(values, name, self.path)

@@ -40,7 +40,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Certificate:
-    """``smallest``: by proof that failed, the smallest layout in which it does."""
+    """A certificate of a plan. ``smallest``: by proof that failed, the smallest layout in which it does."""
 
     subject: Certification
     facts: Facts

@@ -53,8 +53,8 @@ class OwnLoop:
 
 @dataclass(frozen=True)
 class ModuleProof:
-    """True if the sharded module computed what one process did. ``found``: the largest errors. ``random``: two calls of
-    the module with the same rows gave two losses."""
+    """A proof of a module: true if the sharded module computed what one process did. ``found``: the largest errors.
+    ``random``: two calls of the module with the same rows gave two losses."""
 
     plan: Plan
     found: Parity

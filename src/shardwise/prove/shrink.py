@@ -68,9 +68,10 @@ EXACT = Precision("fp64", "fp64", "fp64")
 
 @dataclass(frozen=True)
 class Shrunk:
-    """``plan`` computes in float64, ``own`` is the same in the dtypes of the plan itself. ``blocks``: for each block
-    the one of the model for which it stands. ``changed``: what is smaller, in words. ``unseen``: what a proof of it
-    therefore does not show. ``lost``: the paths of code (prove/regimes.py) that were to be kept and are not."""
+    """A model and its plan made small. ``plan`` computes in float64, ``own`` is the same in the dtypes of the plan
+    itself. ``blocks``: for each block the one of the model for which it stands. ``changed``: what is smaller, in words.
+    ``unseen``: what a proof of it therefore does not show. ``lost``: the paths of code (prove/regimes.py) that were to
+    be kept and are not."""
 
     spec: ModelSpec
     plan: Plan

@@ -105,8 +105,8 @@ class Landscape:
         self.point |= {name: NOISE * self.direction(name, -1) for name in self.edges}
 
     def direction(self, name: str, attempt: int) -> Tensor:
-        """A random one, as large as the tensor itself. It leaves out the row of the padding token, to which the
-        embeddings of transformers send no gradient."""
+        """Return a random direction, as large as the tensor itself. It leaves out the row of the padding token, to
+        which the embeddings of transformers send no gradient."""
         draw = torch.Generator().manual_seed(xxh3_64_intdigest(f"{name}/{attempt}".encode()))
         found = torch.randn(self.point[name].shape, generator=draw, dtype=torch.float64) * self.sizes[name]
         embed = self.model.embed

@@ -21,8 +21,8 @@ Outcome = Literal["passes", "fails", "fails otherwise"]
 
 @dataclass(frozen=True)
 class Smallest:
-    """``words``: what is on in the smallest case that fails; without any one of ``needed`` it passes, and without any
-    one of ``changing`` it fails in another way."""
+    """The smallest case that fails. ``words``: what is on in it; without any one of ``needed`` it passes, and without
+    any one of ``changing`` it fails in another way."""
 
     spec: ModelSpec
     plan: Plan
@@ -56,7 +56,8 @@ def smallest(spec: ModelSpec, plan: Plan, outcome: Callable[[ModelSpec, Plan], O
 
 
 def _alone(axis: Axis) -> Callable[[ModelSpec, Plan], Case]:
-    """One rank along an axis; those that read other rows leave them to the rest."""
+    """Return a switch that leaves one rank along an axis; where ranks along it read other rows, that one reads them
+    all."""
 
     def off(spec: ModelSpec, plan: Plan) -> Case:
         rows = plan.batch.micro_batch_size
@@ -100,7 +101,7 @@ def _no_ep(spec: ModelSpec, plan: Plan) -> Case:
 
 
 def _no_experts(spec: ModelSpec, plan: Plan) -> Case:
-    """An MLP in their place in every layer."""
+    """Put an MLP in the place of experts in every layer."""
     dense = {"num_experts": 0, "experts_per_token": 0, "expert_size": 0, "expert_bias": False, "router_bias": False}
     return with_fields(_no_shared_expert(spec, plan)[0], dense_layers=(), sigmoid=None, **dense), plan
 
@@ -138,7 +139,7 @@ def _feature(**off: Any) -> Callable[[ModelSpec, Plan], Case]:
 
 
 def _no_window(spec: ModelSpec, plan: Plan) -> Case:
-    """Every layer sees all tokens before it."""
+    """Have every layer see all tokens before it."""
     if spec.attention.sliding_window is None:
         return spec, plan
     others = tuple(FULL if kind == SLIDING else kind for kind in spec.attention.layer_types)
