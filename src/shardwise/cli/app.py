@@ -46,7 +46,7 @@ LOOSE = ("train", "plan", "prove", "doctor", "import")
 
 
 class Commands(TyperGroup):
-    """Each is imported only when it is called, so that ``--help`` and a mistyped name are quick."""
+    """The commands; each is imported only when it is called, so that ``--help`` and a mistyped name are quick."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)

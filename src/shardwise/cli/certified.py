@@ -33,7 +33,7 @@ class BesideHere:
 
     @cached_property
     def changes(self) -> dict[str, dict[str, Change]]:
-        """Return what has another value, by part and name, as (then, now)."""
+        """The values that are others now, by part and name, as (then, now)."""
         return changed(self.kept.basis, self.here)
 
     @property

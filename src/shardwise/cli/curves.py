@@ -25,7 +25,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class LoadMap:
-    """Of a named run, by step and layer, how many times its even share the fullest expert has."""
+    """The loads of experts in a named run: by step and layer, how many times its even share the fullest expert has."""
 
     name: str
     fullest: Mapping[int, Mapping[int, float]]

@@ -83,7 +83,7 @@ class _Stages:
 
 
 def describe(prepared: Prepared) -> str:
-    """What was prepared, in a few lines."""
+    """Describe what was prepared, in a few lines."""
     manifest = prepared.manifest
     lines = []
     for name, split in manifest.splits.items():

@@ -1,4 +1,4 @@
-"""From a recipe to what will run: the machines and the plan."""
+"""The way from a recipe to what will run: the machines and the plan."""
 
 from __future__ import annotations
 
@@ -238,8 +238,8 @@ def slower(plan: Plan, cluster: Cluster) -> str | None:
 
 
 def _other_recipe(plan: Plan, recipe: Recipe, spec: ModelSpec, file: Path, resumed: Path | None) -> list[Problem]:
-    """What is trained is the recipe's to say, and export and generate read it there; and a pin always wins: a plan that
-    says otherwise is another recipe's."""
+    """Return what shows that a plan is another recipe's. What is trained is the recipe's to say, and export and
+    generate read it there; and a pin always wins."""
     dp, devices = plan.layout.dp, plan.layout.tp * plan.layout.cp
     follows = resumed is None and finetune.batch_is_open(recipe)  # the data, when the plan was made
     wanted_batch = "auto" if follows else batch(recipe.train, dp, devices)[2]

@@ -101,7 +101,7 @@ def _write_file(options: Options, file: Path) -> None:
 
 
 def _shared(options: Options, questions: Sequence[Question], nproc: int) -> list[str]:
-    """As :func:`_written`, by processes of which each has the whole model on a GPU of its own."""
+    """Return what :func:`_written` does, by processes of which each has the whole model on a GPU of its own."""
     from shardwise.data.shards import die_with_parent
 
     with safe_path(), ProcessPoolExecutor(nproc, get_context("spawn"), die_with_parent) as pool:

@@ -1,4 +1,4 @@
-"""What a run's directory holds, finished or not: its recipe, a line per step, and events."""
+"""The contents of a run's directory, finished or not: its recipe, a line per step, and events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class _Spread:
-    """Of each layer with experts, how many times its even share the fullest expert has."""
+    """The spread of loads over experts: of each layer with experts, how many times its even share the fullest has."""
 
     layer: list[Count]
     fullest: list[FiniteFloat]
@@ -36,7 +36,7 @@ class _Spread:
 
 @dataclass(frozen=True)
 class _StepLine(Numbered):
-    """What is compared of a line of metrics.jsonl; null is a value that was not finite."""
+    """The part of a line of metrics.jsonl that is compared; null is a value that was not finite."""
 
     tokens: Count | None = None
     loss: FiniteFloat | None = None
@@ -50,7 +50,7 @@ class _StepLine(Numbered):
 
 @dataclass(frozen=True)
 class _Event:
-    """What is compared of a line of events.jsonl."""
+    """The part of a line of events.jsonl that is compared."""
 
     event: str
     step: Count = 0
@@ -85,13 +85,13 @@ class History:
 
     @cached_property
     def fullest(self) -> dict[int, dict[int, float]]:
-        """By step, of each layer with experts how many times its even share the fullest has; of runs that have any."""
+        """The load of each layer's fullest expert by step, in even shares; of steps that tell any."""
         told = {step: row["experts"] for step, row in self.rows.items() if row.get("experts") is not None}
         return {step: dict(zip(each.layer, each.fullest, strict=False)) for step, each in told.items()}
 
     @property
     def measure(self) -> str:
-        """What validation measures: nats per token, or the loss for pairs of answers."""
+        """The measure of validation: nats per token, or the loss for pairs of answers."""
         method = METHODS.get(self.recipe.get("method.name", ""))
         return "loss" if method and method.pairs else "nats_per_token"
 
@@ -101,7 +101,7 @@ class History:
 
     @property
     def ranks(self) -> int | None:
-        """What the run's last start recorded; None if it has not started."""
+        """The number of ranks that the run's last start recorded; None if it has not started."""
         return next((event["ranks"] for event in reversed(list(self._of("start")))), None)
 
     def typical(self, key: str) -> float | None:

@@ -49,7 +49,7 @@ class GivenRecipe:
 
 @dataclass(kw_only=True)
 class Foreign:
-    """These options say how the files of other systems are read."""
+    """The options that say how the files of other systems are read."""
 
     system: Annotated[
         str | None, Option("--from", help="Whose files they are (axolotl, trl, deepspeed ...), where it could be two.")

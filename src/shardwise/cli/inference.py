@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Writing(Common):
-    """These options say which model writes, and how it chooses its words."""
+    """The options that say which model writes, and how it chooses its words."""
 
     best: Annotated[bool, Option("--best", help="Use the run's checkpoint with the lowest validation loss.")] = False
     tokens: Annotated[

@@ -1,4 +1,4 @@
-"""How long the run of a plan takes and what it costs, in words."""
+"""The time that the run of a plan takes and what it costs, in words."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEADS: dict[SetBy, str] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says of the length: ``tokens``, and dollars a GPU-hour by the device's name."""
+    """The length as the command line has it: ``tokens``, and dollars a GPU-hour by the device's name."""
 
     tokens: int | None = None
     prices: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What is said of the length of an epoch and of the run before it starts, and what to change if it does not suit."""
+"""The lines about the length of an epoch and of the run before it starts, and what to change if it does not suit."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ def _steps(windows: Windows | Packs, batch: int) -> int:
 
 
 def _packed(windows: Windows | Packs) -> bool:
-    """Whether they hold records."""
+    """Return whether the windows hold records."""
     return windows.store.split.packs is not None

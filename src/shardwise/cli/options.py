@@ -99,7 +99,7 @@ def sort_words(words: list[str], options: type | None = None, *, several: bool =
 
 
 def _machines(text: str) -> str:
-    """What to write instead of ``--cluster`` for a command other than `plan`."""
+    """Return what to write instead of ``--cluster`` for a command other than `plan`."""
     if text == LOCAL:
         return "leave it out"
     here = " ".join(machine_words(machines(text)))

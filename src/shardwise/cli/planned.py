@@ -1,4 +1,4 @@
-"""What ``shardwise plan`` answers: the plan, what else there would be, and the page that tells it."""
+"""The answer of ``shardwise plan``: the plan, what else there would be, and the page that tells it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Planned:
 
     @cached_property
     def remedies(self) -> list[Remedy]:
-        """Return what makes the plan fit, where it does not."""
+        """The changes that make the plan fit, where it does not."""
         if fits(self.best):
             return []
         found = remedies(self.recipe, self.spec, self.cluster, self._explained)
@@ -96,18 +96,18 @@ class Planned:
 
     @cached_property
     def alternatives(self) -> list[Remedy]:
-        """Return what changes a plan that fits."""
+        """The changes that could be made to a plan that fits."""
         return [*self.each_alternative()]
 
     def each_alternative(self) -> Iterator[Remedy]:
-        """One by one, as they are found."""
+        """Yield the changes that could be made to a plan that fits, one by one, as they are found."""
         if fits(self.best):
             found = alternatives(self.recipe, self.spec, self.cluster, self._explained, self._families)
             yield from map(self._at_its_clock, found)
 
     @cached_property
     def corrected(self) -> Callable[[Plan], Plan]:
-        """Return what gives a plan the seconds that earlier runs taught."""
+        """The function that gives a plan the seconds that earlier runs taught."""
         return by_history(self.search.best, self.cluster, self.spec) if self.here else lambda plan: plan
 
     def _told(self, plan: Plan) -> Plan:
@@ -169,7 +169,7 @@ def _changes(found: list[Remedy]) -> list[dict[str, Any]]:
 
 
 def head_lines(answer: Planned) -> list[str]:
-    """What was asked and what was assumed."""
+    """Return the lines that say what was asked and what was assumed."""
     lines = [render.title(answer.spec, answer.cluster)]
     if answer.spec.hf_model is not None:
         lines.append(f"{answer.spec.family}, {NOTICE}")

@@ -86,7 +86,7 @@ def run(options: Options) -> None:
 
 
 def mark(text: str) -> str:
-    """Supervised text: green on a terminal, in « » elsewhere."""
+    """Mark supervised text: green on a terminal, in « » elsewhere."""
     return coloured(text, "green") if sys.stdout.isatty() else f"«{text}»"
 
 
@@ -148,7 +148,8 @@ def table(facts: dict[str, Any]) -> list[str]:
 
 
 def report(counts: dict[str, int]) -> list[str]:
-    """What happened to records in preparation, a line each, and a warning about samples that are in both splits."""
+    """Return what happened to records in preparation, a line each, and a warning about samples that are in both
+    splits."""
     lines = [f"{name:<11} {counts[name]:,} {words}" for name, words in LEFT_OUT.items() if counts.get(name)]
     lines += [f"{'':<11} {counts[code]:,} {words} ({code})" for code, words in BAD.items() if counts.get(code)]
     if counts.get("in_both"):

@@ -76,7 +76,7 @@ class Options(Foreign, Common):
 
 @dataclass(frozen=True)
 class ToProve:
-    """What the command line is of, settled as a run would settle it, and what its certificate is called."""
+    """The subject of the command line, settled as a run would settle it, and the name of its certificate."""
 
     command: Command
     recipe: Recipe
@@ -176,7 +176,7 @@ def _shown(*, hidden: bool) -> Callable[[Check], None]:
 
 @contextmanager
 def _bar(*, hidden: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """On a terminal, what is being proved and how much is done."""
+    """Show on a terminal what is being proved and how much is done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

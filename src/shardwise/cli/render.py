@@ -68,7 +68,7 @@ def family_lines(plans: list[Plan], chosen: Plan) -> list[str]:
 
 
 def same_split(one: Plan, other: Plan) -> bool:
-    """Whether two plans are the same but for estimates and reasons."""
+    """Return whether two plans are the same but for estimates and reasons."""
     bare = Estimate()
     return replace(one, estimate=bare, why={}) == replace(other, estimate=bare, why={})
 
@@ -82,7 +82,7 @@ def sent_by_link(plan: Plan) -> Counter[str]:
 
 
 def remedy_lines(found: list[Remedy], estimate: Estimate) -> list[str]:
-    """What would make a plan with this estimate fit, with the memory and the cost of each change; or what comes
+    """Return what would make a plan with this estimate fit, with the memory and the cost of each change; or what comes
     closest."""
     enough = all(remedy.plan.estimate.share <= 1 for remedy in found)
     made = "makes it fit" if estimate.share > 1 else "leaves more room"
@@ -110,7 +110,7 @@ def change_lines(found: list[Remedy]) -> list[str]:
 
 
 def remedy_words(found: list[Remedy]) -> str:
-    """The same in one line, for an error: what to write, and the memory that a rank then needs."""
+    """Return the remedies in one line, for an error: what to write, and the memory that a rank then needs."""
     if not found:
         return "`shardwise plan` shows every setting; more or larger devices, or a smaller model"
     enough = all(remedy.plan.estimate.share <= 1 for remedy in found)

@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Last:
-    """What is shown of a line of metrics.jsonl."""
+    """The part of a line of metrics.jsonl that is shown."""
 
     step: Count | None
     loss: FiniteFloat | None = None

@@ -35,5 +35,5 @@ def run(options: Options) -> None:
 
 
 def _written(value: object) -> str:
-    """As in YAML: ``true``, not ``True``."""
+    """Write a value as YAML has it: ``true``, not ``True``."""
     return str(value).lower() if isinstance(value, bool) else str(value)

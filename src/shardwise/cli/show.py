@@ -1,4 +1,4 @@
-"""What is printed: errors, notices and tables; plain lines where there is no terminal."""
+"""The printing of errors, notices and tables; plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardwise.errors import (
 
 
 def print_error(error: ShardwiseError, *, as_json: bool, prefix: str = "") -> None:
-    """To stderr for people, to stdout as one object for programs."""
+    """Print an error to stderr for people, to stdout as one object for programs."""
     if as_json:
         print(json.dumps({"error": error.as_dict()}))
         return
@@ -112,7 +112,7 @@ def note(text: str, *, as_json: bool = False) -> None:
 
 
 def say(*lines: str) -> None:
-    """Lines of the result; an empty one if none is given."""
+    """Print lines of the result; an empty one if none is given."""
     print(*lines, sep="\n", flush=True)
 
 
@@ -130,7 +130,7 @@ def working(words: str) -> Iterator[None]:
 
 
 def say_as_known(words: str, parts: Iterator[list[str]]) -> None:
-    """Each part of the result as soon as it is known, with ``words`` for what is done until then."""
+    """Print each part of the result as soon as it is known, with ``words`` for what is done until then."""
     while True:
         with working(words):
             lines = next(parts, None)
@@ -140,7 +140,7 @@ def say_as_known(words: str, parts: Iterator[list[str]]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """``value`` as one JSON document."""
+    """Print ``value`` as one JSON document."""
     print(json.dumps(value, indent=1, default=str))
 
 

@@ -1,4 +1,4 @@
-"""These lines of text say how long a step takes and what it waits for."""
+"""The lines that say how long a step takes and what it waits for."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def assumed_rates(plan: Plan, cluster: Cluster) -> str | None:
 
 
 def parts(found: Seconds) -> list[tuple[str, float]]:
-    """What a step's seconds are made of; they add up to it."""
+    """Return what a step's seconds are made of, but for waits of less than a two-thousandth of them."""
     waits = [(f"waits for {axis}", part) for axis, part in found.exposed_s.items() if part >= 0.0005 * found.step_s]
     others = [("optimizer", found.optimizer_s), ("waits for copies", found.offload_s), ("host", found.host_s)]
     return [("computes", found.compute_s), *waits, *((name, part) for name, part in others if part)]
 
 
 def bottleneck(plan: Plan, cluster: Cluster) -> str | None:
-    """Whether a step waits for the links, in words, and what would help."""
+    """Say whether a step waits for the links, and what would help; None for one rank."""
     if plan.layout.world == 1:
         return None
     found = seconds(plan)
@@ -87,7 +87,7 @@ def bottleneck(plan: Plan, cluster: Cluster) -> str | None:
 
 
 def _help(plan: Plan, cluster: Cluster, across: bool, axis: str) -> list[str]:
-    """What would make a step wait less for this axis."""
+    """Return what would make a step wait less for this axis."""
     if axis == "tp":
         ours = "fewer ranks a tensor-parallel group"
     elif plan.shard.strategy == "zero3" and plan.batch.accumulation > 1:

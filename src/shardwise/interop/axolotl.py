@@ -153,7 +153,7 @@ def _method(found: Import) -> None:
 
 
 def _template(found: Import) -> None:
-    """What writes a record, and which of its turns are trained on. A data set's own keys go before the file's."""
+    """Read what writes a record, and which of its turns are trained on. A data set's own keys go before the file's."""
     key, name = "datasets.chat_template", found.get("datasets.chat_template")
     if name is None:
         key, name = "chat_template", found.get("chat_template")

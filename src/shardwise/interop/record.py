@@ -49,7 +49,7 @@ class Meaning:
     say: str = ""
 
     def value(self, value: Any) -> Any:
-        """Ours for theirs; KeyError where the row knows values, and not this one."""
+        """Return our value for theirs; KeyError where the row knows values, and not this one."""
         if not self.values:
             return value
         name = word(value)
@@ -110,7 +110,7 @@ class Import:
         return default if entry is None else entry.value
 
     def entry(self, *keys: str) -> Said | None:
-        """As :meth:`get`, with its place."""
+        """Return what :meth:`get` does, with its place."""
         found = (self.entries[key] for key in keys if key in self.entries)
         return next((entry for entry in found if entry.value not in (None, "auto", "")), None)
 
@@ -131,7 +131,7 @@ class Import:
         return None if value is None else int(value)
 
     def pair(self, key: str) -> tuple[float, float] | None:
-        """Two numbers, as of betas; anything else is refused."""
+        """Return the two numbers of a key, as of betas; anything else is refused."""
         entry = self.entry(key)
         if entry is None:
             return None

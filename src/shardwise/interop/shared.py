@@ -231,7 +231,7 @@ def compute(found: Import, of: str, default: str = "fp32") -> None:
 
 
 def too_long(found: Import, key: str, ways: dict[str, str], of: str) -> None:
-    """What becomes of samples that are longer than rows: ``ways`` of ours by theirs, the first their default."""
+    """Read what becomes of samples that are longer than rows: ``ways`` of ours by theirs, the first their default."""
     asked = word(found.get(key, default=next(iter(ways))))
     if asked not in ways:
         what = f"what becomes of samples that are too long: {', '.join(ways)} are there, not {show(asked)}"

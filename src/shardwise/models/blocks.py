@@ -1,4 +1,4 @@
-"""Which pieces of a model are its blocks, what is gathered, recomputed and compiled as one, and which its ends.
+"""The pieces of a model: its blocks, each gathered, recomputed and compiled as one, and its two ends.
 
 A model may be a list of parts, the stages of a pipeline. A part has some of the blocks, under the names and numbers of
 the whole model; the embedding, and the last norm with the output layer, are in one part each.
@@ -61,7 +61,8 @@ def named(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def each_named(parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The same, but where one part has the embedding and another a copy of it both, under one name."""
+    """Return every parameter of the parts with its canonical name, as :func:`named` does; but where one part has the
+    embedding and another a copy of it, return both, under one name."""
     names: dict[nn.Parameter, str] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -76,7 +77,7 @@ def canonical(part: nn.Module, name: str) -> str:
 
 
 def copies_embedding(part: nn.Module) -> bool:
-    """Whether the part's output layer is tied to an embedding that the part does not have."""
+    """Return whether the part's output layer is tied to an embedding that the part does not have."""
     from shardwise.models.layers import Part
 
     if not isinstance(part, Part) or not part.spec.tie_word_embeddings:
@@ -100,9 +101,10 @@ def tie(parts: Iterable[nn.Module]) -> None:
 
 
 def ends(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Of a decoder or a part of one, what has parameters before its blocks (embedding) and after them (last norm,
-    output layer), in the order in which they run, each in every pass. None of any other model, nor where the two ends
-    share a weight, or what is before the blocks is more than tables, so that backward reads it."""
+    """Return the modules with parameters that a decoder, or a part of one, has before its blocks (embedding) and after
+    them (last norm, output layer), in the order in which they run, each in every pass. There are none of any other
+    model, nor where the two ends share a weight, or what is before the blocks is more than tables, so that backward
+    reads it."""
     from torch import nn
 
     from shardwise.models.layers import Part

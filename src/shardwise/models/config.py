@@ -1,4 +1,4 @@
-"""What a model is made of: dimensions and kinds of block, read from a Hugging Face ``config.json``. No torch."""
+"""The dimensions of a model and the kinds of its blocks, read from a Hugging Face ``config.json``. No torch."""
 
 from __future__ import annotations
 
@@ -69,35 +69,36 @@ class ModelSpec:
     hf_model: HFModel | None = None
 
     def mlp_size(self, layer: int) -> int:
-        """How wide the MLP of this layer is."""
+        """Return the width of this layer's MLP."""
         return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
 
     @property
     def mlp_sizes(self) -> set[int]:
-        """How wide the MLPs are, those that all tokens share beside experts included, but no experts."""
+        """The widths of the MLPs, those that all tokens share beside experts included, but no experts."""
         if not self.experts:
             return {*self.intermediate_sizes} or {self.intermediate_size}
         dense = {self.intermediate_size} if self.experts.dense_layers else set()
         return dense | ({self.experts.shared_expert_size} if self.experts.shared_expert_size else set())
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer has experts in the place of an MLP."""
+        """Return whether this layer has experts in the place of an MLP."""
         return bool(self.experts) and layer not in self.experts.dense_layers
 
     @property
     def expert_layers(self) -> int:
-        """How many layers have experts."""
+        """The number of layers that have experts."""
         return sum(self.has_experts(layer) for layer in range(self.num_hidden_layers))
 
     @property
     def expert_counts(self) -> int:
-        """How many numbers a step counts of experts: two losses, each layer's loads and, with a capacity, its drops."""
+        """The number of values that a step counts of experts: two losses, each layer's loads and, with a capacity, its
+        drops."""
         each = self.experts.num_experts + (self.experts.expert_capacity is not None)
         return 2 + self.expert_layers * each if self.expert_layers else 0
 
     @property
     def rotary_dim(self) -> int:
-        """How many elements of a head are rotated."""
+        """The number of elements of a head that are rotated."""
         own = int(self.attention.head_dim * self.positions.partial_rotary_factor)
         return self.latent.qk_rope_head_dim or own
 
@@ -139,9 +140,9 @@ def flat(spec: ModelSpec) -> Fields:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What may differ between the layers of one model: what a query sees, how positions enter, and how tokens are
-    mixed. ``local``: with the rope theta of sliding layers, or, in a model of transformers, with whatever its sliding
-    layers do differently."""
+    """A kind of layer, by what may differ between the layers of one model: what a query sees, how positions enter, and
+    how tokens are mixed. ``local``: with the rope theta of sliding layers, or, in a model of transformers, with
+    whatever its sliding layers do differently."""
 
     window: int | None = None
     rotated: bool = True
@@ -216,7 +217,7 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def active_parameter_count(spec: ModelSpec) -> int:
-    """Those of them that compute a token: of the experts only the ones that it goes to."""
+    """Count the elements of the parameters that compute a token: of the experts only the ones that it goes to."""
     shapes = parameter_shapes(spec).items()
     idle = sum(prod(shape) for name, shape in shapes if is_expert(name))
     return parameter_count(spec) - (

@@ -67,8 +67,9 @@ _MXFP4 = _stacks("weight", interleaved=True)
 
 
 def read_experts(config: Config, name: str, count: str = "num_experts", width: str = "moe_intermediate_size") -> Fields:
-    """How many experts and how wide they are, under these keys; ``num_experts`` and ``num_local_experts`` are two names
-    of one number, and the families differ in which they write."""
+    """Read the fields of a model's experts, their number under the key ``count`` and their width under ``width``;
+    ``num_experts`` and ``num_local_experts`` are two names of one number, and the families differ in which they
+    write."""
     other = "num_local_experts" if count == "num_experts" else "num_experts"
     count = count if config.get(other) is None else other
     if (experts := whole(config, count, name)) < 1:
@@ -115,7 +116,7 @@ def _write_olmoe(fields: Fields) -> Config:
 
 
 def _qwen_experts(config: Config, name: str) -> Fields:
-    """Those of each ``decoder_sparse_step``-th layer but ``mlp_only_layers``."""
+    """Read the fields of experts that each ``decoder_sparse_step``-th layer has but ``mlp_only_layers``."""
     step, dense = whole(config, "decoder_sparse_step", name), config.get("mlp_only_layers") or []
     count = config["num_hidden_layers"]
     without = tuple(layer for layer in range(count) if layer in dense or (layer + 1) % step)

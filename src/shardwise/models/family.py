@@ -1,5 +1,5 @@
-"""What a family of models is (:class:`Family`), and what the rows of several share: names of weights, and keys of
-config.json that mean the same. Imports no torch."""
+"""A family of models (:class:`Family`), and what the rows of several share: names of weights, and keys of config.json
+that mean the same. Imports no torch."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ FUSED: Names = {
 
 @dataclass(frozen=True)
 class Family:
-    """``names``: of the weights in the files. Several modules with one name are stacked there along dim 0, in this
-    order. ``read_too``: other forms in which files have some of the weights, which are read, never written.
-    ``defaults``: keys that a config.json may leave out, as transformers fills them.
-    ``read`` gives the fields that this family's keys mean, ``write`` is its inverse. ``biases`` are the keys that say
-    where biases are. ``within`` is the model_type of a model of text and images whose text part this is, and ``unused``
-    matches the tensors of its other parts, or of what is behind its last layer (LAYERS stands for how many there are).
-    ``brings_code``: the files name Python code, which transformers has made its
-    own since, and which is not needed here either. ``fields`` are those that all of its models share."""
+    """A family of models. ``names``: of the weights in the files. Several modules with one name are stacked there along
+    dim 0, in this order. ``read_too``: other forms in which files have some of the weights, which are read, never
+    written. ``defaults``: keys that a config.json may leave out, as transformers fills them. ``read`` gives the fields
+    that this family's keys mean, ``write`` is its inverse. ``biases`` are the keys that say where biases are.
+    ``within`` is the model_type of a model of text and images whose text part this is, and ``unused`` matches the
+    tensors of its other parts, or of what is behind its last layer (LAYERS stands for how many there are).
+    ``brings_code``: the files name Python code, which transformers has made its own since, and which is not needed here
+    either. ``fields`` are those that all of its models share."""
 
     architecture: str
     names: Names
@@ -117,7 +117,7 @@ def layer_types(fields: Fields) -> list[str]:
 
 
 def all_sliding(config: Config, name: str) -> Fields:
-    """For a family whose layers all have the window, if there is one."""
+    """Read the layers of a family that all have the window, if there is one."""
     return layers({**config, "layer_types": None}, name, lambda layer: True)
 
 
@@ -127,7 +127,7 @@ def window(fields: Fields) -> Config:
 
 
 def switched(config: Config, name: str, sliding: Callable[[int], bool]) -> Fields:
-    """As :func:`layers`, for a family with a key that turns its window on."""
+    """Read window and layer types as :func:`layers` does, for a family with a key that turns its window on."""
     size = config.get("sliding_window") if config.get("use_sliding_window") else None
     return layers({**config, "sliding_window": size}, name, sliding)
 

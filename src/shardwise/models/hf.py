@@ -125,9 +125,9 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 def match(
     found: Mapping[str, Entry], spec: ModelSpec, where: str, *, grown: bool = False
 ) -> dict[str, StoredParameter]:
-    """Where every parameter of ``spec`` is, by its canonical name; with ``grown`` embedding and output layer may have
-    fewer rows in the files. Raises DataError listing all that differs: tensors by the canonical name of the parameter
-    if they are one, by their own if they are one of several, or hold several."""
+    """Find where every parameter of ``spec`` is stored, by its canonical name; with ``grown`` embedding and output
+    layer may have fewer rows in the files. Raises DataError listing all that differs: tensors by the canonical name of
+    the parameter if they are one, by their own if they are one of several, or hold several."""
     found = _text_part(found, spec) if spec.hf_model is None else found
     located = locations(spec, found)
     if grown:
@@ -167,7 +167,7 @@ def match(
 
 
 def _held(parts: tuple[Location, ...], found: Mapping[str, Entry]) -> tuple[Location, ...]:
-    """Where the rows are that the files have, of a parameter that may have more."""
+    """Cut the one place of a parameter to the rows that the files have, where they have fewer than the model."""
     [part] = parts
     there = found[part.tensor].shape if part.tensor in found else part.shape
     rows, width = there[0], part.shape[1:]
@@ -267,8 +267,8 @@ def write_weights(
 
 
 def _files(sizes_bytes: Mapping[str, int], most_bytes: int) -> dict[str, list[str]]:
-    """Which tensors go into which file, by its name: in their order, so many as are not larger together than
-    ``most_bytes``."""
+    """Return the tensors that go into each file, by the file's name: in their order, as many as are together no larger
+    than ``most_bytes``, and one alone that is larger."""
     files: list[list[str]] = [[]]
     left = most_bytes
     for name, size in sizes_bytes.items():

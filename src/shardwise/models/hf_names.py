@@ -19,9 +19,9 @@ PACKED = 32
 
 @dataclass(frozen=True)
 class Location:
-    """Where the files have the rows ``start`` to ``stop`` of a parameter: in the tensor of this name and shape, from
-    its row ``first`` on each ``step``. expert: the tensor is a stack of matrices, and they are in this one. transposed:
-    rows are its columns. packed: it is MXFP4, and ``shape`` is that of its values."""
+    """The place in the files of the rows ``start`` to ``stop`` of a parameter: in the tensor of this name and shape,
+    from its row ``first`` on each ``step``. expert: the tensor is a stack of matrices, and they are in this one.
+    transposed: rows are its columns. packed: it is MXFP4, and ``shape`` is that of its values."""
 
     start: int
     stop: int
@@ -34,7 +34,7 @@ class Location:
     packed: bool = False
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """These rows, of the tensor or of the expert's matrix in it: a view."""
+        """Return these rows, of the tensor or of the expert's matrix in it: a view."""
         count = self.stop - self.start
         return (tensor.T if self.transposed else tensor)[self.first : self.first + count * self.step : self.step]
 
@@ -58,8 +58,8 @@ def to_hf_name(name: str, family: str = "llama") -> str:
 
 
 def _in_table(name: str, table: Names) -> str | Stack | None:
-    """What a family's table says of a parameter, with the number of the layer filled in. Parameters keep their last
-    word (weight, bias) unless the table has them by their whole name."""
+    """Return what a family's table says of a parameter, with the number of the layer filled in. Parameters keep their
+    last word (weight, bias) unless the table has them by their whole name."""
     number = re.match(r"layers\.(\d+)\.", name)
     pattern = name if number is None else f"layers.{{}}.{name[number.end() :]}"
     module, _, last = pattern.rpartition(".")
@@ -81,7 +81,8 @@ def name_in_model(name: str, spec: ModelSpec) -> str:
 
 
 def name_in_files(name: str, spec: ModelSpec) -> str:
-    """Its name in the files: for some models transformers has renamed parameters, but the files keep the old names."""
+    """Return a parameter's name in the files: for some models transformers has renamed parameters, but the files keep
+    the old names."""
     named = {} if spec.hf_model is None else {ours: theirs for ours, theirs, *_ in spec.hf_model.parameters}
     number = re.match(r"layers\.(\d+)\.", name)
     pattern = name if number is None else f"layers.{{}}.{name[number.end() :]}"
@@ -95,8 +96,9 @@ def transposed(spec: ModelSpec) -> set[str]:
 
 
 def locations(spec: ModelSpec, found: Collection[str] = ()) -> dict[str, tuple[Location, ...]]:
-    """Where the files have each parameter of ``spec``, in the order of its rows; every element of a tensor is one of a
-    parameter. ``found``: the tensors that there are, of a family with more than one form; as it is written if none."""
+    """Return where the files have each parameter of ``spec``, in the order of its rows; every element of a tensor is
+    one of a parameter. ``found``: the tensors that there are, of a family with more than one form; as it is written if
+    none."""
     shapes, there = parameter_shapes(spec), transposed(spec)
     forms = {name: _form(name, spec, found) for name in shapes}
     heights: Counter[str] = Counter()
@@ -133,7 +135,8 @@ def _in_stack(form: Stack, shape: tuple[int, ...], experts: int) -> Iterator[Loc
 
 
 def _form(name: str, spec: ModelSpec, found: Collection[str]) -> str | Stack:
-    """How the files have a parameter: as they usually do, unless there is nothing of that but of another form."""
+    """Return the form in which the files have a parameter: the usual one, unless there is nothing of that but of
+    another."""
     if spec.hf_model is not None:
         return name_in_files(name, spec)
     family = FAMILIES[spec.family]
@@ -144,15 +147,15 @@ def _form(name: str, spec: ModelSpec, found: Collection[str]) -> str | Stack:
 
 
 def _is_there(form: str | Stack, spec: ModelSpec, found: Collection[str]) -> bool:
-    """Whether there is any tensor of this form."""
+    """Return whether there is any tensor of this form."""
     if isinstance(form, Stack):
         return any(form.name + word in found for word in (("_blocks", "_scales") if form.packed else ("",)))
     return any(form.format(e) in found for e in range(spec.experts.num_experts)) if "{}" in form else form in found
 
 
 def tensors(located: Mapping[str, tuple[Location, ...]]) -> dict[str, list[tuple[str, Location]]]:
-    """By the name of a tensor of the files, the parameters in it and where. The order is that of the parameters, so
-    that all tensors with rows of one parameter alone follow each other."""
+    """Return, by the name of a tensor of the files, the parameters in it and where they are. The order is that of the
+    parameters, so that all tensors with rows of one parameter alone follow each other."""
     held: dict[str, list[tuple[str, Location]]] = {}
     for name, parts in located.items():
         for location in parts:

@@ -63,7 +63,7 @@ def normal(name: str, shape: Sequence[int], part: Sequence[slice], seed: int) ->
 
 
 def _places(start: int, stop: int, shape: Sequence[int], part: Sequence[slice]) -> tuple[Tensor, Tensor]:
-    """Which of the global elements start..stop lie in ``part``, as a mask, and where in it those belong."""
+    """Return which of the global elements start..stop lie in ``part``, as a mask, and where in it those belong."""
     rest = torch.arange(start, stop)
     inside = torch.ones(stop - start, dtype=torch.bool)
     place = torch.zeros(stop - start, dtype=torch.int64)

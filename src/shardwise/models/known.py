@@ -30,7 +30,7 @@ OWNERS = (
 
 @cache
 def configs() -> dict[str, Config]:
-    """What each model's ``config.json`` says, by the model's name: the lines of ``known.jsonl``."""
+    """Return what each model's ``config.json`` says, by the model's name: the lines of ``known.jsonl``."""
     lines = (json.loads(line) for line in Path(__file__).with_suffix(".jsonl").read_text("utf-8").splitlines())
     return {config.pop("name"): config for config in lines}
 

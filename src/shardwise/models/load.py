@@ -1,4 +1,4 @@
-"""From a directory, a name or a ``config.json`` to a ModelSpec. Imports no torch for the families that are our own."""
+"""The way from a directory, a name or a ``config.json`` to a ModelSpec. Imports no torch for our own families."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def check_numbers(config: dict[str, Any], name: str) -> None:
 
 
 def _fault(key: str, value: Any) -> str:
-    """What is wrong with a number, in words; empty if nothing is, or if ``value`` is not a number."""
+    """Return what is wrong with a number, in words; empty if nothing is, or if ``value`` is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -128,8 +128,8 @@ def write_adapter(
 
 
 def _targeted(modules: Iterable[str], spec: ModelSpec) -> tuple[list[str], list[str]]:
-    """Which of them PEFT is told to look for as modules, and which as parameters: those of experts, and what it would
-    else take for them."""
+    """Return which of the modules PEFT is told to look for as modules, and which as parameters: those of experts, and
+    what it would else take for them."""
     chosen, parameters = set(), set()
     for name in modules:
         last, inner = name.rpartition(".")[2], name.partition(".mlp.")[2]
@@ -152,8 +152,9 @@ _SETTINGS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora":
 
 
 def adapter_settings(directory: Path, spec: ModelSpec) -> dict[str, Any]:
-    """What the adapter in ``directory`` is, by the keys of a recipe's ``lora``: from its config, but for the targets,
-    which are the layers whose tensors it has. Raises MissingInputError (CKPT001), DataError for damaged files."""
+    """Return the settings of the adapter in ``directory``, by the keys of a recipe's ``lora``: from its config, but for
+    the targets, which are the layers whose tensors it has. Raises MissingInputError (CKPT001), DataError for damaged
+    files."""
     config = _config(directory)
     found = tensorfile.entries(directory / WEIGHTS)
     settings = {ours: config[theirs] for ours, theirs in _SETTINGS.items() if config.get(theirs) is not None}
@@ -216,9 +217,10 @@ Found = tuple[Entry, int] | Member
 
 
 def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelSpec) -> dict[str, Found]:
-    """Where every adapter parameter in ``names`` is stored. Of stacked layers the adapter is
-    as :func:`write_adapter` writes it, or one of PEFT's, whose A serves them all. Raises DataError (CKPT002, CKPT003)
-    with all that the adapter in ``directory`` and the recipe disagree about, MissingInputError (CKPT001)."""
+    """Find where every adapter parameter in ``names``, and what is trained whole beside them, is stored. Of stacked
+    layers the adapter is as :func:`write_adapter` writes it, or one of PEFT's, whose A serves them all. Raises
+    DataError (CKPT002, CKPT003) with all that the adapter in ``directory`` and the recipe disagree about,
+    MissingInputError (CKPT001)."""
     where = str(directory)
     config = _config(directory)
     found, weights, linears = tensorfile.entries(directory / WEIGHTS), parameter_shapes(spec), _linears(spec)
@@ -292,7 +294,7 @@ def _expert_shapes(members: Iterable[str], lora: Lora, spec: ModelSpec) -> dict[
 
 
 def _parameters_differ(config: Mapping[str, Any], modules: Iterable[str], where: str) -> Iterator[Problem]:
-    """Unless the adapter's parameters are those of the experts that the recipe targets."""
+    """Yield a problem unless the adapter's parameters are those of the experts that the recipe targets."""
     theirs = config.get("target_parameters") or []
     own, asked = targeted(theirs), {name.rpartition(".")[2] for name in modules if is_expert(f"{name}.")}
     if not isinstance(theirs, list) or not all(targeted([name]) or str(name).endswith(".weight") for name in theirs):
@@ -305,7 +307,7 @@ def _parameters_differ(config: Mapping[str, Any], modules: Iterable[str], where:
 
 
 def _in_blocks(config: Mapping[str, Any], lora: Lora, linears: Mapping[str, Mapping[str, Sequence[str]]]) -> bool:
-    """Whether the config declares, in its rank and alpha patterns, that stacked layers are stored as
+    """Return whether the config declares, in its rank and alpha patterns, that stacked layers are stored as
     :func:`write_adapter` stores them."""
     rank, alpha, given = config.get("r"), config.get("lora_alpha"), config.get("rank_pattern")
     if not (given and isinstance(rank, int) and isinstance(alpha, int | float)):
@@ -326,7 +328,7 @@ def _targets(config: Mapping[str, Any], linears: Mapping[str, Mapping[str, Seque
 
 
 def _mixed(blocks: Iterable[tuple[Entry, int]], rank: int) -> bool:
-    """Whether rows hold anything outside their block of ``rank`` columns, which begins at the given column."""
+    """Return whether rows hold anything outside their block of ``rank`` columns, which begins at the given column."""
     found = ((entry.read(), column) for entry, column in blocks)
     return any(rows.count_nonzero() > rows[:, column : column + rank].count_nonzero() for rows, column in found)
 

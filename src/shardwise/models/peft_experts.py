@@ -33,7 +33,8 @@ def parameter_of(layer: str) -> str:
 
 
 def place_of(module: str, modules: Collection[str]) -> str:
-    """Where PEFT keeps the adapter of a parameter of experts: the first of two in one module is the inner one."""
+    """Return where PEFT keeps a module's adapter. That of a parameter of experts is at the module that holds them;
+    where two have adapters there, the first is the inner one."""
     container, _, name = module.rpartition(".")
     if not container.endswith(CONTAINER):
         return module
@@ -42,15 +43,15 @@ def place_of(module: str, modules: Collection[str]) -> str:
 
 
 def targeted(names: object) -> set[str]:
-    """Which parameters of experts are among what a config has as ``target_parameters``."""
+    """Return which parameters of experts are among what a config has as ``target_parameters``."""
     found = {str(name).rpartition(".")[2] for name in names} if isinstance(names, list) else set()
     return found & {*NAMES.values()}
 
 
 @dataclass(frozen=True)
 class Fused:
-    """How PEFT's adapter of one parameter holds those of ``members``, parameters of one word (lora_a or lora_b) with
-    these ``shapes``. ``interleaved``: its rows are those of gate and up in turn."""
+    """The form in which PEFT's adapter of one parameter holds those of ``members``, parameters of one word (lora_a or
+    lora_b) with these ``shapes``. ``interleaved``: its rows are those of gate and up in turn."""
 
     members: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -73,11 +74,11 @@ class Fused:
 
     @property
     def _slots(self) -> int:
-        """Of how many matrices the parameter has rows, whether all have adapters or not."""
+        """The number of matrices that the parameter has rows of, whether all have adapters or not."""
         return 2 if self.members[0].split(".")[-3] in FUSED else 1
 
     def shape(self, *, shared: bool = False) -> tuple[int, int]:
-        """That of PEFT's tensor; ``shared``: of one that has one A for all members."""
+        """Return the shape of PEFT's tensor; ``shared``: of one that has one A for all members."""
         ranks = self.experts * self.rank * (1 if shared else len(self.members))
         if self.kind == "lora_a":
             return ranks, self.shapes[0][1]
@@ -102,7 +103,7 @@ class Fused:
         return {name: one.flatten(0, 1) for name, one in self._parts(whole).items()}
 
     def mixed(self, whole: Tensor) -> bool:
-        """Whether the tensor holds anything that is no member's own."""
+        """Return whether the tensor holds anything that is no member's own."""
         return self.kind == "lora_b" and int(whole.count_nonzero()) > sum(
             int(one.count_nonzero()) for one in self._parts(whole).values()
         )

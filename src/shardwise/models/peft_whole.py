@@ -1,4 +1,4 @@
-"""What is trained whole beside an adapter, as PEFT has it: its ``modules_to_save``."""
+"""The weights that are trained whole beside an adapter, as PEFT has them: its ``modules_to_save``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ENDS = ("embed", "head")
 
 
 def whole_names(lora: Lora, spec: ModelSpec) -> dict[str, str]:
-    """By PEFT's name, every parameter that is trained whole beside the adapters. One that is embedding and output layer
-    has both names: PEFT makes two of it."""
+    """Return every parameter that is trained whole beside the adapters, by PEFT's name. One that is embedding and
+    output layer has both names: PEFT makes two of it."""
     names = {f"{end}.weight": "embed.weight" if spec.tie_word_embeddings else f"{end}.weight" for end in ENDS}
     return {f"base_model.model.{name_in_model(end, spec)}": name for end, name in names.items() if lora.saves(end)}
 
 
 def whole_ends(config: Mapping[str, Any], spec: ModelSpec) -> list[str] | str:
-    """Which of ``ENDS`` the adapter has whole; if it has anything else, what it says."""
+    """Return those of ``ENDS`` that the adapter has whole; if it has anything else, what its config says, as text."""
     given = config.get("modules_to_save") or []
     ours = {name_in_model(f"{end}.weight", spec).split(".")[-2]: end for end in ENDS}
     named = isinstance(given, list) and all(isinstance(name, str) for name in given)
@@ -34,7 +34,7 @@ def whole_ends(config: Mapping[str, Any], spec: ModelSpec) -> list[str] | str:
 
 
 def ends_differ(config: Mapping[str, Any], lora: Lora, spec: ModelSpec, where: str) -> Iterator[Problem]:
-    """Unless the adapter has those ends of the model whole that the recipe names."""
+    """Yield a problem unless the adapter has those ends of the model whole that the recipe names."""
     theirs = whole_ends(config, spec)
     if isinstance(theirs, str):
         what = f"the adapter uses modules_to_save {theirs}, which is not supported"

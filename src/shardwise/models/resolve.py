@@ -1,4 +1,4 @@
-"""Which model a recipe means, and which tokenizer. Imports no torch."""
+"""The model that a recipe means, and its tokenizer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _described(recipe: Recipe) -> ModelSpec:
 
 
 def rotation(model: Model) -> dict[str, Any]:
-    """What a recipe changes in a model's config: how its positions turn, and, where that stretches them, how far they
-    reach."""
+    """Return what a recipe changes in a model's config: how its positions turn, and, where that stretches them, how far
+    they reach."""
     scaling, theta = model.rope_scaling or {}, model.rope_theta
     changed: dict[str, Any] = {"rope_scaling": scaling} if scaling else {}
     factor, trained = scaling.get("factor"), scaling.get("original_max_position_embeddings")

@@ -1,4 +1,4 @@
-"""What each parameter is for, from its name. Techniques choose by role, never by module class."""
+"""The role of each parameter, told by its name. Techniques choose by role, never by module class."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ CHOOSING = ("router", "shared_gate")
 
 
 def is_expert(name: str) -> bool:
-    """Whether this parameter is an expert's, of which ranks may have different ones."""
+    """Return whether this parameter is an expert's, of which ranks may have different ones."""
     return ".experts." in name
 
 
 def is_linear(name: str) -> bool:
-    """Whether this parameter is the weight of a linear layer of a block."""
+    """Return whether this parameter is the weight of a linear layer of a block."""
     other = ("norm", "lora_a", "lora_b", *CHOOSING, *STACKED)
     return name.startswith("layers.") and name.endswith(".weight") and role(name) not in other
 
 
 def is_stacked(name: str) -> bool:
-    """Whether this parameter is a matrix of all experts of a layer."""
+    """Return whether this parameter is a matrix of all experts of a layer."""
     return is_expert(name) and name.endswith(".weight") and role(name) in STACKED
 
 
 def is_adaptable(name: str) -> bool:
-    """Whether this parameter is a matrix, or one of all experts, that can have adapters and be kept in 4 bits."""
+    """Return whether this parameter is a matrix, or one of all experts, that can have adapters and be kept in 4
+    bits."""
     return is_linear(name) or is_stacked(name)
 
 
@@ -60,5 +61,5 @@ def is_counted(name: str) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether this parameter was added to the model by LoRA."""
+    """Return whether this parameter was added to the model by LoRA."""
     return ".lora_" in name

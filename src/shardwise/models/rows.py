@@ -18,15 +18,15 @@ _KINDS = {"add_tokens": False, "add_special_tokens": True}
 
 
 def adds_tokens(data: Data) -> bool:
-    """Whether the files of a model may have fewer rows than the model."""
+    """Return whether the files of a model may have fewer rows than the model."""
     return bool(_asked(data))
 
 
 def rows_for(data: Data, lora: LoraSection, rows: int) -> int:
-    """So many rows has a model of ``rows`` with the tokens that are added to its tokenizer: those it has where they are
-    enough, as where a model has rows to spare. A tokenizer that is not at hand, as where a known model is planned, is
-    taken to need each. Raises DataError TOK004 for one that cannot be read, and ConfigError CFG008 where adapters would
-    leave the rows of new tokens as they are."""
+    """Return how many rows a model of ``rows`` has with the tokens that are added to its tokenizer: those it has where
+    they are enough, as where a model has rows to spare. A tokenizer that is not at hand, as where a known model is
+    planned, is taken to need each. Raises DataError TOK004 for one that cannot be read, and ConfigError CFG008 where
+    adapters would leave the rows of new tokens as they are."""
     if not adds_tokens(data) or data.tokenizer.path is None:
         return rows
     ids = _ids_of(data.tokenizer)

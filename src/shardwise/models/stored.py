@@ -29,7 +29,7 @@ class StoredRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That in which its values are read."""
+        """The dtype in which its values are read."""
         return self.entry.dtype if self.scales is None else torch.bfloat16
 
     def read_into(self, out: Tensor, first: int, columns: Sequence[slice]) -> None:
@@ -74,8 +74,8 @@ class StoredParameter:
         return out
 
     def _mean(self, held: int, columns: Sequence[slice]) -> Tensor:
-        """Of all rows, in fp64, some at a time: a new token begins as the average of what the model knows (Hewitt,
-        "Initializing New Word Embeddings for Pretrained Language Models", 2021)."""
+        """Return the mean of all rows, in fp64, some at a time: a new token begins as the average of what the model
+        knows (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021)."""
         parts = (slice(first, min(first + _ROWS, held)) for first in range(0, held, _ROWS))
         return torch.stack([self.read_finite((part, *columns)).double().sum(0) for part in parts]).sum(0) / held
 

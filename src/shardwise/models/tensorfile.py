@@ -54,7 +54,7 @@ class Entry:
     stop: int
 
     def rows(self, start: int, stop: int) -> Entry:
-        """Those rows as a tensor of their own: they lie together."""
+        """Return the rows ``start`` to ``stop`` as a tensor of their own: they lie together."""
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         first = self.start + start * row_bytes
         return Entry(self.path, self.dtype, (stop - start, *self.shape[1:]), first, self.start + stop * row_bytes)
@@ -77,7 +77,7 @@ class Entry:
         return self.mapped()[tuple(part) if part is not None else ...].clone(memory_format=torch.contiguous_format)
 
     def read_finite(self, name: str, part: Sequence[slice]) -> Tensor:
-        """As :meth:`read`; raises DataError (MOD006) if the slice holds NaN or infinity. ``name`` is for the
+        """Read a slice as :meth:`read` does; raises DataError (MOD006) if it holds NaN or infinity. ``name`` is for the
         message."""
         values = self.read(part)
         check_finite(values, name, self.path)

@@ -1,4 +1,4 @@
-"""How far what two trainings return is apart: the largest error, and where it is."""
+"""The distance between what two trainings return: the largest error, and where it is."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def farthest(known: Tensor | None, found: Tensor | None) -> tuple[float, float]:
 
 
 def apart(held: Sequence[Sequence[Mapping[str, list[int]]]]) -> Iterator[str]:
-    """What ranks hold of the same piece and is not the same, of the first step after which something is not."""
+    """Yield a line for each piece that ranks do not hold alike, of the first step after which there is one."""
     for number, pieces in enumerate(zip(*held, strict=True)):
         first: dict[str, tuple[int, int]] = {}
         different = {}

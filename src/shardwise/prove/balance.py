@@ -20,8 +20,8 @@ from shardwise.models.room import expert_room
 
 
 class RouterTally:
-    """What the routers of a model have done in one forward pass of whole rows. ``shapes``: the rows and tokens of each
-    layer's input, and ``rows``, how many tokens of each row are more than padding at its end."""
+    """A tally of what the routers of a model have done in one forward pass of whole rows. ``shapes``: the rows and
+    tokens of each layer's input, and ``rows``, how many tokens of each row are more than padding at its end."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec

@@ -26,7 +26,8 @@ ALWAYS_UNSEEN = "that training goes well: learning rate, data and length are not
 
 @dataclass(frozen=True)
 class Facts:
-    """What was asked, in words, and the ``command``; ``begun``: when, in UTC; ``basis``: what it rests on."""
+    """The facts about a certificate: what was asked, in words, and the ``command``; ``begun``: when, in UTC; ``basis``:
+    what it rests on."""
 
     recipe: str
     cluster: str
@@ -39,7 +40,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Certificate:
-    """``smallest``: by proof that failed, the smallest layout in which it does."""
+    """A certificate of a plan. ``smallest``: by proof that failed, the smallest layout in which it does."""
 
     subject: Certification
     facts: Facts
@@ -58,7 +59,7 @@ class Certificate:
         return "holds" if self.subject.small else "what could be shown holds"
 
     def unseen(self) -> list[str]:
-        """What it does not show."""
+        """Return what the certificate does not show."""
         plan, small = self.subject.plan, self.subject.small
         looked = len(places(plan.layout, self.facts.effort))
         found = [f"all proofs but drift: {self.subject.why}"] if small is None else []
@@ -80,7 +81,7 @@ class Certificate:
         return [*found, *self.subject.lost, *(small.unseen if small else ()), ALWAYS_UNSEEN]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for a program. ``sha256`` is of all the rest."""
+        """Return everything, for a program. ``sha256`` is of all the rest."""
         told = self._told()
         return told | {"sha256": digest(told)}
 
@@ -118,7 +119,7 @@ class Certificate:
         return as_read
 
     def markdown(self) -> str:
-        """The same for people."""
+        """Return the certificate as Markdown, for people."""
         subject, small = self.subject, self.subject.small
         parameters = show_count(parameter_count(subject.spec))
         facts = {
@@ -147,7 +148,7 @@ class Certificate:
         return "\n\n".join([*parts, "## Tolerances\n\n" + TOLERANCES]) + "\n"
 
     def smaller(self, small: Shrunk) -> str:
-        """What the small runs were of."""
+        """Return what the small runs were of."""
         blocks = ", ".join(map(str, small.blocks))
         lines = ["For all proofs but drift:", "", *(f"* {line}" for line in small.changed)]
         lines += [f"* the small model's {len(small.blocks)} blocks stand for the model's blocks {blocks}"]
@@ -183,7 +184,7 @@ docs/prove.md says what each proof compares, and what it cannot show."""
 
 
 def result(check: Check) -> str:
-    """What came of a check, in a few words."""
+    """Return what came of a check, in a few words."""
     if check.problems:
         return check.problems[0]
     found = check.figures

@@ -1,4 +1,4 @@
-"""What is proved of a plan that somebody is about to run, before it runs.
+"""The proofs of a plan that somebody is about to run, before it runs.
 
 ``drift``: at the plan's own degrees and dimensions, in a fake world, what its ranks send, hold and save, against what
 the plan says. ``data``: at this size too, that ranks read the recipe's rows once, each its part (prove/reading.py).
@@ -60,10 +60,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Certification:
-    """What is to be proved. ``small``: None where nothing small enough has all that the plan does; ``why`` says so.
-    ``rows``: those of the small one, in words. ``others``: small plans of one axis, whose parity shows what the small
-    one lacks for want of ranks; ``lost``: what no such plan shows, and why. ``read``: what a run reads, if that is
-    prepared."""
+    """A plan that is to be proved, and what its proofs run on. ``small``: None where nothing small enough has all that
+    the plan does; ``why`` says so. ``rows``: those of the small one, in words. ``others``: small plans of one axis,
+    whose parity shows what the small one lacks for want of ranks; ``lost``: what no such plan shows, and why. ``read``:
+    what a run reads, if that is prepared."""
 
     spec: ModelSpec
     plan: Plan
@@ -77,7 +77,8 @@ class Certification:
 
     @property
     def ranks(self) -> int:
-        """How many CPU ranks its proofs take: those of the small plan, and of the layout that it is compared with."""
+        """The most CPU ranks that one of its proofs takes: those of a small plan, or of the layout under which a saved
+        run goes on."""
         layouts = [small.plan.layout for small, _ in self.others] + ([self.small.plan.layout] if self.small else [])
         return max([2, *(layout.world for layout in layouts)])
 
@@ -119,8 +120,8 @@ def certify(
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
     show: Callable[[Check], None] = lambda check: None,
 ) -> tuple[list[Check], dict[str, Smallest]]:
-    """All proofs, and by proof that failed the smallest layout in which it does. ``tell`` is called before each, with
-    how many are done and how many there are; ``show`` after it."""
+    """Run all proofs; return them, and by proof that failed the smallest layout in which it does. ``tell`` is called
+    before each, with how many are done and how many there are; ``show`` after it."""
     cases, checks, least = subject.cases(effort), list[Check](), dict[str, Smallest]()
     for done, (proof, rank) in enumerate(cases):
         tell(f"{proof} of rank {rank}" if proof == "drift" else proof, done, len(cases))
@@ -148,7 +149,7 @@ def places(layout: Layout, effort: Effort) -> list[int]:
 
 
 def run(subject: Certification, proof: str, rank: int, ranks: Ranks) -> Check:
-    """One proof. Whatever it raises is a problem of the plan."""
+    """Run one proof. Whatever it raises is a problem of the plan."""
     began = time.perf_counter()
     case, figures, raised = _case(subject, proof, rank), dict[str, float](), True
     try:
@@ -211,8 +212,9 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
 
 
 def micro_batches(plan: Plan) -> int:
-    """How many micro-batches of a step drift runs: as many as it takes for the rest to repeat them. Without a pipeline
-    a first, another and the last; with one, as many as can be on their way, twice, and what is left over a round."""
+    """Return how many micro-batches of a step drift runs: as many as it takes for the rest to repeat them. Without a
+    pipeline a first, another and the last; with one, as many as can be on their way, twice, and what is left over a
+    round."""
     count, ranks = plan.batch.accumulation, plan.layout.pp
     if ranks == 1:
         return min(count, 3)
@@ -221,8 +223,9 @@ def micro_batches(plan: Plan) -> int:
 
 
 def _drift(spec: ModelSpec, plan: Plan, rank: int, figures: dict[str, float]) -> list[str]:
-    """Blocks that are compiled cannot run on fake ranks, and kernels of GPUs not here: neither changes what is sent.
-    Fake numbers are in no file: what is on NVMe is on the host instead."""
+    """Compare what a rank sends, holds and saves with what the plan says. Blocks that are compiled cannot run on fake
+    ranks, and kernels of GPUs not here: neither changes what is sent. Fake numbers are in no file: what is on NVMe is
+    on the host instead."""
     batch = replace(plan.batch, accumulation=micro_batches(plan))
     plan = replace(plan, offload=plan.offload.without_files)
     found = drift(spec, replace(plan, batch=batch, compile=False, attention="auto"), rank)
@@ -267,7 +270,7 @@ def _documents(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str,
 
 
 def _dtypes(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
-    """Steps in the plan's own dtypes, against the plain loop in these and in float64."""
+    """Compare steps in the plan's own dtypes with the plain loop in these and in float64."""
     found = rounding.prove(ranks, small.spec, small.own, setting)
     figures["times"], figures["tensors"] = found.together, len(found.each)
     figures["update"] = max((error for error, _ in found.updates.values()), default=0.0)
@@ -275,8 +278,8 @@ def _dtypes(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, fl
 
 
 def _checkpoint(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> Iterator[str]:
-    """Saved by the plan's ranks, read under another layout and trained on, and the other way round; against a loop that
-    nothing interrupts."""
+    """Have the plan's ranks save a run, and others read it under another layout and train on, and the other way round;
+    compare it with a loop that nothing interrupts."""
     spec, plan = small.spec, small.plan
     right = parity.plain(job_of(spec, plan, 2 * moves.STEPS, replace(setting, sgd=False))).losses
     other = moves.elsewhere(plan)
@@ -324,8 +327,9 @@ def _started(small: Shrunk, proof: str) -> Plan:
 
 
 def smallest_failing(subject: Certification, failed: Check, ranks: Ranks) -> Smallest | None:
-    """What is left of a case that fails, with everything switched off without which it still does: of the small one, or
-    of drift that shows only at the plan's own size, of that, if a rank of it takes seconds. None where neither is."""
+    """Return what is left of a case that fails, with everything switched off without which it still does: of a small
+    one or, where drift shows only at the plan's own size, of that, if a rank of it takes seconds. None where none of
+    these fails."""
     small, drifts = subject.small, failed.proof == "drift"
 
     def outcome(setting: Setting, spec: ModelSpec, plan: Plan) -> Outcome:

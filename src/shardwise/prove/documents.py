@@ -35,8 +35,8 @@ OF_EXPERTS = 1e-11
 
 @dataclass(frozen=True)
 class Unmoved:
-    """What a rank found: how many ``tensors`` it compared that are not zero, which of them changed, and by how much
-    they may at ``most``."""
+    """The findings of a rank: how many ``tensors`` it compared that are not zero, which of them changed, and by how
+    much they may at ``most``."""
 
     tensors: int
     changed: list[Worst]
@@ -69,7 +69,7 @@ def packed_rows(job: Workload, *, changed: bool) -> list[Sample]:
 
 
 def prove_on_rank(rank: int, world: int, spec: ModelSpec, plan: Plan, setting: Setting) -> Unmoved:
-    """Run a rank of it: both passes, with the loss of tokens, and the comparison of what it holds. (Losses of
+    """Run a rank of the proof: both passes, with the loss of tokens, and the comparison of what it holds. (Losses of
     pairs are of two documents; which ones parity shows.)"""
     plan = replace(plan, loss=Plan.loss, entropy=False)
     job, groups = job_of(spec, plan, 1, setting), meshes(plan.layout, "cpu")

@@ -58,8 +58,8 @@ class Drift:
 
 
 def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", units: Units | None = None) -> StepBytes:
-    """What the planner says of one rank, on such a device. Raises AssertionError where the span that a plan is priced
-    with is not that of the events one by one."""
+    """Return what the planner says of one rank, on such a device. Raises AssertionError where the span that a plan is
+    priced with is not that of the events one by one."""
     place = place_of(rank, plan.layout, plan.stages(spec.num_hidden_layers))
     costed = techniques.cost(sheet_of(spec, plan, place, units), plan)
     events = schedule(costed, plan, device)

@@ -41,7 +41,8 @@ Scalar = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class OwnLoop:
-    """What is trained, in ``steps`` of AdamW and one of SGD; ``arguments`` are those of ``parallelize``."""
+    """A loop of a user's own: what it trains, in ``steps`` of AdamW and one of SGD; ``arguments`` are those of
+    ``parallelize``."""
 
     model_fn: Callable[[], nn.Module]
     batch_fn: Rows
@@ -52,8 +53,8 @@ class OwnLoop:
 
 @dataclass(frozen=True)
 class ModuleProof:
-    """True if the sharded module computed what one process did. ``found``: the largest errors. ``random``: two calls of
-    the module with the same rows gave two losses."""
+    """A proof of a module: true if the sharded module computed what one process did. ``found``: the largest errors.
+    ``random``: two calls of the module with the same rows gave two losses."""
 
     plan: Plan
     found: Parity
@@ -61,7 +62,7 @@ class ModuleProof:
 
     @property
     def problems(self) -> list[str]:
-        """What is not within the tolerance, the cause first."""
+        """A line for each thing that is not within the tolerance, the cause first."""
         drawn = "the module draws at random: two calls with the same rows give two losses; switch its dropout off"
         return [drawn] * self.random + self.found.wrong(TOLERANCE)
 
@@ -160,7 +161,8 @@ def _update(module: nn.Module, optimizer: torch.optim.Optimizer, *, plain: bool)
 
 
 def _loss(module: nn.Module, loop: OwnLoop, number: int, index: int, count: int) -> Tensor:
-    """Of the ``index``-th of ``count`` parts of a step's rows, whose floating point numbers become float64."""
+    """Compute the loss of the ``index``-th of ``count`` parts of a step's rows, whose floating point numbers become
+    float64."""
     rows = loop.batch_fn(number, index, count)
     if isinstance(rows, dict):
         rows = {key: _wide(value) for key, value in rows.items()}

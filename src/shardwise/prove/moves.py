@@ -55,7 +55,7 @@ def elsewhere(plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Where a run is saved, and after how many steps it goes on; 0: it begins."""
+    """The directory of a run that is saved, and after how many steps it goes on; 0: it begins."""
 
     directory: str
     first: int = 0
@@ -92,7 +92,7 @@ def _whole(state: TrainState) -> dict[str, Tensor]:
 
 
 def differences(saved: list[Stretch], loaded: list[Stretch]) -> list[str]:
-    """What a run that goes on does not have as it was saved, bit by bit."""
+    """Return what a run that goes on does not have as it was saved, bit by bit."""
     known = {name: value for stretch in saved for name, value in stretch.after.items()}
     there = {name for stretch in loaded for name in stretch.before}
     found = [f"{name} was saved, and no rank has it" for name in known.keys() - there]

@@ -62,10 +62,10 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Trace:
-    """What a training run returns: per step the mean loss and the gradient's norm before clipping; every full gradient
-    of step 1, before clipping; every full weight after the last step. ``held``: after each step, of each piece of a
-    weight that this rank holds, by name and place, a digest of its bits. ``figures``: per step what is reported beside
-    the loss."""
+    """The results of a training run: per step the mean loss and the gradient's norm before clipping; every full
+    gradient of step 1, before clipping; every full weight after the last step. ``held``: after each step, of each piece
+    of a weight that this rank holds, by name and place, a digest of its bits. ``figures``: per step what is reported
+    beside the loss."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -81,7 +81,7 @@ COMPARED = ("gradient", "loss", "norm", "weight", "figure")
 
 @dataclass(frozen=True)
 class Parity:
-    """How far a run is from the plain loop, at worst over its ranks. Errors are relative: the largest difference within
+    """A run's distance from the plain loop, at worst over its ranks. Errors are relative: the largest difference within
     a tensor over its largest element. ``turn`` is 1 - cosine of a gradient with the right one. ``apart``: what two
     ranks hold of the same piece of a weight, and is not the same. ``figure``: of what is reported beside the loss, the
     largest difference."""
@@ -95,7 +95,7 @@ class Parity:
     figure: Worst = Worst(0.0, "figures")
 
     def wrong(self, most: float, compared: Sequence[str] = COMPARED) -> list[str]:
-        """What is not within the tolerance, the cause first, and what ranks do not hold alike."""
+        """Return what is not within the tolerance, the cause first, and what ranks do not hold alike."""
         first = "first gradient of "
         words = {"gradient": first, "turn": first, "norm": "gradient ", "weight": "weight "}
         lines = []
@@ -169,7 +169,7 @@ def compare(right: Trace, traces: Sequence[Trace], *, staged: bool = False) -> P
 def train_on_rank(
     rank: int, world: int, spec: ModelSpec, plans: Sequence[Plan], steps: int, setting: Setting | None = None
 ) -> list[Trace]:
-    """What a rank of the pool does: one training after another, through the techniques and the runtime's step."""
+    """Train as a rank of the pool: under one plan after another, through the techniques and the runtime's step."""
     traces = []
     for plan in plans:
         try:
@@ -268,7 +268,7 @@ def share_of_rank(rows: Sequence[Sample], groups: Meshes, plan: Plan) -> list[Mi
 
 @cache
 def plain(job: Workload) -> Trace:
-    """The same training in one process, by a loop that anyone can check."""
+    """Train ``job`` in one process, by a loop that anyone can check."""
     model = model_of(job.spec).to(torch_dtype(job.weights))
     parameters = plain_parameters(job)
     optimizer = plain_optimizer(parameters, job)

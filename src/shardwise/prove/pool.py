@@ -65,7 +65,7 @@ class RankFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank is asked to do: a pickled (function, arguments), and the group to do it in."""
+    """A task for a rank: a pickled (function, arguments), and the group to do it in."""
 
     work: bytes
     world: int
@@ -207,7 +207,7 @@ class RankPool:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """What is started within the block never sees a Ctrl-C: this process does, and stops its ranks."""
+    """Have what is started within the block never see a Ctrl-C: this process does, and stops its ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

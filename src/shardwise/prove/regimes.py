@@ -36,7 +36,7 @@ ROUNDS = 2
 
 @contextmanager
 def scaled() -> Iterator[None]:
-    """Within it loops go over few elements at a time."""
+    """Have loops go over few elements at a time, within the block."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(quantised, "NF4_WIDE", DEQUANTISED))
         stack.enter_context(patch.dict(elementwise.PIECE, cpu=UPDATED))

@@ -68,9 +68,10 @@ EXACT = Precision("fp64", "fp64", "fp64")
 
 @dataclass(frozen=True)
 class Shrunk:
-    """``plan`` computes in float64, ``own`` is the same in the dtypes of the plan itself. ``blocks``: for each block
-    the one of the model for which it stands. ``changed``: what is smaller, in words. ``unseen``: what a proof of it
-    therefore does not show. ``lost``: the paths of code (prove/regimes.py) that were to be kept and are not."""
+    """A model and its plan made small. ``plan`` computes in float64, ``own`` is the same in the dtypes of the plan
+    itself. ``blocks``: for each block the one of the model for which it stands. ``changed``: what is smaller, in words.
+    ``unseen``: what a proof of it therefore does not show. ``lost``: the paths of code (prove/regimes.py) that were to
+    be kept and are not."""
 
     spec: ModelSpec
     plan: Plan
@@ -278,8 +279,8 @@ def _experts(spec: ModelSpec, ranks: int, width: int) -> dict[str, Any]:
 
 
 def _window(spec: ModelSpec, plan: Plan, length: int) -> int | None:
-    """What a sliding layer sees of a row of ``length``: less than it where it does, and more than two of the pieces
-    that ranks share it in, where it does."""
+    """Return how many tokens a sliding layer of the small model sees of a row of ``length``: all where the model's sees
+    a whole row, ``FAR`` where it sees more than one of the pieces that ranks share a row in, else ``WINDOW``."""
     window, pieces = spec.attention.sliding_window, 2 * plan.layout.ring
     if window is None or window >= plan.batch.seq_len:
         return None if window is None else 2 * length
@@ -339,7 +340,7 @@ def real_name(name: str, blocks: Sequence[int]) -> str:
 
 
 def _changed(spec: ModelSpec, plan: Plan, few: ModelSpec, small: Plan) -> Iterator[str]:
-    """What is smaller, in words."""
+    """Yield what is smaller, in words."""
     for axis in AXES:
         if (before := plan.layout.degree(axis)) != (after := small.layout.degree(axis)):
             yield f"{axis} {before:,} -> {after}"
@@ -359,7 +360,7 @@ def _changed(spec: ModelSpec, plan: Plan, few: ModelSpec, small: Plan) -> Iterat
 
 
 def _unseen(plan: Plan, most: int) -> Iterator[str]:
-    """What proofs on CPUs, in float64 and at these sizes do not show."""
+    """Yield what proofs on CPUs, in float64 and at these sizes do not show."""
     if large := [axis for axis in AXES if plan.layout.degree(axis) > most]:
         yield f"what goes wrong only with more than {most} ranks along {', '.join(large)}"
     if plan.compile:

@@ -105,8 +105,8 @@ class Landscape:
         self.point |= {name: NOISE * self.direction(name, -1) for name in self.edges}
 
     def direction(self, name: str, attempt: int) -> Tensor:
-        """A random one, as large as the tensor itself. It leaves out the row of the padding token, to which the
-        embeddings of transformers send no gradient."""
+        """Return a random direction, as large as the tensor itself. It leaves out the row of the padding token, to
+        which the embeddings of transformers send no gradient."""
         draw = torch.Generator().manual_seed(xxh3_64_intdigest(f"{name}/{attempt}".encode()))
         found = torch.randn(self.point[name].shape, generator=draw, dtype=torch.float64) * self.sizes[name]
         embed = self.model.embed
@@ -137,8 +137,8 @@ class Landscape:
 
     @contextmanager
     def _adding(self, point: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within it hidden states have the first added before the first block, and each other after a block; how large
-        they are is noted the first time."""
+        """Have the point's hidden states added within the block: the first before the model's first block, and each
+        other after a block. How large hidden states are is noted the first time."""
         first, *rest = self.edges
 
         def joined(edge: str, hidden: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ Outcome = Literal["passes", "fails", "fails otherwise"]
 
 @dataclass(frozen=True)
 class Smallest:
-    """``words``: what is on in the smallest case that fails; without any one of ``needed`` it passes, and without any
-    one of ``changing`` it fails in another way."""
+    """The smallest case that fails. ``words``: what is on in it; without any one of ``needed`` it passes, and without
+    any one of ``changing`` it fails in another way."""
 
     spec: ModelSpec
     plan: Plan
@@ -37,7 +37,8 @@ class Smallest:
 
 
 def smallest(spec: ModelSpec, plan: Plan, outcome: Callable[[ModelSpec, Plan], Outcome]) -> Smallest:
-    """What is left of a case that fails, as long as it fails in the same way. ``outcome`` is asked of legal cases."""
+    """Switch off all of a failing case without which it still fails in the same way, and return what is left.
+    ``outcome`` is asked of legal cases."""
     case, left, before = (spec, plan), dict[str, Outcome](), None
     while case != before:  # what was needed before others were switched off may no longer be
         before, left = case, {}
@@ -55,7 +56,8 @@ def smallest(spec: ModelSpec, plan: Plan, outcome: Callable[[ModelSpec, Plan], O
 
 
 def _alone(axis: Axis) -> Callable[[ModelSpec, Plan], Case]:
-    """One rank along an axis; those that read other rows leave them to the rest."""
+    """Return a switch that leaves one rank along an axis; where ranks along it read other rows, that one reads them
+    all."""
 
     def off(spec: ModelSpec, plan: Plan) -> Case:
         rows = plan.batch.micro_batch_size
@@ -93,13 +95,13 @@ def _no_accumulation(spec: ModelSpec, plan: Plan) -> Case:
 
 
 def _no_ep(spec: ModelSpec, plan: Plan) -> Case:
-    """The same ranks, which have all experts."""
+    """Return the same ranks, each of which has all experts."""
     whole = replace(plan, layout=replace(plan.layout, ep=1))
     return spec, whole if plan.sharded else _ddp(spec, whole)[1]
 
 
 def _no_experts(spec: ModelSpec, plan: Plan) -> Case:
-    """An MLP in their place in every layer."""
+    """Put an MLP in the place of experts in every layer."""
     dense = {"num_experts": 0, "experts_per_token": 0, "expert_size": 0, "expert_bias": False, "router_bias": False}
     return with_fields(_no_shared_expert(spec, plan)[0], dense_layers=(), sigmoid=None, **dense), plan
 
@@ -131,12 +133,13 @@ def _one_chunk(spec: ModelSpec, plan: Plan) -> Case:
 
 
 def _feature(**off: Any) -> Callable[[ModelSpec, Plan], Case]:
-    """These fields of the model; of one in transformers' own modules they are its config's."""
+    """Return a switch that sets these fields of the model to these values; a model in transformers' own modules stays
+    as it is: there they are its config's."""
     return lambda spec, plan: (spec if spec.hf_model else with_fields(spec, **off), plan)
 
 
 def _no_window(spec: ModelSpec, plan: Plan) -> Case:
-    """Every layer sees all tokens before it."""
+    """Have every layer see all tokens before it."""
     if spec.attention.sliding_window is None:
         return spec, plan
     others = tuple(FULL if kind == SLIDING else kind for kind in spec.attention.layer_types)

@@ -1,4 +1,4 @@
-"""What a proof trains, whatever the layout: the model, the method, the rows of each step, and the first weights."""
+"""The training of a proof, whatever the layout: the model, the method, the rows of each step, and the first weights."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan leaves open. ``rows``: those of one step. ``draw``: the first weights, or None:
-    as a run draws them. ``sgd``: after the optimizer's steps one of plain gradient descent, without clipping: AdamW's
-    steps hardly depend on a factor of all gradients. ``packed``: rows hold documents that do not see each other."""
+    """The settings that a plan leaves open. ``rows``: those of one step. ``draw``: the first weights, or None: as a run
+    draws them. ``sgd``: after the optimizer's steps one of plain gradient descent, without clipping: AdamW's steps
+    hardly depend on a factor of all gradients. ``packed``: rows hold documents that do not see each other."""
 
     method: Method = field(default_factory=Method)
     rows: Callable[[Workload, int], list[Sample]] = field(default_factory=lambda: texts)
@@ -81,7 +81,7 @@ class Workload:
 
     @property
     def updates(self) -> int:
-        """How often the weights change."""
+        """The number of times that the weights change."""
         return self.steps + self.setting.sgd
 
     def batch(self, number: int) -> list[Sample]:
@@ -90,7 +90,7 @@ class Workload:
 
 
 def job_of(spec: ModelSpec, plan: Plan, steps: int, setting: Setting | None = None) -> Workload:
-    """What ``plan`` trains, with everything about its layout left out."""
+    """Return what ``plan`` trains, with everything about its layout left out."""
     rows = plan.batch.global_batch_size(plan.layout.dp)
     length, precision = plan.batch.seq_len, plan.precision
     sizes = (spec, rows, length, precision.compute, precision.weights, steps)
@@ -134,8 +134,8 @@ def pairs(job: Workload, number: int) -> list[Sample]:
 
 
 def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, str]:
-    """What ``recipe`` trains, with pieces of its own records where they are prepared or small, else rows like them that
-    are drawn; in words, which and why."""
+    """Return what ``recipe`` trains, with pieces of its own records where they are prepared or small, else rows like
+    them that are drawn; and, in words, which and why."""
     drawn = pairs if recipe.pairs else texts
     packed = recipe.method.spec.records or recipe.data.mask_documents
     setting = Setting(recipe.method, drawn, random_everywhere, sgd=True, packed=packed)
@@ -155,7 +155,8 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
 
 
 def read_of(recipe: Recipe) -> Read | None:
-    """What a run of ``recipe`` reads, where its data are prepared or small; None where not, or they are streamed."""
+    """Return what a run of ``recipe`` reads, where its data are prepared or small; None where not, or they are
+    streamed."""
     try:
         prepared = prepared_of(recipe)
     except ShardwiseError:
@@ -198,14 +199,14 @@ def as_one(sample: Sample) -> Sample:
 
 
 def excerpts(windows: Windows | Packs, count: int, seq_len: int, vocab_size: int) -> tuple[Sample, ...]:
-    """At most ``count`` rows of prepared data that have labels, each cut to ``seq_len`` tokens."""
+    """Return at most ``count`` rows of prepared data that have labels, each cut to ``seq_len`` tokens."""
     short = (excerpt(windows[number], seq_len, vocab_size) for number in range(len(windows)))
     return tuple(islice((row for row in short if (row.labels != IGNORE).any()), count))
 
 
 def excerpt(sample: Sample, seq_len: int, vocab_size: int) -> Sample:
-    """Of the first documents of a row so many tokens each as there is room for, those around the first that is
-    supervised; ids modulo ``vocab_size``. Of pairs both answers, and a reference drawn in its stead."""
+    """Return a short row: of each of the first documents as many tokens as there is room for, those around the first
+    that is supervised; ids modulo ``vocab_size``. Of pairs both answers stay, and their references are made up."""
     kept = min(len(sample.segments), max(1, seq_len // (2 * LEAST_TOKENS)))
     if sample.references is not None:
         kept = 2 * min(len(sample.references), max(1, kept // 2))

@@ -100,7 +100,8 @@ class WorldCounter(TorchDispatchMode):
         return sum(self.sizes[index] for index in found)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor counts: not those with which DTensor computes shapes, nor those on the meta device."""
+        """Return whether a tensor counts: not those with which DTensor computes shapes, nor those on the meta
+        device."""
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode is self.fake
         return self.fake is None and tensor.device.type == "cpu"
@@ -162,7 +163,8 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None
 
 
 def _parts(spec: ModelSpec, plan: Plan, groups: Meshes, tracker: WorldCounter) -> list[torch.nn.Module]:
-    """As runtime/build.py makes them; techniques are applied outside the fake mode: meshes do real arithmetic."""
+    """Make the parts of the model as runtime/build.py does; techniques are applied outside the fake mode: meshes do
+    real arithmetic."""
     with torch.device("meta"):
         parts: list[torch.nn.Module] = [model_of(spec)]
 
