@@ -39,8 +39,7 @@ def traced_apart(names: list[str], kept_in: Path) -> list[Any]:
 
 
 def _ended(process: subprocess.Popen[str], said: IO[str]) -> str:
-    """End the tracing process, which gets nothing more to read, and return what it ``said``; empty where that was
-    read."""
+    """End the process, which gets nothing more to read, and return what it ``said``; empty where that was read."""
     _process.cache_clear()
     if said.closed:
         return ""

@@ -1,5 +1,4 @@
-"""Bounds that no plan can beat, found without pricing one: seconds of a step, and bytes that are there at one
-moment."""
+"""Bounds that no plan beats, found without pricing it: seconds of a step, and bytes that are there at one moment."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ class Make(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The end of what stands under ``key``, which is freed; ``category``, ``bytes`` and ``tier`` are those it was made
-    with."""
+    """The end of what stands under ``key``; ``category``, ``bytes`` and ``tier`` are those that it was made with."""
 
     key: Key
     category: str

@@ -87,7 +87,7 @@ class Leaving:
 
 
 def _unit_of(key: Hashable) -> UnitName:
-    """Return the block that the gradient of a key, ("grad", what), is in, or "stem" for both ends of the model."""
+    """Return the block that the gradient under a key ("grad", what) is in, or "stem" for both ends of the model."""
     assert isinstance(key, tuple)
     group = key[1].block if isinstance(key[1], ExpertsOf) else key[1]
     if isinstance(group, str) and group.startswith("layers."):
@@ -153,7 +153,7 @@ class Inputs:
                 _copy(self.tape, Copy("host", "disk", whole_pages(size), "disk"), ("written", *unit[:3]), behind="out")
 
     def ends(self, unit: TensorKey) -> None:
-        """End the forward of a unit: its input has left, and is freed."""
+        """Wait, as the forward of a unit ends, until its input has left, and free that."""
         if size := self.sizes.get(unit.unit):
             self.tape.wait("compute", ("left", *unit[:3]))
             self.tape.leaves(unit._replace(unit=unit.unit - 1, tensor=OUTPUT), size)

@@ -214,8 +214,8 @@ class Passes:
         return experts_among(unit, ops) if self.apart and unit.name == "block" else (-1, -1)
 
     def _end_of_graph(self, local: _Local) -> Iterator[Piece]:
-        """Yield what no operation of backward frees, and the unit's graph holds to its end: what a node saves that does
-        not run, and the tables, which the blocks have used for the last time."""
+        """Yield the frees of what no operation of backward frees, and the unit's graph holds to its end: what a node
+        saves that does not run, and the tables, which the blocks have used for the last time."""
         unit, first = local.unit, local.unit is self.stem
         held = unfreed(unit)
         yield from (local.free(tensor) for tensor in (held if self.recomputes and first else held & unit.saved))
@@ -309,7 +309,7 @@ class _Local:
         return Free(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
 
     def runs(self, op: Op, takes: Duration, beside_ns: int = 0) -> Iterator[Piece]:
-        """Yield what an operation makes, and computes, or sends while something else is computed so long."""
+        """Yield what an operation makes and computes, or sends while for ``beside_ns`` something else is computed."""
         for tensor in op.allocates:
             yield Make(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
         does = techniques.within(op, self.where)

@@ -1,5 +1,4 @@
-"""The way from a plan to its estimate: the fullest rank's memory by category, what travels, and the arithmetic of a
-step."""
+"""The estimate of a plan: the fullest rank's memory by category, what travels, and the arithmetic of a step."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def _passes() -> dict[object, Span]:
 
 
 def most_rows(spec: ModelSpec, plan: Plan) -> float:
-    """Return for how many times a rank's even share of the rows memory is reserved: no more than its experts'
-    capacity."""
+    """Return for how many even shares of the rows a rank's memory is reserved: no more than its experts' capacity."""
     if spec.experts.expert_capacity is None:
         return plan.expert_imbalance
     even = plan.batch.seq_len * spec.experts.experts_per_token / spec.experts.num_experts

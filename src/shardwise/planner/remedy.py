@@ -1,5 +1,4 @@
-"""The single changes of the recipe or of the machines that would make a plan fit, or a better one, each planned
-again."""
+"""The single changes of a recipe or of machines that would make a plan fit, or a better one, each planned again."""
 
 from __future__ import annotations
 

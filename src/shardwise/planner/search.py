@@ -111,14 +111,14 @@ class Search:
         return sorted(found, key=simplicity)
 
     def _lean_pipelines(self, tp: bool) -> list[Plan]:
-        """Return, of each pipeline's degrees under the simplest schedule, the plan that holds least; with tensor
-        parallelism or without."""
+        """Return for each pipeline's degrees, with tensor parallelism or without, the plan that holds least, under the
+        simplest schedule."""
         alike = [degrees for degrees in self.pipelines if (degrees.staged.layout.tp > 1) is tp]
         simplest = min((degrees.staged.pipeline.schedule for degrees in alike), key=SIMPLER.index, default=None)
         return [each.ends[-1][1] for each in alike if each.staged.pipeline.schedule == simplest]
 
     def _able(self, degrees: StagedDegrees, share: float) -> Plan | None:
-        """Return the fastest plan that would be of a pipeline's degrees, with the least recomputation that memory
+        """Return the plan of a pipeline's degrees that would be the fastest, with the least recomputation that memory
         allows, if any fits; where the optimizer may be on the host, less of that may be faster than less
         recomputation."""
         able = (fast for fast, lean in degrees.ends if self.known.bounds.stand(lean, share))

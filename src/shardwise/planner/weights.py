@@ -25,8 +25,8 @@ HEAD = "gradient of the tied output layer"
 
 
 class Weights:
-    """The calls of planner/schedule.py: a backward of a micro-batch begins and ends, the forward and backward of each
-    of its units do, a gradient is ready. What a strategy does not override does nothing."""
+    """The calls that planner/schedule.py makes: a backward of a micro-batch begins and ends, the forward and backward
+    of each of its units do, a gradient is ready. What a strategy does not override does nothing."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
         self.tape, self.plan, self.tied = tape, plan, sheet.tied
@@ -57,8 +57,7 @@ class Weights:
     def experts(self, run: ExpertsRun, name: Hashable) -> None: ...
 
     def kept(self) -> Hashable:
-        """Return where everything is, for :meth:`restore`. It decides what a pass does: sizes too, of what is
-        scattered."""
+        """Return where all is, for :meth:`restore`. It decides what a pass does: sizes too, of what is scattered."""
         return frozenset(self.tape.alive.items())
 
     def restore(self, kept: Any) -> None:

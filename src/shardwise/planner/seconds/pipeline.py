@@ -176,7 +176,7 @@ class PipelineReplay:
         return seconds
 
     def _after(self, lists: Lists) -> Callable[[Action], float]:
-        """Return for each computation how long it goes on after what it gives another stage is there."""
+        """Return a function that says how long a computation goes on after what it gives another stage is there."""
         last = {action.stage: action for order in lists for action in order if action.kind in ("B", "I")}
 
         def seconds(action: Action) -> float:

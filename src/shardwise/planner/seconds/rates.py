@@ -162,15 +162,14 @@ class Rates:
         return moved_bytes * self.bytes_share / self.memory_bytes_per_s
 
     def updated_s(self, moved_bytes: float, kernels: int) -> float:
-        """Return the seconds in which so many kernels read and write in memory so many bytes of weights, gradients and
-        moments."""
+        """Return the seconds of ``kernels`` that read and write so many bytes of weights, gradients and moments in
+        memory."""
         measured = self.measured.memory_bytes_per_s if self.measured else 0.0
         rate = self.memory_bytes_per_s if self.cuda else measured or CPU_UPDATED_BYTES_PER_S
         return moved_bytes / rate + kernels * (self.launch_s + self.gap_s)
 
     def copy_s(self, copied_bytes: float) -> float:
-        """Return the seconds in which so many bytes are read, and as many written elsewhere: into, or out of, a buffer
-        of many tensors."""
+        """Return the seconds in which so many bytes are copied: into, or out of, a buffer of many tensors."""
         if self.measured and self.measured.pointwise:
             return measured_bytes_s(self.measured.pointwise, 2 * copied_bytes) if copied_bytes else 0.0
         return 2 * copied_bytes / self.copy_bytes_per_s

@@ -103,8 +103,7 @@ class Wires:
         return min(self.layout.size(group), ceil(reach / per_node))
 
     def links(self, group: str) -> str:
-        """Name the links that bound a group's collectives: those of a ``node``, or of the ``network``, the cards
-        between nodes."""
+        """Name the links that bound a group's collectives: ``node``, or ``network`` for the cards between nodes."""
         return "node" if self.nodes(group) == 1 else "network"
 
     def rate(self, kind: str, nodes: int, group: str) -> float:
