@@ -374,8 +374,7 @@ def _repeated(found: dict[Hashable, Span], second: range, times: int) -> Span:
 
 
 def _period(sheet: Sheet, plan: Plan) -> tuple[int, int]:
-    """Return the block from which on blocks repeat, and after how many: by their kinds, and by the buckets they
-    fill."""
+    """Return the block from which on blocks repeat, and after how many: by their kinds, and by their buckets."""
     order = sheet.order
     for period in range(1, len(order) // (PERIODS + 1) + 1):
         start = len(order) - period
