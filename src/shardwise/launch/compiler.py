@@ -1,5 +1,5 @@
-"""What torch.compile needs on a machine besides torch. Without it, the first step would end in a compiler error.
-Imports no torch."""
+"""A check that a machine has what torch.compile needs besides torch, without which the first step would end in a
+compiler error. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ otherwise. triton compiles its launchers in C, torch its CPU kernels in C++."""
 
 
 def compiler_lacks(kind: Kind) -> str:
-    """What this machine lacks to compile for ``kind``, in words; empty where it has all."""
+    """Return in words what this machine lacks to compile for ``kind``; empty where it has all."""
     if kind == "cuda" and find_spec("triton") is None:
         return "triton"
     variable, words, names = COMPILERS[kind]

@@ -16,7 +16,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class Ended:
-    """How the ranks ended. ``problem`` is the first failing rank's cause."""
+    """The end of a launch's ranks. ``problem`` is the cause of the first that failed."""
 
     exit_code: int
     problem: Problem | None = None

@@ -91,8 +91,8 @@ def _environment(rank: int, nproc: int, store: str) -> dict[str, str]:
 
 
 class _Requests:
-    """What this process was asked for: ``first`` by SIGTERM, Ctrl-C, SIGHUP (its terminal closed) or SIGUSR1 (Slurm's
-    warning), ``again`` by a second Ctrl-C."""
+    """The requests to this process to stop: ``first`` by SIGTERM, Ctrl-C, SIGHUP (its terminal closed) or SIGUSR1
+    (Slurm's warning), ``again`` by a second Ctrl-C."""
 
     def __init__(self, saves: bool) -> None:
         self.saves = saves

@@ -1,8 +1,8 @@
-"""Whether this process is a rank. Imports next to nothing: it is asked before anything else is loaded."""
+"""The question whether this process is a rank. Imports next to nothing: it is asked before anything else is loaded."""
 
 import os
 
 
 def is_worker() -> bool:
-    """Whether torchrun or our launcher started this process as one rank of several."""
+    """Say whether torchrun or our launcher started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

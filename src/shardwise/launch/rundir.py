@@ -142,8 +142,8 @@ def nothing_to_do(directory: Path, recipe: Recipe) -> str | None:
 
 
 def changes(directory: Path, recipe: Recipe) -> dict[str, str]:
-    """How ``recipe`` differs, by key, from what the run in ``directory`` was trained with: the settings in its newest
-    checkpoint, since recipe.yaml may have been edited. Where it runs is not compared."""
+    """Return by key how ``recipe`` differs from what the run in ``directory`` was trained with: the settings in its
+    newest checkpoint, since recipe.yaml may have been edited. Of ``run``, only the seed is compared."""
     old, new = _facts(directory).get("settings"), _settings(recipe)
     try:
         old = old or _settings(load_recipe(directory / "recipe.yaml"))  # no checkpoint can be read
@@ -286,7 +286,7 @@ def _size(directory: Path) -> int:
 
 
 def check_offload(directory: Path, plan: Plan) -> None:
-    """Whether the disk of ``directory`` has room for what the ranks of this machine keep there. Raises OutputError
+    """Check that the disk of ``directory`` has room for what the ranks of this machine keep there. Raises OutputError
     (OUT003)."""
     place, needed, filed = nearest(directory), plan.estimate.disk_bytes, plan.offload.filed
     if needed > (free := shutil.disk_usage(place).free):

@@ -42,7 +42,7 @@ def start_name() -> str:
 
 
 def by_our_launcher() -> bool:
-    """Whether our launcher, which shows the first failure itself, started this worker."""
+    """Say whether our launcher, which shows the first failure itself, started this worker."""
     return LAUNCHER in os.environ
 
 
@@ -53,14 +53,14 @@ def launcher_directory() -> Path | None:
 
 
 def state_directory() -> Path:
-    """Where this machine keeps what runs leave for later ones: as the XDG specification says."""
+    """Return the directory where this machine keeps what runs leave for later ones, as the XDG specification says."""
     named = Path(os.environ.get("XDG_STATE_HOME", ""))
     return (named if named.is_absolute() else Path.home() / ".local" / "state") / "shardwise"
 
 
 def set_up_torch(*, deterministic: bool) -> None:
-    """To be called in a rank before torch is loaded, which reads its settings once. Unless the user has set the
-    allocator, segments of GPU memory grow in place: tensors of many sizes then leave fewer gaps that nothing fits.
+    """Set the variables that torch reads once, as it is loaded; a rank calls this before that. Unless the user has set
+    the allocator, segments of GPU memory grow in place: tensors of many sizes then leave fewer gaps that nothing fits.
     ``deterministic``: cuBLAS gets workspaces of its own for every stream, without which torch would refuse it."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

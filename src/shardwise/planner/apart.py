@@ -39,7 +39,7 @@ def traced_apart(names: list[str], kept_in: Path) -> list[Any]:
 
 
 def _ended(process: subprocess.Popen[str], said: IO[str]) -> str:
-    """What it said, now that it ends: it has nothing more to read."""
+    """End the process, which gets nothing more to read, and return what it ``said``; empty where that was read."""
     _process.cache_clear()
     if said.closed:
         return ""
@@ -57,7 +57,8 @@ def _ended(process: subprocess.Popen[str], said: IO[str]) -> str:
 
 @cache
 def _process(kept_in: Path) -> tuple[subprocess.Popen[str], IO[str]]:
-    """It, and what it says on stderr. It ends when this process does, if not before."""
+    """Start the tracing process, and return it with the file of what it says on stderr. It ends when this process does,
+    if not before."""
     begun = "\r\x1b[K" * sys.stderr.isatty()  # over a line that tells what is being done
     told = f"tracing the units of a model that is new here: once, some seconds; kept in {kept_in}"
     print(begun + told, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What no plan can beat, found without pricing it: seconds of a step, and bytes that are there at one moment."""
+"""Bounds that no plan beats, found without pricing it: seconds of a step, and bytes that are there at one moment."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BlockSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Through:
-    """What a micro-batch takes at least, up to each block and with the last block to the end: ``forward_s``,
+    """The least that a micro-batch takes, up to each block and with the last block to the end: ``forward_s``,
     ``backward_s`` and, of that, ``later_s``, which a backward in two halves puts off, have one entry more than there
     are blocks. Through all of it: ``device_s``, and ``host_s`` for what the host launches meanwhile."""
 
@@ -97,10 +97,10 @@ class Through:
             yield StageTimes(each_s, waiting_s, opening_s, closing_s, after_s, ())
 
     def step_s(self, plan: Plan, micro_batches: int, parts: int, message_s: float) -> float:
-        """Of a pipeline: until the first micro-batch has come to a rank, all that the rank computes, and until the last
-        has left the ranks before it; or the way of its micro-batches to the last stage and back, of which only some are
-        under way at a time; for the rank of which that is most. Micro-batches are so many ``parts`` of one.
-        ``message_s``: from a rank to the next."""
+        """Return the seconds that a step of a pipeline takes at least, for the rank that needs most: until the first
+        micro-batch has come to it, all that it computes, and until the last has left the ranks before it; or the way of
+        its micro-batches to the last stage and back, of which only some are under way at a time. Micro-batches are so
+        many ``parts`` of one. ``message_s``: from a rank to the next."""
         layout, most = plan.layout, 0.0
         halved = plan.pipeline.spec.splits_backward
         stages, f, b = stages_of(plan.pipeline.split), self.forward_s, self.backward_s
@@ -156,8 +156,8 @@ class LowerBounds:
         return passes_s + self.figures.state(plan).once_s / ranks
 
     def seconds(self, plan: Plan) -> float:
-        """The same with all kernels, and with what is sent between them; of a pipeline, until all stages are filled and
-        drained."""
+        """Return the seconds that the plan needs at least with all kernels, and with what is sent between them; of a
+        pipeline, until all stages are filled and drained."""
         batch, ranks = plan.batch, plan.layout.pp
         if ranks > 1:
             through, once_s = self._through(plan), self.figures.state(plan).once_s
@@ -186,7 +186,7 @@ class LowerBounds:
         return self.rates[key]
 
     def _message_s(self, plan: Plan) -> float:
-        """What the hidden states of a micro-batch take from a rank to the next."""
+        """Return the seconds that the hidden states of a micro-batch take from a rank to the next."""
         return wires_of(plan.layout, self.cluster).message_s(border_bytes(self.figures.sheet(plan), plan))
 
     def _block_s(self, plan: Plan) -> BlockSeconds:
@@ -218,7 +218,8 @@ class LowerBounds:
         return BlockSeconds(gathered_s, reduced_s, *copies, apart, replicas_s)
 
     def degrees_s(self, plan: Plan) -> float:
-        """What no plan of these degrees and this schedule can beat, with micro-batches of any size up to the plan's."""
+        """Return the seconds that no plan of these degrees and this schedule can beat, with micro-batches of any size
+        up to the plan's."""
         batch, once_s = plan.batch, self.figures.state(plan).once_s
         sequences, parts = batch.micro_batch_size * batch.accumulation, batch.micro_batch_size
         step_s = self._through(plan).step_s(plan, sequences, parts, self._message_s(plan))
@@ -289,5 +290,5 @@ def _rounds(plan: Plan) -> tuple[int, int, int]:
 
 
 def _most_alive(plan: Plan, rank: int, m: int) -> int:
-    """At most so many forwards has a rank of a pipeline done whose gradients are not."""
+    """Return how many forwards of a rank of a pipeline wait for their gradients at most."""
     return plan.pipeline.spec.most_alive(plan.layout.pp, rank, plan.pipeline.stages_per_rank, m)

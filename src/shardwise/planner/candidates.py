@@ -1,4 +1,4 @@
-"""Which plans there are for a recipe: every legal combination of the settings that it leaves open. Nothing here is
+"""The plans that there are for a recipe: every legal combination of the settings that it leaves open. Nothing here is
 priced."""
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _spread(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
 
 @dataclass(frozen=True)
 class StagedDegrees:
-    """Those of a pipeline and of tensor parallelism, with a schedule. ``ends``: of each mode of recomputation, from the
-    fastest, a plan with the largest micro-batches, and the one that holds least."""
+    """The degrees of a pipeline and of tensor parallelism, with a schedule. ``ends``: for each mode of recomputation,
+    from the fastest, a plan with the largest micro-batches, and the one that holds least."""
 
     staged: Plan
     ends: tuple[tuple[Plan, Plan], ...]

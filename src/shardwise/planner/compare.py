@@ -36,7 +36,7 @@ SIMPLER = sorted(PIPELINES, key=lambda name: PIPELINES[name].alive is None)
 
 
 def fits(plan: Plan) -> bool:
-    """Whether the plan stays below the margin."""
+    """Say whether the plan's memory stays below the margin."""
     return plan.estimate.share <= MARGIN
 
 
@@ -52,7 +52,7 @@ def peak_share(plan: Plan) -> float:
 
 
 def seconds(plan: Plan) -> Seconds:
-    """Those of a plan that has some."""
+    """Return the seconds of a plan that has some."""
     assert plan.estimate.seconds is not None
     return plan.estimate.seconds
 
@@ -77,7 +77,7 @@ def name(plan: Plan) -> str:
 
 
 def kind(plan: Plan) -> str:
-    """Which of ``KINDS`` a plan is of."""
+    """Return which of ``KINDS`` a plan is of."""
     if plan.layout.pp > 1:
         return "pp x tp" if plan.layout.tp > 1 else "pp"
     if plan.layout.tp > 1 or plan.layout.cp > 1:
@@ -123,14 +123,14 @@ def _but_for_recomputation(plan: Plan) -> tuple[object, ...]:
 
 
 def simplest(plans: list[Plan]) -> Plan:
-    """Of plans with seconds, the simplest of those that are as fast as the fastest."""
+    """Return the simplest of those plans that are as fast as the fastest. All have seconds."""
     limit_s = (1 + TIE) * min(seconds(plan).step_s for plan in plans)
     return min((plan for plan in plans if seconds(plan).step_s <= limit_s), key=simplicity)
 
 
 def smallest_ones(plans: list[Plan]) -> list[Plan]:
-    """Of each split of the ranks and mode of recomputation the plan with the smallest micro-batch; and where gradients
-    leave as one micro-batch makes them, and those of several would stay, the plan with one."""
+    """Return for each split of the ranks and mode of recomputation the plan with the smallest micro-batch; and where
+    gradients leave as one micro-batch makes them, and those of several would stay, the plan with one."""
     found: dict[object, Plan] = {}
     for plan in plans:
         leaves = leave_early(plan) and (plan.batch.accumulation == 1 or plan.offload.sums == "host")
@@ -220,7 +220,7 @@ class Comparison:
         return made
 
     def timed(self, priced: Plan) -> Plan:
-        """The same with seconds."""
+        """Return the priced plan with seconds too, found once."""
         if priced not in self.times:
             if twin := _zero1_of(priced):
                 made = replace(priced, estimate=self.timed(self.priced(twin)).estimate)

@@ -1,5 +1,5 @@
-"""What a step does, as events in their order: tensors are made, moved and freed, operations run, messages are sent.
-Bytes, traffic and operations are sums over one and the same list (planner/spans.py)."""
+"""The events of a step in their order: tensors are made, moved and freed, operations run, messages are sent. Bytes,
+traffic and operations are sums over one and the same list (planner/spans.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Make(NamedTuple):
 
 
 class Free(NamedTuple):
-    """What stands under ``key`` is freed; ``category``, ``bytes`` and ``tier`` are those it was made with."""
+    """The end of what stands under ``key``; ``category``, ``bytes`` and ``tier`` are those that it was made with."""
 
     key: Key
     category: str
@@ -84,15 +84,15 @@ class Record(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What a stream is given from here on begins only after ``mark``, as it was recorded last."""
+    """A wait of a stream: what it is given from here on begins only after ``mark``, as it was recorded last."""
 
     stream: str
     mark: Hashable
 
 
 class Begin(NamedTuple):
-    """From here on the rank computes the forward or backward of one unit, of this micro-batch and pipeline stage, or
-    its gradients leave."""
+    """The beginning of a pass: from here on the rank computes the forward or backward of one unit, of this micro-batch
+    and pipeline stage, or its gradients leave."""
 
     direction: Direction
     unit: UnitName

@@ -1,5 +1,5 @@
-"""When gradients leave the device, where the optimizer is on the host, and when what it has updated returns; when
-inputs of blocks leave, which come back; and when weights come that wait there."""
+"""The moments when gradients leave the device, where the optimizer is on the host, and when what it has updated
+returns; when inputs of blocks leave, which come back; and when weights come that wait there."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Leaving:
 
 
 def _unit_of(key: Hashable) -> UnitName:
-    """Of the key of a gradient, ("grad", what): the block that it is in, or an end of the model, all as one."""
+    """Return the block that the gradient under a key ("grad", what) is in, or "stem" for both ends of the model."""
     assert isinstance(key, tuple)
     group = key[1].block if isinstance(key[1], ExpertsOf) else key[1]
     if isinstance(group, str) and group.startswith("layers."):
@@ -128,7 +128,7 @@ class Returning:
 
 
 class Inputs:
-    """Of the blocks among a stage's ``units``, the inputs that leave, as techniques/offload/activations.py does it."""
+    """The inputs that leave, of the blocks among a stage's ``units``, as techniques/offload/activations.py does it."""
 
     def __init__(self, tape: Tape, units: Sequence[Unit], plan: Plan, number: int) -> None:
         """``number``: the stage's."""
@@ -153,7 +153,7 @@ class Inputs:
                 _copy(self.tape, Copy("host", "disk", whole_pages(size), "disk"), ("written", *unit[:3]), behind="out")
 
     def ends(self, unit: TensorKey) -> None:
-        """It has left, and the forward is over."""
+        """Wait, as the forward of a unit ends, until its input has left, and free that."""
         if size := self.sizes.get(unit.unit):
             self.tape.wait("compute", ("left", *unit[:3]))
             self.tape.leaves(unit._replace(unit=unit.unit - 1, tensor=OUTPUT), size)
@@ -178,7 +178,7 @@ class Inputs:
             _copy(self.tape, Copy("host", "device", self.sizes[before], "home"), ("come", *at[:3]), behind=behind)
 
     def _takes_room(self, mark: tuple[Hashable, ...]) -> None:
-        """What passes through a room until ``mark``; the host launches nothing before one is free."""
+        """Take a room until ``mark`` for what passes through it; the host launches nothing before one is free."""
         if self.filed:
             if len(self.used) == ROOMS:
                 self.tape.wait("compute", self.used[0])
@@ -240,7 +240,7 @@ class Fetching:
 
 
 def in_flight(sheet: Sheet, plan: Plan) -> list[int]:
-    """Of each stage of a sheet's place, how many forwards wait for their backward at once, at most."""
+    """Return for each stage of a sheet's place how many forwards wait for their backward at once, at most."""
     if plan.layout.pp == 1 or plan.offload.activations == "none":
         return [1] * max(1, len(sheet.place.stages))
     order, found = pp.orders(plan, sheet.trained)[sheet.place.coordinate("pp")], list[int]()

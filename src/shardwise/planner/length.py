@@ -1,4 +1,4 @@
-"""What a whole run of a plan takes: steps, tokens, time, GPU-hours and dollars."""
+"""The length of a whole run of a plan: steps, tokens, time, GPU-hours and dollars."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def with_reference(length: Length, plan: Plan, spec: ModelSpec, passes: float) -
 def length_of(
     plan: Plan, cluster: Cluster, set_by: SetBy, steps: int | None = None, tokens: int = 0, price: float | None = None
 ) -> Length:
-    """What a run of so many ``steps`` takes; if None, of as many as read ``tokens``. ``price`` is in dollars a
-    GPU-hour."""
+    """Return the length of a run of so many ``steps``; if None, of as many as read ``tokens``. ``price`` is in dollars
+    a GPU-hour."""
     in_a_step = plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len
     steps = max(1, -(-tokens // in_a_step)) if steps is None else steps
     found = plan.estimate.seconds

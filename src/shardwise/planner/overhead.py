@@ -75,7 +75,7 @@ def standing_bytes(costed: Sheet, plan: Plan, cluster: Cluster) -> dict[str, int
 
 
 def fixed_bytes(plan: Plan, cluster: Cluster) -> dict[str, int]:
-    """Those of them that any model needs."""
+    """Return those of :func:`standing_bytes` that any model needs."""
     if cluster.kind != "cuda":
         return {}
     recent = cluster.device.capability is None or cluster.device.capability >= (9, 0)

@@ -1,4 +1,4 @@
-"""What a unit of the model makes, frees, computes and sends in each of its passes, as events.
+"""The passes of a unit of the model: what it makes, frees, computes and sends in each, as events.
 
 They are the same for every block of a kind, for every micro-batch and for every way to shard. The key (0, tensor) is a
 tensor of the unit itself and (-1, tensor) one of the unit before it; where weights add events of their own there stands
@@ -214,8 +214,8 @@ class Passes:
         return experts_among(unit, ops) if self.apart and unit.name == "block" else (-1, -1)
 
     def _end_of_graph(self, local: _Local) -> Iterator[Piece]:
-        """What no operation of backward frees is held by the unit's graph to its end: what a node saves that does not
-        run, and the tables, which the blocks have used for the last time."""
+        """Yield the frees of what no operation of backward frees, and the unit's graph holds to its end: what a node
+        saves that does not run, and the tables, which the blocks have used for the last time."""
         unit, first = local.unit, local.unit is self.stem
         held = unfreed(unit)
         yield from (local.free(tensor) for tensor in (held if self.recomputes and first else held & unit.saved))
@@ -235,7 +235,7 @@ def _same(passes: Passes) -> Passes:
 
 
 def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """What the loss of a micro-batch does forward and backward."""
+    """Return what the loss of a micro-batch does forward and backward."""
     left: dict[str, int] = {}  # the bytes of what forward leaves
 
     def make(name: str, size: int) -> Iterator[Piece]:
@@ -309,7 +309,7 @@ class _Local:
         return Free(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
 
     def runs(self, op: Op, takes: Duration, beside_ns: int = 0) -> Iterator[Piece]:
-        """What an operation makes, and what it computes, or sends while so long something else is computed."""
+        """Yield what an operation makes and computes, or sends while for ``beside_ns`` something else is computed."""
         for tensor in op.allocates:
             yield Make(self.keys.get(tensor) or (0, tensor), self.kinds[tensor], self.sizes[tensor])
         does = techniques.within(op, self.where)
@@ -347,7 +347,7 @@ def _tensor_bytes(unit: Unit, b: int, s: int) -> tuple[int, ...]:
 
 
 def meanwhile(ops: tuple[Op, ...], takes: Sequence[Duration], left_out: Set[int] = frozenset()) -> dict[int, int]:
-    """For how long the device computes, of each collective that is waited for later, until then."""
+    """Return, for each collective that is waited for later, how many nanoseconds the device computes until then."""
     return {i: sum(takes[k].device_ns for k in during if k not in left_out) for i, during in under_way(ops).items()}
 
 
@@ -372,9 +372,9 @@ def put_off(unit: Unit) -> frozenset[int]:
 
 @lru_cache(maxsize=2 * KEPT_UNITS)
 def experts_among(unit: Unit, ops: tuple[Op, ...]) -> tuple[int, int]:
-    """From after the last operation with another weight before those with weights of experts to before the next, but
-    for what runs while rows are on their way to experts: all that experts do is within. (-1, -1) where there are
-    none."""
+    """Return the range of operations with all that experts do: from after the last with another weight before those
+    with weights of experts, to before the next. What runs while rows are on their way to experts does not bound it.
+    (-1, -1) where there are none."""
     named = {tensor: name for name, tensor in unit.weight_gradients}
     weights = [[op.weight] * bool(op.weight) + [named[t] for t in op.allocates if t in named] for op in ops]
     own = [i for i, names in enumerate(weights) if any(map(is_expert, names))]
@@ -393,6 +393,6 @@ def _calls(place: int, at: dict[int, WeightsCall]) -> Iterator[WeightsCall]:
 
 
 def _held(unit: Unit, later: frozenset[int]) -> set[int]:
-    """What must live from the first half of a backward to the second."""
+    """Return what must live from the first half of a backward to the second."""
     read = {tensor for i in later for tensor in unit.backward[i].reads}
     return read | {tensor for i in later for tensor in unit.backward[i].allocates}

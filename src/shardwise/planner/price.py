@@ -1,4 +1,4 @@
-"""From a plan to its estimate: the fullest rank's memory by category, what travels, and the arithmetic of a step."""
+"""The estimate of a plan: the fullest rank's memory by category, what travels, and the arithmetic of a step."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _passes() -> dict[object, Span]:
 
 
 def most_rows(spec: ModelSpec, plan: Plan) -> float:
-    """How many times its even share of the rows memory is reserved for: no more than the capacity of its experts."""
+    """Return for how many even shares of the rows a rank's memory is reserved: no more than its experts' capacity."""
     if spec.experts.expert_capacity is None:
         return plan.expert_imbalance
     even = plan.batch.seq_len * spec.experts.experts_per_token / spec.experts.num_experts
@@ -90,7 +90,7 @@ def most_rows(spec: ModelSpec, plan: Plan) -> float:
 
 
 def _flops_of_stages(spec: ModelSpec, plan: Plan, cluster: Cluster, rates: Rates) -> int:
-    """Of all ranks of a pipeline, whatever the schedule: those of the model without it."""
+    """Return the operations of all ranks of a pipeline, whatever the schedule: those of the model without it."""
     whole = unstaged(plan)
     sheet = techniques.cost(sheet_of(spec, whole), whole)
     passes, total = Passes.of(sheet, whole, cluster.kind, rates), 0
@@ -125,7 +125,7 @@ def at_places(spec: ModelSpec, plan: Plan) -> Iterator[Sheet]:
 
 
 def traffic(span: Span, plan: Plan) -> tuple[Traffic, ...]:
-    """What one rank sends in a step, by axis and kind: payload bytes of all calls together."""
+    """Return what one rank sends in a step, by axis and kind: payload bytes of all calls together."""
     total: Counter[tuple[str, str, str]] = Counter()
     count: Counter[tuple[str, str, str]] = Counter()
     for send, calls in span.sent.items():

@@ -1,4 +1,4 @@
-"""What would make a plan fit: each single change of the recipe or of the machines, planned again."""
+"""The single changes of a recipe or of machines that would make a plan fit, or a better one, each planned again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) ->
 
 
 def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
-    """Of each list, the first that fits is shown."""
+    """Yield lists of changes of the recipe; of each list, the first that fits is shown."""
     optim, adapted, title = recipe.optim, recipe.lora.rank is not None, recipe.optim.spec.title
     if pins := recipe.parallel.model_dump(include=SPLIT, exclude_defaults=True):
         free: dict[str, object] = {f"parallel.{key}": vars(Parallel())[key] for key in pins}
@@ -153,10 +153,10 @@ def _no_worse(here: Device, each: int) -> list[Device]:
 def alternatives(
     recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan, others: Sequence[Plan]
 ) -> Iterator[Remedy]:
-    """What single changes would make of a recipe's plan, of the machines and of the recipe: the split of a much faster
-    one of ``others`` that is tight, other GPUs, more of them, faster links, half the sequence, adapters, and what is
-    stored in fewer bits. Those that are not allowed, do not fit, or are slower, are left out; what is hardly faster
-    takes less memory. Each is told as soon as it is found. Of stages as :func:`remedies`."""
+    """Yield what single changes of the machines and of the recipe would make of a recipe's plan: the split of a much
+    faster one of ``others`` that is tight, other GPUs, more of them, faster links, half the sequence, adapters, and
+    what is stored in fewer bits. Those that are not allowed, do not fit, or are slower, are left out; what is hardly
+    faster takes less memory. Each is told as soon as it is found. Of stages as :func:`remedies`."""
 
     def quick(plan: Plan) -> bool:
         tight = not fits(plan) and peak_share(plan) <= TIGHT

@@ -1,4 +1,4 @@
-"""Where gradients are at each moment of a step where every rank holds all weights: on their way in buckets."""
+"""The gradients at each moment of a step where every rank holds all weights: on their way in buckets."""
 
 from __future__ import annotations
 

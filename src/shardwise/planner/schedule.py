@@ -133,7 +133,7 @@ def _remembering(tape: Folding, known: Known) -> Callable[..., None]:
 
 
 def _hand_over(tape: Tape, steps: Mapping[int, Step], action: Action, size: int) -> None:
-    """What the neighbouring stage has left on this rank becomes what this one takes."""
+    """Turn what the neighbouring stage has left on this rank into what this one takes."""
     forward = action.kind == "F"
     before = steps.get(action.stage - 1 if forward else action.stage + 1)
     if before is None:
@@ -149,7 +149,7 @@ def _hand_over(tape: Tape, steps: Mapping[int, Step], action: Action, size: int)
 
 
 def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
-    """What is there before the first forward pass and stays."""
+    """Make what is there before the first forward pass and stays."""
     state, moved = (optim.state_bytes(each, plan) for each in (sheet, elsewhere(sheet)))
     for tier, held in offload.tiers(sheet, plan, moved["moments"], in_flight(sheet, plan)).items():
         for category, size in held.items():
@@ -162,7 +162,7 @@ def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
 
 
 def _end(tape: Tape, sheet: Sheet, plan: Plan) -> None:
-    """What is sent once, after the last backward pass, and what the host has updated that comes at once."""
+    """Send what is sent once, after the last backward pass, and copy what the host has updated that comes at once."""
     for sent in sheet.step:
         tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
     if size := returned_late(sheet, plan):
@@ -374,7 +374,7 @@ def _repeated(found: dict[Hashable, Span], second: range, times: int) -> Span:
 
 
 def _period(sheet: Sheet, plan: Plan) -> tuple[int, int]:
-    """From which block on the blocks repeat, and after how many: by their kinds, and by the buckets that they fill."""
+    """Return the block from which on blocks repeat, and after how many: by their kinds, and by their buckets."""
     order = sheet.order
     for period in range(1, len(order) // (PERIODS + 1) + 1):
         start = len(order) - period

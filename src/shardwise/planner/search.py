@@ -1,4 +1,4 @@
-"""From a recipe to a plan. What the recipe pins stays; the rest is searched, each value with its reason.
+"""The search for a recipe's plan. What the recipe pins stays; the rest is searched, each value with its reason.
 
 Of all legal plans the one is chosen that takes the fewest seconds a step among those that fit, and of those that are
 within 2 % of it the simplest: no pipeline before one, no tensor parallelism before some, ddp before zero1, zero2 and
@@ -48,7 +48,7 @@ def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection: a search keeps almost all of the many small objects that it makes, which a sixth of
+    """Suspend garbage collection: a search keeps almost all of the many small objects that it makes, which a sixth of
     its time would go to looking through."""
     enabled = gc.isenabled()
     gc.disable()
@@ -111,15 +111,16 @@ class Search:
         return sorted(found, key=simplicity)
 
     def _lean_pipelines(self, tp: bool) -> list[Plan]:
-        """Of each degrees of a pipeline, with tensor parallelism or without, the plan under the simplest schedule that
-        holds least."""
+        """Return for each pipeline's degrees, with tensor parallelism or without, the plan that holds least, under the
+        simplest schedule."""
         alike = [degrees for degrees in self.pipelines if (degrees.staged.layout.tp > 1) is tp]
         simplest = min((degrees.staged.pipeline.schedule for degrees in alike), key=SIMPLER.index, default=None)
         return [each.ends[-1][1] for each in alike if each.staged.pipeline.schedule == simplest]
 
     def _able(self, degrees: StagedDegrees, share: float) -> Plan | None:
-        """Of a pipeline's degrees, the fastest plan that would be, with the least recomputation that memory allows;
-        where the optimizer may be on the host, less of that may be faster than less recomputation."""
+        """Return the plan of a pipeline's degrees that would be the fastest, with the least recomputation that memory
+        allows, if any fits; where the optimizer may be on the host, less of that may be faster than less
+        recomputation."""
         able = (fast for fast, lean in degrees.ends if self.known.bounds.stand(lean, share))
         if self.recipe.offload.optimizer == "auto":
             return min(able, key=self.known.bounds.degrees_s, default=None)
@@ -145,7 +146,7 @@ class Search:
 
     @cached_property
     def best(self) -> Plan:
-        """The same without why, which others have to be looked at for."""
+        """The best plan, still without its reasons, for which others have to be looked at."""
         with uncollected():
             fitting = self.fitting
             if not fitting and (refused := self._candidates[1]):
@@ -155,8 +156,8 @@ class Search:
 
     @cached_property
     def fitting(self) -> list[Plan]:
-        """What may be taken: the fastest without a pipeline, and pipelines that are faster by more than runs differ;
-        below the margin of memory, or if there is nothing, of what is tight."""
+        """The plans that may be taken: the fastest without a pipeline, and pipelines that are faster by more than runs
+        differ; below the margin of memory, or if there are none, of those that are tight."""
         for share in (MARGIN, TIGHT):
             found = self.known.fastest(self.all, share)
             best = min(found, key=lambda plan: seconds(plan).step_s, default=None)
@@ -181,7 +182,7 @@ class Search:
         return sorted(found, key=in_order)
 
     def could_fit(self, share: float) -> bool:
-        """Whether ``share`` of the memory is enough for the smallest plan."""
+        """Say whether ``share`` of the memory is enough for the smallest plan."""
         small = [plan for plan in smallest_ones(self.all) if self.known.bounds.stand(plan, share)]
         alone = any(peak_share(self.known.priced(plan)) <= share for plan in small)
         return alone or any(self._able(degrees, share) for degrees in self.pipelines)

@@ -1,4 +1,4 @@
-"""Where sheets come from: the units that a plan makes of a model, each bound to the model's and the plan's numbers.
+"""The source of sheets: the units that a plan makes of a model, each bound to the model's and the plan's numbers.
 
 Units are traced after the plan's techniques were applied to them (planner/trace.py), one for each variant
 (techniques/variant.py). Those that ordinary plans need ship with the package; another is traced when it is first asked
@@ -69,8 +69,8 @@ Units = Callable[[Iterable[Variant]], Mapping[Variant, Unit]]
 
 
 def sheet_of(spec: ModelSpec, plan: Plan, place: Place | None = None, units: Units | None = None) -> Sheet:
-    """What the techniques that act inside units make of a model at a place (by default the first), with numbers for
-    all symbols but ``b`` and ``s``. ``units``: where they come from, by default :func:`units_of`."""
+    """Return what the techniques that act inside units make of a model at a place (by default the first), with numbers
+    for all symbols but ``b`` and ``s``. ``units``: where they come from, by default :func:`units_of`."""
     where = place or place_of(0, plan.layout, plan.stages(spec.num_hidden_layers))
     inside = acting = techniques.inside(plan)
     if even(acting):
@@ -243,7 +243,7 @@ def traced_anew(variants: list[Variant], kept_in: Path) -> list[Any]:
 
 
 def name_of(variant: Variant) -> str:
-    """What tells a variant from all others: JSON, and behind it the settings that only a subclass of Plan has."""
+    """Return a name that no other variant has: JSON, and behind it the settings that only a subclass of Plan has."""
     common = {each.name for each in fields(Plan)}
     own = sorted({each.name for each in fields(variant.plan)} - common)
     more = "".join(f" {key}={vars(variant.plan)[key]!r}" for key in own)

@@ -67,7 +67,7 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
 def _mixtures(
     spec: ModelSpec, types: Precision, sharded: bool, lora: Lora | None
 ) -> Iterator[tuple[ModelSpec, Plan, int | str]]:
-    """Of mixtures of experts: each rank with all of them, some, or one."""
+    """Yield the units of a mixture of experts: each rank with all experts, some, or one."""
     order = layer_kinds(spec)[1]
     kinds = {(order[n], spec.has_experts(n)): n for n in range(spec.num_hidden_layers - 1, 0, -1)}
     units: list[int | str] = ["stem", "tail", 0, *kinds.values()]

@@ -52,7 +52,7 @@ class Shipped:
 
 
 def written(units: Mapping[str, list[Any]]) -> bytes:
-    """Such a file, of packed units by key."""
+    """Return the contents of such a file, of packed units by key."""
     count: Counter[str] = Counter()
     for _, weights, tensors, forward, _, backward, *_ in units.values():
         count.update(map(_text, (*weights, *tensors, *map(_shared, forward), *map(_shared, backward))))

@@ -1,4 +1,4 @@
-"""What a stretch of events comes to, as a few numbers: a span.
+"""A span: what a stretch of events comes to, as a few numbers.
 
 Of bytes alive on a tier, which rise and fall, it keeps what is left of them at its end and how high they stood above
 its beginning; of operations, messages and copies, their sums. Two spans one after the other make a span, and so does
@@ -27,14 +27,14 @@ class Level:
     top: dict[str, int] = field(default_factory=dict)
 
     def moves(self, category: str, size: int) -> None:
-        """So many bytes more of a category; fewer, where it is negative."""
+        """Add so many bytes of a category; fewer, where ``size`` is negative."""
         self.change[category] = self.change.get(category, 0) + size
         self.net_bytes += size
         if self.net_bytes > self.top_bytes:
             self.top_bytes, self.top = self.net_bytes, self.change.copy()
 
     def follows(self, other: Level) -> None:
-        """All of another level more."""
+        """Add all of another level, which follows this one."""
         if self.net_bytes + other.top_bytes > self.top_bytes:
             self.top_bytes = self.net_bytes + other.top_bytes
             self.top = _sum(self.change, other.top)
@@ -88,7 +88,7 @@ class Span(Level):
             self.copied[event] = self.copied.get(event, 0) + 1
 
     def goes_on(self, other: Span) -> None:
-        """All of another span more."""
+        """Add all of another span, which follows this one."""
         self.follows(other)
         self.flops += other.flops
         if other.busy_ns:
@@ -139,7 +139,7 @@ def joined(spans: Iterable[Span]) -> Span:
 
 
 def same(one: Span, other: Span) -> bool:
-    """Whether two spans come to the same; a category of which there is nothing need not be named."""
+    """Say whether two spans come to the same; a category of which there is nothing need not be named."""
     return _figures(one) == _figures(other)
 
 

@@ -75,11 +75,11 @@ class Tape:
             raise KeyError(f"{left[0]} is still alive after the last pass")
 
     def change(self, key: Key, category: str, size: int, tier: Tier) -> None:
-        """So many bytes are made; freed, where it is negative."""
+        """Make so many bytes; free them, where ``size`` is negative."""
         self.add(Make(key, category, size, tier) if size > 0 else Free(key, category, -size, tier))
 
     def pieces(self, which: Pass, passes: Passes, unit: Unit) -> Iterable[Piece]:
-        """What is played of this pass of a unit."""
+        """Return what is played of this pass of a unit."""
         return which(passes, unit)
 
     def play(self, piece: Event | Span, at: TensorKey) -> None:
@@ -162,7 +162,7 @@ class Folding(Tape):
         """Nothing, likewise."""
 
     def spanned(self, run: Callable[[], None]) -> Span:
-        """What a run adds, apart from all else."""
+        """Call ``run``, and return what it adds, apart from all else."""
         before, self.span = self.span, Span()
         run()
         added, self.span = self.span, before

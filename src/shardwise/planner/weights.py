@@ -1,4 +1,4 @@
-"""Where the weights and their gradients are at each moment of a step: whole on every rank, or gathered when needed.
+"""The weights and their gradients at each moment of a step: whole on every rank, or gathered when needed.
 
 :class:`Sharded` follows FSDP2: a group is gathered into one buffer and copied out of it; in forward the buffer lives
 until the next group is copied out, in backward the next group is gathered while one computes; after a group's backward
@@ -25,7 +25,7 @@ HEAD = "gradient of the tied output layer"
 
 
 class Weights:
-    """What planner/schedule.py calls, and when: a backward of a micro-batch begins and ends, the forward and backward
+    """The calls that planner/schedule.py makes: a backward of a micro-batch begins and ends, the forward and backward
     of each of its units do, a gradient is ready. What a strategy does not override does nothing."""
 
     def __init__(self, tape: Tape, sheet: Sheet, plan: Plan) -> None:
@@ -36,7 +36,7 @@ class Weights:
         self.leaving = Leaving(tape, sheet, plan)
 
     def before_waiting(self, names: Iterable[Hashable]) -> None:
-        """What stays whole for a step is gathered before its first forward, where that comes from another rank."""
+        """Gather what stays whole for a step before its first forward, where that comes from another rank."""
         for name in names if self.plan.sharded and self.plan.shard.strategy != "zero3" else ():
             self.before_forward(name)
             self.experts(ExpertsRun("forward", begins=True), name)
@@ -57,7 +57,7 @@ class Weights:
     def experts(self, run: ExpertsRun, name: Hashable) -> None: ...
 
     def kept(self) -> Hashable:
-        """Where everything is, for :meth:`restore`. It decides what a pass does: sizes too, of what is scattered."""
+        """Return where all is, for :meth:`restore`. It decides what a pass does: sizes too, of what is scattered."""
         return frozenset(self.tape.alive.items())
 
     def restore(self, kept: Any) -> None:
@@ -98,7 +98,7 @@ class Unreduced:
             self.made[weight.name] = count
 
     def keep(self) -> None:
-        """What is not reduced yet waits in the dtype that it is reduced in."""
+        """Keep what is not reduced yet in the dtype that it is reduced in."""
         if self.plan.precision.reduce == self.plan.precision.compute:
             return
         made, self.made = self.made, {}
@@ -204,7 +204,7 @@ class Sharded(Weights):
                 self._gather(one)
 
     def experts(self, run: ExpertsRun, name: Hashable) -> None:
-        """Where these are units: their weights come and go with their forward and their backward."""
+        """Gather or free experts that are units: their weights come and go with their forward and their backward."""
         for experts in _experts_of(self.groups, name):
             if run.which == "forward":
                 (self.before_forward if run.begins else self.after_forward)(experts)
@@ -302,7 +302,7 @@ class Sharded(Weights):
 
 
 def _experts_of(groups: Container[Hashable], group: Hashable) -> list[ExpertsOf]:
-    """What is gathered with a block, before it is needed: its experts, where these are units."""
+    """Return what is gathered with a block, before it is needed: its experts, where these are units."""
     experts = ExpertsOf(group) if isinstance(group, int) else None
     return [experts] if experts in groups and experts else []
 

@@ -27,8 +27,8 @@ def memory_limits() -> list[tuple[int, int]]:
 
 
 def oom_kills() -> int | None:
-    """How many processes of this process's own group the kernel has killed for memory; where no group says so, of the
-    whole machine. None where that is unknown."""
+    """Return how many processes of this process's own group the kernel has killed for memory; where no group says so,
+    of the whole machine. None where that is unknown."""
     files = [directory / _FILES[version][3] for version, directory in _directories()]
     counts = (_numbers(file).get("oom_kill") for file in (*files, _ROOT / "proc/vmstat"))
     return next((count for count in counts if count is not None), None)

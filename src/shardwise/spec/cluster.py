@@ -172,7 +172,7 @@ def _unreadable(what: str, fix: str = f"write {_SYNTAX}") -> ConfigError:
 
 
 def _whole_nodes(device: Device, count: int, network: str) -> str:
-    """How many full nodes ``count`` devices are. Raises ConfigError (CLU001) where one would not be full."""
+    """Return in words how many full nodes ``count`` devices are. Raises ConfigError (CLU001) unless each is full."""
     each = device.per_node
     if count % each == 0:
         return str(count // each)
@@ -183,7 +183,7 @@ def _whole_nodes(device: Device, count: int, network: str) -> str:
 
 
 def _network(text: str, network: str, device: Device, count: int) -> tuple[float, str] | None:
-    """What is written behind the plus: bytes per second of a node, and what else was assumed to read it."""
+    """Read what is written behind the plus: bytes per second of a node, and what else was assumed to read it."""
     if not network:
         return None
     card, word = _CARDS.fullmatch(network), network.lower()
@@ -218,7 +218,8 @@ def _gbit(bytes_per_s: float) -> str:
 
 
 def _link_bytes_per_s(device: Device) -> float:
-    """What one device sends to a neighbour: without NVLink, what a ring over PCIe was measured to move."""
+    """Return the bytes a second that one device sends to a neighbour: without NVLink, what a ring over PCIe was
+    measured to move, or else what its link to the host does."""
     return device.peer_bytes_per_s or device.ring_bytes_per_s or device.host_link_bytes_per_s
 
 
@@ -338,6 +339,6 @@ def _local_gpus() -> list[Device]:
 
 
 def joins_products(device: str) -> bool:
-    """Whether bf16 and fp16 products can be added to an fp32 tensor directly (``out_dtype``, which torch has for CUDA
-    only), without rounding to bf16 or fp16 first."""
+    """Say whether bf16 and fp16 products can be added to an fp32 tensor directly (``out_dtype``, which torch has for
+    CUDA only), without rounding to bf16 or fp16 first."""
     return device == "cuda"

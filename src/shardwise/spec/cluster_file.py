@@ -31,7 +31,8 @@ LISTED = 5
 
 
 def machines(text: str) -> Cluster:
-    """What ``--cluster`` asks for: the cluster in a file, where ``text`` names one, else :func:`parse_cluster`."""
+    """Return the cluster that ``--cluster`` asks for: that in a file, where ``text`` names one, else
+    :func:`parse_cluster`'s."""
     is_file = text.endswith((".yaml", ".yml")) or os.path.isfile(text)
     return load_cluster(Path(text)) if is_file else parse_cluster(text)
 
@@ -88,7 +89,7 @@ def _impossible(document: Document, value: Any, path: KeyPath) -> Iterator[tuple
 
 
 def _differences(document: Document, written: Any, known: Any, path: KeyPath) -> Iterator[tuple[str, str]]:
-    """What is written and means nothing, and what is missing."""
+    """Yield what is written and means nothing, and what is missing, each with its place."""
     if isinstance(written, list) and isinstance(known, list):
         for index, (item, other) in enumerate(zip(written, known, strict=True)):
             yield from _differences(document, item, other, (*path, index))

@@ -40,7 +40,7 @@ def show_value(value: Any) -> str:
 
 
 def as_typed(problem: Problem) -> Problem:
-    """With a fix that is typed as the mistake was: ``key=value`` for the command line, ``key: value`` for a file."""
+    """Type the fix of a problem as the mistake was: ``key=value`` for the command line, ``key: value`` for a file."""
     if not problem.where.endswith(COMMAND_LINE):
         return problem
     fix = re.sub(r"`([a-z_.]+): ([^`]+)`", lambda found: f"`{found[1]}={shlex.quote(found[2])}`", problem.fix)
@@ -213,7 +213,7 @@ def _check_added(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Proble
 
 
 def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Problem]:
-    """How often it saves and validates, and what depends on the validation loss."""
+    """Yield what is wrong with how often it saves and validates, and with what depends on the validation loss."""
     save, evaluate, data = recipe.checkpoint, recipe.evaluate, recipe.data
     for steps, every, key, per_epoch in (
         ("checkpoint.save_steps", save.save_steps, "checkpoint.saves_per_epoch", save.saves_per_epoch),
@@ -249,7 +249,7 @@ def _check_method(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Probl
 
 
 def _check_streaming(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
-    """What cannot be combined with text of unknown length."""
+    """Return what cannot be combined with text of unknown length, and what that needs."""
     given = {
         "train.num_epochs": recipe.train.num_epochs,
         "checkpoint.saves_per_epoch": recipe.checkpoint.saves_per_epoch,

@@ -129,7 +129,7 @@ class _Composer:
                 self.document.data = self._value(event, ())
 
     def _value(self, event: Any, path: KeyPath) -> Any:
-        """What begins with ``event``, at ``path``."""
+        """Return the value that begins with ``event``, at ``path``."""
         name, line, before = self.document.name, _line(event), self.nodes
         aliased = isinstance(event, events.AliasEvent)
         if aliased and event.anchor not in self.anchors:

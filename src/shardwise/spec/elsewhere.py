@@ -34,7 +34,7 @@ def word(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What to do with the keys of a row. ``of``: whose they are."""
+    """An answer to the keys of a row: what to do with them. ``of``: whose they are."""
 
     of: str
     keys: str
@@ -44,7 +44,7 @@ class Answer:
     accepts: Mapping[str, str] = field(default_factory=dict)
 
     def meaning(self, value: Any) -> str | None:
-        """What ``value`` means, as ``accepts`` says it; None where something else must be written."""
+        """Return what ``value`` means, as ``accepts`` says it; None where something else must be written."""
         if self.kind == "automatic":
             return f"={self.say}"
         if word(value).lower() in self.accepts:
@@ -55,7 +55,7 @@ class Answer:
 
     @property
     def fix(self) -> str:
-        """What to write, and what there is to know."""
+        """The text that says what to write, and what there is to know."""
         if self.kind == "missing":
             return f"leave it out: {self.say}"
         return ", ".join(filter(None, (f"`{self.write}`" if self.write else "", self.say)))
@@ -81,6 +81,6 @@ def find(dotted: str) -> Answer | None:
 
 
 def answered_whole(name: str) -> bool:
-    """Whether there is one answer for a whole section of another system (``fsdp_config``), and none for keys in it
+    """Say whether there is one answer for a whole section of another system (``fsdp_config``), and none for keys in it
     (torchtune's ``dataset``; LLaMA-Factory's is a name)."""
     return name in _by_key() and not any(key.startswith(f"{name}.") for key in _by_key())

@@ -64,7 +64,7 @@ def memory_lines(estimate: Estimate) -> list[str]:
 
 
 def wear(estimate: Estimate) -> str:
-    """What a step writes to a node's disks, and for how long a drive may be written so; or what it reads alone."""
+    """Say what a step writes to a node's disks, and how many steps a small drive lasts; or what it only reads there."""
     if not estimate.written_bytes:
         return f"{show_bytes(estimate.disk_bytes)} of weights are on the disks of a node, and steps do not write there"
     steps = int(DRIVE_TBW * 1e12 / estimate.written_bytes)
@@ -73,7 +73,7 @@ def wear(estimate: Estimate) -> str:
 
 
 def traffic_lines(estimate: Estimate) -> list[str]:
-    """What one rank sends in one step: payload, by axis and link."""
+    """Return a table of what one rank sends in one step: payload, by axis and link."""
     rows = []
     for t in estimate.traffic:
         calls = f"in {t.count:,} call{'' if t.count == 1 else 's'}"
@@ -91,7 +91,7 @@ def verdict(estimate: Estimate) -> str:
 
 
 def _on_host(estimate: Estimate) -> str:
-    """What a node's ranks hold on their host and its disks, if anything."""
+    """Say what a node's ranks hold on their host and its disks, if anything."""
     if not estimate.host_bytes:  # of a CPU, whose device is the host
         return f"; {_on_disk(estimate)}" if estimate.disk_bytes else ""
     held, capacity = show_bytes(estimate.host_bytes), show_bytes(estimate.host_capacity_bytes)
@@ -121,7 +121,8 @@ def sentence(plan: Plan) -> str:
 
 
 def fit(estimate: Estimate) -> tuple[str, float]:
-    """Whether it fits, and the share of the device's memory (0 where that is unknown)."""
+    """Say whether it fits, is tight or does not fit, with the share of the device's memory (0 where that is
+    unknown)."""
     if not estimate.capacity_bytes:
         return "fits", 0.0
     word = "fits" if estimate.share <= MARGIN else "tight" if estimate.share <= 1 else "does not fit"

@@ -36,7 +36,7 @@ def regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def kind_of(mode: int) -> str:
-    """What ``stat`` calls anything but a regular file, in words."""
+    """Name the kind of a file that is no regular one, by its ``mode`` in ``stat``."""
     words = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a directory", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
     return words.get(stat.S_IFMT(mode), "something else")
 
@@ -62,8 +62,8 @@ def inside(directory: Path, name: str, where: Path, *also: Path) -> Path:
 
 
 def read_regular(path: str | Path, most_bytes: int = TABLE_BYTES) -> bytes:
-    """All of a regular file. Raises OSError (EOVERFLOW) for one larger than ``most_bytes``, of which nothing is read: a
-    sparse file of a terabyte takes no room on a disk."""
+    """Read all of a regular file. Raises OSError (EOVERFLOW) for one larger than ``most_bytes``, of which nothing is
+    read: a sparse file of a terabyte takes no room on a disk."""
     with open_regular(path) as file:
         _check_size(file, path, most_bytes)
         return file.read()

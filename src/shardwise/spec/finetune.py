@@ -1,6 +1,5 @@
-"""What fine-tuning does where the recipe leaves it open. Pretraining's defaults would read a few records hundreds of
-times, at a rate at which a trained model forgets.
-"""
+"""The defaults of fine-tuning, where the recipe leaves a setting open. Pretraining's would read a few records hundreds
+of times, at a rate at which a trained model forgets."""
 
 from __future__ import annotations
 
@@ -91,5 +90,5 @@ def _adapters(recipe: Recipe) -> bool:
 
 
 def _trained(recipe: Recipe) -> bool:
-    """Whether it starts from trained weights; others learn at the rate of pretraining."""
+    """Say whether a recipe starts from trained weights; others learn at the rate of pretraining."""
     return recipe.model.config is None and recipe.model.init != "random"

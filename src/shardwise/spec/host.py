@@ -1,4 +1,4 @@
-"""What this machine has: cores, free memory, GPUs. Read from the kernel, without torch."""
+"""The cores, free memory and GPUs of this machine, read from the kernel, without torch."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def _memory() -> Any:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU has instructions for products in bf16, as it reports itself (x86: avx512_bf16, amx_bf16; Arm:
-    bf16). Some are slower with them than in fp32."""
+    """Say whether this CPU has instructions for products in bf16, as it reports itself (x86: avx512_bf16, amx_bf16;
+    Arm: bf16). Some are slower with them than in fp32."""
     return _CPUINFO.exists() and bool(re.search(r"\b(avx512_|amx_)?bf16\b", _CPUINFO.read_text()))

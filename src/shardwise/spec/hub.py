@@ -33,7 +33,7 @@ def fetch(source: str, revision: str | None, patterns: Sequence[str], where: str
 
 
 def _reachable(url: str) -> bool:
-    """Whether the name of ``url``'s host can be resolved, or a proxy may resolve it. Without a network, this avoids
+    """Say whether the name of ``url``'s host can be resolved, or a proxy may resolve it. Without a network, this avoids
     half a minute of retries."""
     host = urlsplit(url).hostname
     if getproxies() or host is None:

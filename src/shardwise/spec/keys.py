@@ -156,7 +156,7 @@ def keys_of(root: Schema) -> Keys:
 
 
 def describe(schema: Schema, root: Schema) -> str:
-    """What a value must be, in words: ``a whole number ≥ 1, or null``."""
+    """Say in words what a value must be: ``a whole number ≥ 1, or null``."""
     schema = resolve_reference(schema, root)
     if "anyOf" in schema:
         words = [describe(option, root) for option in schema["anyOf"]]

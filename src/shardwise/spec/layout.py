@@ -1,4 +1,4 @@
-"""How the ranks are arranged: a degree for each axis of the mesh, and who forms a group with whom."""
+"""The arrangement of the ranks: a degree for each axis of the mesh, and who forms a group with whom."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Layout:
         return tuple((axis, self.degree(axis)) for axis in _large(self, "world"))
 
     def coordinate(self, rank: int, axis: Axis) -> int:
-        """Where ``rank`` stands on ``axis``."""
+        """Return where ``rank`` stands on ``axis``."""
         return rank // _stride(self, axis) % self.degree(axis)
 
     def rank(self, where: Mapping[Axis, int]) -> int:
@@ -95,7 +95,7 @@ class Layout:
         return sum(index * _stride(self, axis) for axis, index in where.items())
 
     def size(self, group: str) -> int:
-        """How many ranks a group has."""
+        """Return how many ranks a group has."""
         known: dict[str, int] = vars(self).setdefault("_sizes", {})  # of no field: a search asks millions of times
         if group not in known:
             name, _, part = group.partition("/")
@@ -119,12 +119,12 @@ class Layout:
         return list(found.values())
 
     def counts(self, rank: int) -> bool:
-        """Whether a sum over the world takes tokens and losses from ``rank``: one of the ranks that compute the same
-        loss, in the last stage."""
+        """Say whether a sum over the world takes tokens and losses from ``rank``: one of the ranks that compute the
+        same loss, in the last stage."""
         return self.coordinate(rank, "pp") == last_stage_rank(self) and self.coordinate(rank, "tp") == 0
 
     def reach(self, group: str) -> int:
-        """How many neighbours in rank number a group extends over."""
+        """Return over how many neighbours in rank number a group extends."""
         known: dict[str, int] = vars(self).setdefault("_reaches", {})
         if group not in known:
             name, _, part = group.partition("/")
@@ -133,7 +133,7 @@ class Layout:
         return known[group]
 
     def groups_per_node(self, group: str) -> int:
-        """How many groups of this name have a rank on the same node."""
+        """Return how many groups of this name have a rank on the same node."""
         stride = _stride(self, GROUPS[group.partition("/")[0]][-1])
         return min(self.ranks_per_node, stride) * max(1, self.ranks_per_node // self.reach(group))
 
@@ -157,24 +157,25 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def least_dp_shard(layout: Layout) -> int:
-    """What ``dp_shard`` is under ddp, which shards nothing: as many ranks as ``ep`` needs beyond those of cp and tp."""
+    """Return the ``dp_shard`` of ddp, which shards nothing: as many ranks as ``ep`` needs beyond those of cp and tp."""
     return layout.ep // gcd(layout.ep, layout.cp * layout.tp)
 
 
 def stage_rank(layout: Layout, stage: int) -> int:
-    """Which rank of its pipeline has the stage of this number: they go round the ranks, or down and back up."""
+    """Return the rank of a pipeline that has this stage: stages go round the ranks, or down and back up."""
     if not layout.v_shaped:
         return stage % layout.pp
     return stage if stage < layout.pp else 2 * layout.pp - 1 - stage
 
 
 def last_stage_rank(layout: Layout) -> int:
-    """Which rank of a pipeline has the output layer and the loss."""
+    """Return the rank of a pipeline that has the output layer and the loss."""
     return 0 if layout.v_shaped else layout.pp - 1
 
 
 def ends_of(layout: Layout) -> list[list[int]]:
-    """Of every pipeline the first rank and the last, which have the embedding and the output layer."""
+    """Return the first and the last rank of every pipeline, which have the embedding and the output layer, unless the
+    stages go down the ranks and back up."""
     return [[line[0], line[-1]] for line in layout.members("pp")]
 
 
@@ -200,7 +201,7 @@ def _expert_fsdp(layout: Layout) -> int:
 
 
 def _stride(layout: Layout, axis: Axis) -> int:
-    """How far neighbours on ``axis`` are apart in rank number."""
+    """Return how far neighbours on ``axis`` are apart in rank number."""
     mesh = next(mesh for mesh in (MESH, SEQUENCE_MESH, EXPERT_MESH) if axis in mesh)
     return prod(layout.degree(inner) for inner in mesh[mesh.index(axis) + 1 :])
 

@@ -40,7 +40,7 @@ class Loaded:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """What is printed before the plan: of many renamed keys only how many there are."""
+        """The lines that are printed before the plan: of many renamed keys only how many there are."""
         if len(self.renamed) <= LISTED:
             return (*self.notices, *self.renamed)
         ignored = sum("` is ignored: " in line for line in self.renamed)
@@ -65,8 +65,8 @@ class _Reading:
         return any(option.get("type") == kind for option in schema.get("anyOf", [schema]))
 
     def takes_mapping(self, dotted: str) -> bool:
-        """Whether a mapping is the value of this key, and no section: of one of ours, or of a key of another system
-        that is answered as a whole."""
+        """Say whether a mapping is the value of this key, and no section: of a key of ours that takes one, or of a key
+        of another system that is answered as a whole."""
         key = self.keys.canonical(dotted)
         return elsewhere.answered_whole(dotted) if key is None else self.takes(key, "object")
 
@@ -203,7 +203,7 @@ def _keep(reading: _Reading, key: str, value: Any, where: str, *, replace: bool)
 
 
 def _hold(reading: _Reading) -> None:
-    """Whether what other systems' keys say beside ours is so."""
+    """Check that what other systems' keys say beside ours is so."""
     for dotted, value, where, meaning, fix in reading.needs:
         keys = meaning.removeprefix("-").split()
         given = any(reading.settings.get(key, (None, ""))[0] is not None for key in keys)
@@ -241,7 +241,7 @@ def _override(reading: _Reading, argument: str) -> None:
 
 
 def _is_text(schema: Schema) -> bool:
-    """Whether any text is a value and nothing else (but null) is."""
+    """Say whether any text is a value of this ``schema``, and no number, true or false is."""
     options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
     free = [option.get("type") == "string" and not {"enum", "const"} & set(option) for option in options]
     return any(free) and not any(option.get("type") in ("integer", "number", "boolean") for option in options)

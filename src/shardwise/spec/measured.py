@@ -1,4 +1,4 @@
-"""What ``shardwise doctor`` measures on a machine, and the planner then uses in place of a table's figures."""
+"""The measurements of ``shardwise doctor`` on a machine, which the planner then uses in place of a table's figures."""
 
 from __future__ import annotations
 

@@ -40,11 +40,11 @@ class Place:
     stages: tuple[Stage, ...] = ()
 
     def coordinate(self, axis: Axis) -> int:
-        """Where it stands on ``axis``."""
+        """Return where the rank stands on ``axis``."""
         return self.layout.coordinate(self.rank, axis)
 
     def index(self, group: str) -> int:
-        """Its number within its group."""
+        """Return the rank's number within its group."""
         return self.layout.index(self.rank, group)
 
     def part(self, size: int, group: str) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class Place:
 
 @lru_cache(maxsize=1024)
 def _stands(layout: Layout, rank: int, group: str) -> tuple[int, int]:
-    """How many ranks a group has, and which of them this one is: asked for every weight of every plan."""
+    """Return how many ranks a group has, and which of them this one is: asked for every weight of every plan."""
     return layout.size(group), layout.index(rank, group)
 
 

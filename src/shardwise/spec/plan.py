@@ -88,7 +88,7 @@ class Remat:
     every: int = 1
 
     def treats(self, block: int) -> bool:
-        """Whether the block of this number in the whole model recomputes."""
+        """Say whether the block of this number in the whole model recomputes."""
         return self.mode != "none" and block % self.every == 0
 
 
@@ -157,14 +157,14 @@ class Offload:
     optimizer_fraction: float = 1.0
 
     def moves(self, number: int) -> bool:
-        """Whether the optimizer of the block of this number is not on the device: of those up to any block, the
+        """Say whether the optimizer of the block of this number is not on the device: of those up to any block, the
         fraction, rounded down."""
         up_to, with_it = (int(round(count * self.optimizer_fraction, 9)) for count in (number, number + 1))
         return self.optimizer != "none" and with_it > up_to
 
     @property
     def words(self) -> list[str]:
-        """What is outside the device, and where."""
+        """The words for what is outside the device, and where."""
         part = f"{self.optimizer_fraction:.0%} of " * (self.optimizer_fraction < 1)
         found = {f"{part}the optimizer": self.optimizer, "inputs of blocks": self.activations}
         found["weights of blocks"] = self.weights
@@ -173,12 +173,12 @@ class Offload:
 
     @property
     def filed(self) -> list[str]:
-        """What is in files on NVMe, by name."""
+        """The names of what is in files on NVMe."""
         return [what for what, where in vars(self).items() if where == "nvme"]
 
     @property
     def without_files(self) -> Offload:
-        """The same with all that is in files in memory of the host."""
+        """An offload like this one, with all that is in files in memory of the host."""
         moved: dict[str, Any] = {what: "host" for what, where in vars(self).items() if where == "nvme"}
         return replace(self, **moved)
 
@@ -220,7 +220,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long a step takes on the slowest rank: ``step_s`` is the sum of the parts. ``compute_s``: the device computes
+    """The seconds of a step on the slowest rank: ``step_s`` is the sum of the parts. ``compute_s``: the device computes
     (``products_s``, ``attention_s`` and ``pointwise_s`` of it are its kinds of kernels), or waits for the host to
     launch what it is to compute; ``exposed_s``: it waits for collectives, by axis; then the optimizer, and what the
     host does once a step; ``offload_s``: it waits for copies to the host and from there, which take ``copied_s``. Four
@@ -246,7 +246,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the planner predicts: of memory, for the fullest rank, bytes at the moment of the peak, by category; of
+    """The planner's prediction: of memory, for the fullest rank, bytes at the moment of the peak, by category; of
     ``host``, what a rank holds in host memory, and of ``host_bytes`` all ranks of a node, of which that is the
     capacity; ``disk_bytes`` are what they keep on the node's disks, which have ``disk_capacity_bytes`` (0 where that is
     unknown), and ``written_bytes`` what they write there in every step; of ``seconds``, for the slowest."""
@@ -312,7 +312,7 @@ class Plan:
 
     @property
     def row_tokens(self) -> int:
-        """How many tokens of each row a rank has."""
+        """The number of tokens of each row that a rank has."""
         return self.batch.seq_len // self.layout.cp
 
     @property
@@ -327,7 +327,7 @@ class Plan:
 
     @property
     def sharded(self) -> bool:
-        """Whether weights are cut over the ranks of a group ``fsdp``; over one rank nothing is."""
+        """True where weights are cut over the ranks of a group ``fsdp``; over one rank nothing is."""
         return self.shard.strategy != "ddp" and self.layout.fsdp > 1
 
     def stages(self, blocks: int) -> list[range]:
@@ -336,8 +336,8 @@ class Plan:
 
     @property
     def model_words(self) -> str:
-        """How the model and its rows are split, where they are: ``tp 4 with sp, cp 2 (ring), pp 2 (1f1b, stages of 8
-        to 9 blocks)``."""
+        """The words for how the model and its rows are split, where they are: ``tp 4 with sp, cp 2 (ring), pp 2 (1f1b,
+        stages of 8 to 9 blocks)``."""
         words = [f"tp {self.layout.tp}" + " with sp" * self.sequence_parallel] * (self.layout.tp > 1)
         if self.layout.cp > 1:
             nested = f" of {self.layout.ring} x {self.layout.ulysses}" * (self.cp_kind == "nested")

@@ -29,12 +29,12 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
     def contradictions(self) -> Iterator[Problem]:
-        """Which of its keys contradict each other; ``where`` is the dotted key."""
+        """Yield a problem for keys of the section that contradict each other; ``where`` is the dotted key."""
         yield from ()
 
 
 class Model(Section):
-    """What is trained: a Hub id, a local directory, a built-in name, or dimensions of a new model in ``config``.
+    """The model to train: a Hub id, a local directory, a built-in name, or dimensions of a new model in ``config``.
     ``frozen``: globs over names of parameters (``embed.*``) that stay as they are. ``rope_scaling`` and ``rope_theta``
     take the place of those in the model's config.json; so does ``router_aux_loss``, the coefficient of the loss that
     balances experts; left out, a tuned model has it where its config.json says ``output_router_logits``.
@@ -76,7 +76,7 @@ class TokenizerSection(Section):
 
 
 class Data(Section):
-    """What it is trained on: files, directories or globs of text or records; ``stdlib`` is Python's own sources.
+    """The data to train on: files, directories or globs of text or records; ``stdlib`` is Python's own sources.
     ``validation_records``: of records and documents of jsonl at least so many are held out, of few no more than a
     quarter. ``mixture_weights``: how often each of several paths is read an epoch. ``streaming``: portions of
     ``streaming_bytes`` of text are prepared while it trains, and deleted when they are used up. ``add_tokens``: texts
@@ -203,12 +203,12 @@ class OptimSection(Section):
 
 
 class OffloadSection(Section):
-    """What is kept outside the GPU's memory: in host memory, or on NVMe in files in ``directory`` (by default in the
-    run's own). ``optimizer``: AdamW's moments and the weights that it updates, for which gradients come and new weights
-    go back in every step; ``auto`` takes the host where no plan fits without. ``optimizer_fraction``: of how many
-    blocks, spread evenly, while the GPU updates the others and both ends of the model; null: all, and with ``auto``
-    searched. ``activations``: until backward needs them, the inputs of blocks, which are all that full recomputation
-    keeps. ``weights``: those of blocks that are frozen, or updated there; on the GPU are a block's and the next's."""
+    """The state outside the GPU's memory: in host memory, or on NVMe in files in ``directory`` (by default in the run's
+    own). ``optimizer``: AdamW's moments and the weights that it updates, for which gradients come and new weights go
+    back in every step; ``auto`` takes the host where no plan fits without. ``optimizer_fraction``: of how many blocks,
+    spread evenly, while the GPU updates the others and both ends of the model; null: all, and with ``auto`` searched.
+    ``activations``: until backward needs them, the inputs of blocks, which are all that full recomputation keeps.
+    ``weights``: those of blocks that are frozen, or updated there; on the GPU are a block's and the next's."""
 
     optimizer: Literal["auto", "none", "host", "nvme"] = "none"
     optimizer_fraction: float | None = Field(default=None, gt=0, le=1)
@@ -333,7 +333,7 @@ class Evaluate(Section):
 
 
 class Run(Section):
-    """Where it runs and writes. With ``log_steps`` trackers get every so many steps alone, and so does a log without a
+    """A run's place and output. With ``log_steps`` trackers get every so many steps alone, and so does a log without a
     terminal. ``profile_steps``: ``10:12``. ``deterministic``: bitwise the same. ``certificate``: told of, or needed."""
 
     name: str = "run"
@@ -390,7 +390,7 @@ class Recipe(Section):
 
     @property
     def pairs(self) -> bool:
-        """Whether a record is a pair of answers."""
+        """True where a record is a pair of answers."""
         return self.method.spec.pairs
 
     @property

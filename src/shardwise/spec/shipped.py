@@ -1,4 +1,4 @@
-"""What ships with the package beside its code: recipes, and conversations to tune on."""
+"""The files that ship with the package beside its code: recipes, and conversations to tune on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one device computes and moves, while the others of the machine do the same."""
+"""Measurements of what one device computes and moves, while the others of the machine do the same."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ reads and writes, as the planner counts them: of the gradient for its norm (4), 
 
 
 def launch_s(clock: Clock) -> float:
-    """What an operation takes that has next to nothing to do."""
+    """Return the seconds of an operation that has next to nothing to do."""
     one = torch.ones(1, device=clock.device)
     return clock.seconds(lambda: torch.add(one, 1.0))
 
@@ -119,7 +119,8 @@ def pointwise(clock: Clock, work: Callable[[torch.Tensor], torch.Tensor]) -> Ite
 
 
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
-    """What memory and caches bound. (Of zeros: the results of many in a row stay numbers of the usual kind.)"""
+    """Return the double of a tensor, as memory and caches bound it. (Of zeros: the results of many in a row stay
+    numbers of the usual kind.)"""
     return torch.mul(tensor, 2.0)
 
 
@@ -133,7 +134,7 @@ def memory_bytes_per_s(clock: Clock) -> float:
 
 
 def _held(one: torch.Tensor) -> deque[torch.Tensor]:
-    """So many copies of a tensor that they fill ``HELD_BYTES``; at least one."""
+    """Return so many copies of a tensor that they fill ``HELD_BYTES``; at least one."""
     count = max(1, HELD_BYTES[one.device.type] // one.nbytes)
     return deque([one.clone() for _ in range(count)], maxlen=count)
 

@@ -1,4 +1,4 @@
-"""What the ranks send one another, by the collectives that the runtime uses, of the sizes that they have in a step."""
+"""Measurements of what the ranks send one another, by the runtime's collectives, in the sizes that a step has."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _versions() -> str:
 
 
 def _first(pattern: str, file: Path) -> str:
-    """What the first group of ``pattern`` matches in ``file``; nothing where it does not, or there is no file."""
+    """Return what the first group of ``pattern`` matches in ``file``; empty where it does not, or there is no file."""
     with suppress(OSError):
         if match := re.search(pattern, file.read_text(errors="replace")):
             return match[1].strip()
@@ -96,7 +96,7 @@ def machine_lines(machine: Machine, cluster: Cluster) -> list[str]:
 
 
 def obstacles(machine: Machine, cluster: Cluster) -> Iterator[str]:
-    """What will be in the way of a run, with what to do."""
+    """Yield what will be in the way of a run, with what to do about it."""
     if machine.driver and not machine.gpus:
         yield f"the NVIDIA driver {machine.driver} is there, but this torch finds no GPU: install a torch for CUDA"
     if cluster.kind == "cuda" and cluster.devices_per_node > 1 and machine.shared_free_bytes < LEAST_SHARED_BYTES:

@@ -1,4 +1,4 @@
-"""What each rank of ``shardwise doctor`` does: everything at the same time as the others, in the same order."""
+"""The work of each rank of ``shardwise doctor``: to measure at the same time as the others, in the same order."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured. By rank: how long its products took in all, and for which share of that time it was on a
-    core."""
+    """The measurements of all ranks. By rank: how long its products took in all, and for which share of that time it
+    was on a core."""
 
     measured: Measured
     products_s: tuple[float, ...]

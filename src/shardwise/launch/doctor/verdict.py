@@ -1,4 +1,4 @@
-"""What was measured, beside what the hardware should give: in a table, in words, and as a cluster to plan for."""
+"""The verdict on what was measured beside what the hardware should give: a table, words, and a cluster to plan for."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ring_rate(sent: Sent) -> float:
 
 
 def compare(cluster: Cluster, measured: Measured) -> Iterator[Compared]:
-    """What was found against the table's figures of the device."""
+    """Yield what was measured, line by line, against the table's figures of the device."""
     device = cluster.device
     for dtype in dict.fromkeys(product.dtype for product in measured.products):
         best = max((product for product in measured.products if product.dtype == dtype), key=product_rate)
@@ -97,7 +97,7 @@ def compare(cluster: Cluster, measured: Measured) -> Iterator[Compared]:
 
 
 def _links(cluster: Cluster, measured: Measured) -> Iterator[Compared]:
-    """Of each kind and group the smallest message's time, and the largest one's rate on a ring."""
+    """Yield two lines for each kind and group: the smallest message's time, and the largest one's rate on a ring."""
     device = cluster.device
     inside = {"all_reduce": device.allreduce_bytes_per_s, "all_gather": device.ring_bytes_per_s}
     inside["reduce_scatter"] = device.ring_bytes_per_s
@@ -124,7 +124,7 @@ def table(lines: list[Compared]) -> list[str]:
 
 
 def shortfalls(lines: list[Compared], found: Found) -> Iterator[str]:
-    """What is below what the hardware should give, in words."""
+    """Yield in words what is below what the hardware should give, and which ranks were slow or kept off their cores."""
     for line in lines:
         if line.share is not None and line.share < ENOUGH:
             expected = f"{line.share:.0%} of the {line.words(line.expected)} that it should be"

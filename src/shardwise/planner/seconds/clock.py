@@ -1,4 +1,4 @@
-"""When each thing of a step happens: a tape that keeps time instead of events.
+"""A tape that keeps time instead of events: when each thing of a step happens.
 
 The host launches kernels in their order; the device computes one as soon as it is launched and the one before it is
 done. Collectives of a stream run one after another beside that, each when it is given and what it waits for is there;
@@ -53,8 +53,8 @@ class Elapsed:
 
 
 def waited_s(send: Send, wires: Wires, hidden: float) -> float:
-    """What the device waits for a message that is sent between kernels, of which a share is ``hidden`` behind others,
-    or what is computed meanwhile is known."""
+    """Return the seconds that the device waits for a message that is sent between kernels, of which a share is
+    ``hidden`` behind others, or what is computed meanwhile is known."""
     return max(0.0, (1 - hidden) * wires.seconds(send.kind, send.axis, send.bytes) - send.beside_ns / 1e9)
 
 

@@ -1,5 +1,5 @@
-"""What earlier runs on this machine took beside what was predicted, one JSON line a run in ``steps.jsonl``, and the
-predictions that follow from it."""
+"""A history of what earlier runs on this machine took beside what was predicted, one JSON line a run in
+``steps.jsonl``, and the predictions that follow from it."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class Calibration:
 
 
 def machine_of(cluster: Cluster) -> str:
-    """What stays the same of a machine: free memory does not. Predictions from rates that were measured are kept apart
-    from those of the table."""
+    """Return a name for what stays the same of a machine; free memory does not. Predictions from rates that were
+    measured are kept apart from those of the table."""
     device = cluster.device
     if cluster.kind == "cpu":
         size = f"{cores()} cores, {total_memory_bytes() / 2**30:.0f} GiB"

@@ -1,4 +1,4 @@
-"""How long the operations of a unit take: the kernels that they become, one by one or fused.
+"""The durations of a unit's operations: the kernels that they become, one by one or fused.
 
 Between products, attention and collectives stand pointwise operations and sums. Unfused, each is a kernel that reads
 and writes all of its own; fused, a run of them reads what was there before it once, and writes what is read after it.
@@ -53,8 +53,8 @@ _number = lru_cache(maxsize=2**16)(number)
 
 @lru_cache(maxsize=32 * KEPT_UNITS)
 def durations(unit: Unit, direction: str, rates: Rates, b: int, s: int) -> tuple[Duration, ...]:
-    """That of each operation of a unit's ``forward`` or ``backward``, for ``b`` sequences of ``s`` tokens. Of a fused
-    run the first operation has the whole."""
+    """Return the duration of each operation of a unit's ``forward`` or ``backward``, for ``b`` sequences of ``s``
+    tokens. Of a fused run the first operation has the whole."""
     ops = unit.forward if direction == "forward" else unit.backward
     if rates.blocks != "fused" and not (rates.blocks == "compiled" and unit.name == "block"):
         return _unfused(_Ops(ops), unit.window, rates, (b, s))
@@ -88,7 +88,7 @@ def _unfused(ops: _Ops, window: int | None, rates: Rates, sizes: tuple[int, int]
 
 
 def under_way(ops: tuple[Op, ...]) -> dict[int, range]:
-    """Of each collective that is waited for later, the operations that run meanwhile."""
+    """Return, for each collective that is waited for later, the operations that run meanwhile."""
     waits = {tensor: i for i, op in enumerate(ops) if op.name == WAIT for tensor in op.writes}
     sends = ((i, op.allocates) for i, op in enumerate(ops) if op.kind == SEND)
     return {i: range(i + 1, waits[made[0]]) for i, made in sends if made and made[0] in waits}
@@ -164,7 +164,7 @@ def _runs(ops: tuple[Op, ...]) -> Iterator[list[int]]:
 
 
 def _outlive(unit: Unit, direction: str) -> Set[int]:
-    """What is there when a pass of the unit is over."""
+    """Return what is still there when a pass of the unit is over."""
     if direction == "forward":
         return unit.saved | {unit.output}
     return {tensor for _, tensor in unit.weight_gradients} | {unit.gradient_out}
@@ -189,7 +189,7 @@ def _fused(run: list[int], ops: tuple[Op, ...], unit: Unit, kept: Set[int], size
 
 
 def _small(op: Op, unit: Unit) -> bool:
-    """Whether what it makes grows with neither tokens nor rows."""
+    """Say whether what an operation makes grows with neither tokens nor rows."""
     made = (unit.tensors[tensor] for tensor in op.allocates)
     return not any(dim in ("b", "s", "b*s") for tensor in made for dim in tensor.symbols or tensor.shape)
 

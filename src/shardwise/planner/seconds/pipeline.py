@@ -88,7 +88,7 @@ class PipelineTimes:
 
 
 def pipeline_times(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> PipelineTimes:
-    """Of the ranks that are first on all other axes."""
+    """Return the times of the ranks that are first on all other axes."""
     sheets, rates = tuple(along_pipeline(spec, plan)), rates_of(plan, cluster, traits)
     times, known = dict[int, StageTimes](), dict[object, StageTimes]()
     for sheet in sheets:
@@ -111,16 +111,16 @@ def pipeline_times(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits
 
 
 def border_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Of a message from a stage to the next."""
+    """Return the bytes of a message from a stage to the next."""
     block = sheet.blocks[0]
     return block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.row_tokens)
 
 
 @dataclass(frozen=True)
 class PipelineReplay:
-    """What a step of a pipeline is replayed with. ``trained``: of each stage, whether any of its weights is.
-    ``chained``: the first rank gathers weights in its first forwards, others before them, and each rank waits itself
-    while it sums gradients after its last backward; else all stages gather at once, and sum at the end."""
+    """The figures that a step of a pipeline is replayed with. ``trained``: of each stage, whether any of its weights
+    is. ``chained``: the first rank gathers weights in its first forwards, others before them, and each rank waits
+    itself while it sums gradients after its last backward; else all stages gather at once, and sum at the end."""
 
     plan: Plan
     trained: tuple[bool, ...]
@@ -176,7 +176,7 @@ class PipelineReplay:
         return seconds
 
     def _after(self, lists: Lists) -> Callable[[Action], float]:
-        """How long a computation goes on after what it gives another stage is there."""
+        """Return a function that says how long a computation goes on after what it gives another stage is there."""
         last = {action.stage: action for order in lists for action in order if action.kind in ("B", "I")}
 
         def seconds(action: Action) -> float:
@@ -186,7 +186,7 @@ class PipelineReplay:
         return seconds
 
     def ends_s(self, step: Replay) -> float:
-        """When all ranks are done with a step."""
+        """Return the moment when all ranks are done with a step."""
         if self.chained:
             return step.makespan_s
         last = (computed[-1] for computed in step.computed)
@@ -207,8 +207,8 @@ class PipelineReplay:
 
 
 def _stage_times(clock: StepClock, step: Step, plan: Plan, *, trained: bool, waits: bool) -> StageTimes:
-    """Of one stage of a place, by three micro-batches: the first, one that is like most, and the last. ``waits``: the
-    first comes from another rank."""
+    """Return the times of one stage of a place, by three micro-batches: the first, one that is like most, and the last.
+    ``waits``: the first comes from another rank."""
     halved = plan.pipeline.spec.splits_backward and trained
     parts, passes, after_s = list[list[float]](), list[Elapsed](), list[float]()
     begun = clock.now.copy()

@@ -1,4 +1,4 @@
-"""How fast a device computes: from the table of hardware and the constants, or from what ``shardwise doctor`` measured.
+"""The rates of a device: from the table of hardware and the constants, or from what ``shardwise doctor`` measured.
 
 A product takes as long as its multiplications at the best rate of the device, less what its shape costs (a last wave
 of tiles that does not fill the device, a short k, sizes that 64 does not divide), or as long as its bytes, whichever is
@@ -43,15 +43,15 @@ CPU_FLOPS, CPU_BYTES_PER_S, CPU_UPDATED_BYTES_PER_S, CPU_LAUNCH_S = 4e10, 8e9, 2
 
 @dataclass(frozen=True)
 class Traits:
-    """What tells one program from another. ``efficiency``: of all compute. ``attention``: a kernel of the constants, or
-    ``auto``. ``hidden``: the share of tp's traffic that runs beside kernels. ``network``: the share of the network
-    cards' rate that sharded weights reach. ``unfused``: AdamW runs operation by operation.
-    ``logits``: bytes that the loss moves of a logit, as a share of our eager one's; ``fused_loss``: where blocks are
-    compiled, so is what lies between its products. ``dequantised``: bytes that dequantising moves
-    an element besides what it is given and returns; 0 where it is one kernel. ``chained``: the stages of a pipeline
-    wait while the one before them gathers weights or sums gradients. ``experts_s``: of host time a layer with experts;
-    0 for that of the constants. ``scattered``: tensor-parallel ranks that all have the same hidden states send the next
-    stage a part each. ``measured``: what this system measured on such a device goes before the table."""
+    """The traits that tell one program from another. ``efficiency``: of all compute. ``attention``: a kernel of the
+    constants, or ``auto``. ``hidden``: the share of tp's traffic that runs beside kernels. ``network``: the share of
+    the network cards' rate that sharded weights reach. ``unfused``: AdamW runs operation by operation. ``logits``:
+    bytes that the loss moves of a logit, as a share of our eager one's; ``fused_loss``: where blocks are compiled, so
+    is what lies between its products. ``dequantised``: bytes that dequantising moves an element besides what it is
+    given and returns; 0 where it is one kernel. ``chained``: the stages of a pipeline wait while the one before them
+    gathers weights or sums gradients. ``experts_s``: of host time a layer with experts; 0 for that of the constants.
+    ``scattered``: tensor-parallel ranks that all have the same hidden states send the next stage a part each.
+    ``measured``: what this system measured on such a device goes before the table."""
 
     efficiency: float
     step_s: float
@@ -70,7 +70,7 @@ class Traits:
 
 
 def own_traits() -> Traits:
-    """Those of this system."""
+    """Return the traits of this system."""
     known = shipped()
     return Traits(known["own era"], known["own step_s"], fused_loss=True, dequantised=DEQUANTISED_BYTES, measured=True)
 
@@ -78,12 +78,12 @@ def own_traits() -> Traits:
 @hash_once
 @dataclass(frozen=True)
 class Rates:
-    """Of one process. ``flops_per_s``: of the best products in the dtype that is computed in; ``attention_per_s``:
-    operations of attention, by pairs computed; ``score_bytes``: what attention moves a pair and head, forward and
-    backward, where it is not one kernel. ``launch_s`` is the host's, ``gap_s`` the device's. ``host_bytes_per_s``: what
-    its share of the host's cores reads and writes while they update weights, and ``host_link_bytes_per_s`` what is
-    copied to the host and from there; ``disk_bytes_per_s`` is its share of the disks, read and written. ``measured``
-    goes before everything."""
+    """The rates of one process. ``flops_per_s``: of the best products in the dtype that is computed in;
+    ``attention_per_s``: operations of attention, by pairs computed; ``score_bytes``: what attention moves a pair and
+    head, forward and backward, where it is not one kernel. ``launch_s`` is the host's, ``gap_s`` the device's.
+    ``host_bytes_per_s``: what its share of the host's cores reads and writes while they update weights, and
+    ``host_link_bytes_per_s`` what is copied to the host and from there; ``disk_bytes_per_s`` is its share of the disks,
+    read and written. ``measured`` goes before everything."""
 
     cuda: bool
     dtype: str
@@ -111,7 +111,7 @@ class Rates:
 
     @cached_property
     def best_flops_per_s(self) -> float:
-        """That of no product is higher."""
+        """The rate that no product exceeds."""
         return max((2.0 * one.m * one.n * one.k / one.seconds for one in self._products), default=self.flops_per_s)
 
     @cached_property
@@ -162,13 +162,14 @@ class Rates:
         return moved_bytes * self.bytes_share / self.memory_bytes_per_s
 
     def updated_s(self, moved_bytes: float, kernels: int) -> float:
-        """So many bytes of weights, gradients and moments, read and written in memory by so many kernels."""
+        """Return the seconds of ``kernels`` that read and write so many bytes of weights, gradients and moments in
+        memory."""
         measured = self.measured.memory_bytes_per_s if self.measured else 0.0
         rate = self.memory_bytes_per_s if self.cuda else measured or CPU_UPDATED_BYTES_PER_S
         return moved_bytes / rate + kernels * (self.launch_s + self.gap_s)
 
     def copy_s(self, copied_bytes: float) -> float:
-        """So many bytes read, and as many written elsewhere: into, or out of, a buffer of many tensors."""
+        """Return the seconds in which so many bytes are copied: into, or out of, a buffer of many tensors."""
         if self.measured and self.measured.pointwise:
             return measured_bytes_s(self.measured.pointwise, 2 * copied_bytes) if copied_bytes else 0.0
         return 2 * copied_bytes / self.copy_bytes_per_s
@@ -194,8 +195,8 @@ def _filled(groups: int, m: int, n: int, multiprocessors: int) -> float:
 
 
 def _beside(cluster: Cluster) -> dict[str, Any]:
-    """How fast the host of a process is, the way there and the disk: its share of a node's, or as it was measured
-    beside the others."""
+    """Return the rates of a process's host, of the way there and of the disk: its share of a node's, or as it was
+    measured beside the others."""
     known, ranks, measured = shipped(), cluster.devices_per_node, cluster.measured or Measured()
     written = measured.disk_bytes_per_s or (cluster.disk_bytes_per_s or DISK_BYTES_PER_S) / ranks
     times = 1.0 if cluster.disk_bytes_per_s and not measured.disk_bytes_per_s else READ_TIMES
@@ -316,8 +317,8 @@ def _between(values: Mapping[tuple[float, ...], float], at: tuple[float, ...]) -
 def measured_bytes_s(
     known: Sequence[Pointwise | Sent], size: float, scale: Callable[[Any], float] = lambda one: 1.0
 ) -> float:
-    """On straight lines between the measured sizes; below the smallest as long as that, above the largest at its
-    rate. ``scale``: by what that of a measurement is multiplied, but below the smallest."""
+    """Return the seconds of so many bytes, on straight lines between the measured sizes; below the smallest as long as
+    that, above the largest at its rate. ``scale``: the factor for those of a measurement, but below the smallest."""
     before = known[0]
     if size <= before.bytes:
         return before.seconds

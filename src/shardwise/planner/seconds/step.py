@@ -58,14 +58,14 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
 
 
 def _waited(found: Seconds, waited_s: float, copied_s: float) -> Seconds:
-    """The same with what passes copy, for some of which the device waits."""
+    """Return the seconds with what passes copy, for some of which the device waits."""
     times = {"compute_s": -waited_s, "offload_s": waited_s, "copied_s": copied_s}
     return replace(found, **{name: vars(found)[name] + seconds for name, seconds in times.items()})
 
 
 def passes_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
-    """What it takes to copy what leaves and comes within the passes of a step: inputs of blocks, to a file and from
-    there too, weights, and the gradients of micro-batches before the last."""
+    """Return the seconds that it takes to copy what leaves and comes within the passes of a step: inputs of blocks, to
+    a file and from there too, weights, and the gradients of micro-batches before the last."""
     read, written = rates.disk_bytes_per_s
     filed = (read, written) if plan.offload.activations == "nvme" else ()
     inputs, fetched = sum(map(sum, offload.input_bytes(costed, plan))), offload.fetched_bytes(costed, plan)
@@ -77,8 +77,8 @@ def passes_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
 
 
 def copies_s(costed: Sheet, plan: Plan, rates: Rates) -> tuple[float, float]:
-    """What it takes to copy the gradients of a place to the host, and the weights from there; where they come all at
-    once, one is rounded while the one before it is copied."""
+    """Return the seconds that it takes to copy the gradients of a place to the host, and the weights from there; where
+    they come all at once, one is rounded while the one before it is copied."""
     if plan.offload.optimizer == "none":
         return 0.0, 0.0
     out, home = rates.host_link_bytes_per_s
@@ -88,8 +88,8 @@ def copies_s(costed: Sheet, plan: Plan, rates: Rates) -> tuple[float, float]:
 
 
 def _offloaded(found: Seconds, plan: Plan, late_s: float, copied_s: tuple[float, float]) -> Seconds:
-    """The same with what the device waits for the host: so long, after backward, until the last gradient has left, and
-    for the new weights, unless they come within the next forward, or from NVMe while others are read."""
+    """Return the seconds with what the device waits for the host: ``late_s`` after backward, until the last gradient
+    has left, and for the new weights, unless they come within the next forward, or from NVMe while others are read."""
     at_once = plan.offload.optimizer == "host" and not return_beside(plan)
     waits_s = late_s + (copied_s[1] if at_once else 0.0)
     longer = {key: vars(found)[key] * (1 + waits_s / found.step_s) for key in ("step_s", "low_s", "high_s")}
@@ -113,7 +113,7 @@ def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seco
 
 
 def _summed(plan: Plan, cluster: Cluster, traits: Traits, now: Elapsed, optimizer_s: float) -> Seconds:
-    """All of a step, from what its passes come to."""
+    """Return all seconds of a step, from what its passes come to."""
     slower = straggling(cluster)
     optimizer_s *= slower
     exposed = {axis: slower * seconds for axis, seconds in now.exposed_s.items() if seconds > 1e-12}
@@ -138,7 +138,7 @@ def _summed(plan: Plan, cluster: Cluster, traits: Traits, now: Elapsed, optimize
 
 
 def straggling(cluster: Cluster) -> float:
-    """How many times as long a step takes on so many nodes, since all wait for the slowest."""
+    """Return how many times as long a step takes on so many nodes, since all wait for the slowest."""
     return 1 + shipped()["stragglers"] * log2(max(1, cluster.nodes))
 
 
@@ -154,8 +154,8 @@ class Least:
 
 
 def least(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> tuple[Least, ...]:
-    """Of each kind of unit, for a micro-batch: all that is computed, and what is sent between kernels, without a
-    wait."""
+    """Return what each kind of unit takes at least, for a micro-batch: all that is computed, and what is sent between
+    kernels, without a wait."""
     rates = rates_of(plan, cluster, traits)
     passes, wires = Passes.of(costed, plan, cluster.kind, rates), wires_of(plan.layout, cluster)
     found = []
@@ -180,13 +180,13 @@ def _computed(passes: Passes, unit: Unit, *, backward: bool) -> tuple[int, int, 
 
 
 def once_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> float:
-    """Of a step, the optimizer and what the host does."""
+    """Return the seconds of a step's optimizer, and of what the host does."""
     rates = rates_of(plan, cluster, traits)
     return optimizer(costed, plan, rates, unfused=traits.unfused) + (traits.step_s if cluster.kind == "cuda" else 0.0)
 
 
 def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: Traits) -> Elapsed:
-    """What the forward and backward passes of all micro-batches come to, and what is sent after them."""
+    """Return what the forward and backward passes of all micro-batches come to, with what is sent after them."""
     share = traits.network if plan.sharded else None
     clock = StepClock(rates, wires_of(plan.layout, cluster, share), traits.hidden)
     step = Step(clock, costed, plan, Passes.of(costed, plan, cluster.kind, rates))
@@ -207,7 +207,7 @@ def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: T
 
 
 def _send_last(now: Elapsed, costed: Sheet, wires: Wires) -> None:
-    """What is sent once, after the last backward: of tied ends the gradient, between two ranks; and scalars."""
+    """Add what is sent once, after the last backward: the gradient of tied ends, between two ranks; and scalars."""
     for sent in costed.step:
         ends = sent.axis == "pp" and sent.category == "gradients"
         seconds = wires.message_s(sent.bytes) if ends else wires.seconds(sent.kind, sent.axis, sent.bytes)

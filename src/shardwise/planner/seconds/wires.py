@@ -1,4 +1,4 @@
-"""How long a collective takes: by what it sends, the links that its group crosses, and how far apart its ranks are.
+"""The seconds of a collective: by what it sends, the links that its group crosses, and how far apart its ranks are.
 
 Inside a node a ring moves (n - 1) / n of what is gathered past every rank, and twice that of what is all-reduced. A
 group that reaches over several nodes passes all of that through each node's network cards, which it shares with the
@@ -81,8 +81,8 @@ class Wires:
         return latency + size / (self.node_rate("send") if nodes == 1 else self.network_rate("pp"))
 
     def _message_s(self, kind: str, group: str, size: float) -> float:
-        """From a rank of a ring to the next: over the link of a node, or where the ring leaves it, for which all wait,
-        over one card. What is received is on its way while as much is sent."""
+        """Return the seconds of a message from a rank of a ring to the next: over the link of a node, or where the ring
+        leaves it, for which all wait, over one card. What is received is on its way while as much is sent."""
         nodes = self.nodes(group)
         if kind == "recv":
             return 0.0
@@ -96,14 +96,14 @@ class Wires:
         return latency + size / min(rate, card or rate, self.node_rate("send"))
 
     def nodes(self, group: str) -> int:
-        """On how many nodes a group has ranks."""
+        """Return on how many nodes a group has ranks."""
         per_node, reach = self.layout.ranks_per_node, self.layout.reach(group)
         if per_node % reach == 0:
             return 1
         return min(self.layout.size(group), ceil(reach / per_node))
 
     def links(self, group: str) -> str:
-        """Which links bound a group's collectives: those of a node, or the cards between nodes."""
+        """Name the links that bound a group's collectives: ``node``, or ``network`` for the cards between nodes."""
         return "node" if self.nodes(group) == 1 else "network"
 
     def rate(self, kind: str, nodes: int, group: str) -> float:
@@ -111,7 +111,7 @@ class Wires:
         return self.node_rate(kind) if nodes == 1 else min(self.node_rate(kind), self.network_rate(group))
 
     def node_rate(self, kind: str) -> float:
-        """The same inside a node."""
+        """Return the bytes a second that pass a rank inside a node."""
         cluster, device, known = self.cluster, self.cluster.device, shipped()
         if cluster.kind == "cpu":
             return cluster.link_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S
@@ -122,7 +122,7 @@ class Wires:
         return min(bus, cluster.link_bytes_per_s or bus) * known["PCIe"]
 
     def network_rate(self, group: str) -> float:
-        """The same between nodes: a group's part of the cards of a node."""
+        """Return the bytes a second that pass a rank between nodes: a group's part of the cards of a node."""
         sharing = self.layout.groups_per_node(group)
         return self.cluster.network_bytes_per_s * self.network_share / sharing
 
