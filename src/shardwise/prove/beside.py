@@ -37,8 +37,8 @@ FOLLOWING = {*ENDS, "expert_size", "embedding_multiplier", "attention_scale", "e
 
 @dataclass(frozen=True)
 class Likeness:
-    """How far the logits and each weight's gradient are from transformers', relative to their length; no ``gradients``:
-    its class makes no model of these sizes."""
+    """The distances of the logits and of each weight's gradient from transformers', relative to their length. No
+    ``gradients``: its class makes no model of these sizes."""
 
     logits: float
     gradients: dict[str, float]

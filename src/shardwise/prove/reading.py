@@ -27,7 +27,7 @@ COUNTED = 2**18
 
 @dataclass(frozen=True)
 class Read:
-    """What a run reads: the ``windows`` of its data, in the order of its ``seed``, up to sample ``end``."""
+    """The rows of a run: the ``windows`` of its data, in the order of its ``seed``, up to sample ``end``."""
 
     windows: Windows | Packs
     seed: int
@@ -66,8 +66,8 @@ def prove(read: Read, plan: Plan, figures: dict[str, float]) -> Iterator[str]:
 
 
 def shares_of(plan: Plan) -> dict[int, list[Share]]:
-    """By data-parallel rank what its ranks read, of those that have the same tokens of its rows one. Without those that
-    read another part than their data-parallel rank, or other tokens than their context-parallel one."""
+    """Return by data-parallel rank the parts that its ranks read, one for each context-parallel rank. Ranks that read
+    another part than theirs are left out, and -1 is among the keys."""
     layout, found = plan.layout, dict[int, dict[int, Share]]()
     for rank in range(layout.world):
         place, cp = (layout.coordinate(rank, axis) for axis in ("dp_replicate", "cp"))
@@ -81,8 +81,8 @@ def shares_of(plan: Plan) -> dict[int, list[Share]]:
 
 
 def _step(windows: Windows | Packs, known: Sequence[int], rows: int, steps: Sequence[StepBatch]) -> Iterator[str]:
-    """What is wrong with what ranks with tokens of the same rows read, that has to be the ``known`` ones, and padding
-    up to so many ``rows``."""
+    """Yield what is wrong with the ``steps`` of ranks that have tokens of the same rows: they have to read the ``known``
+    ones, and padding up to so many ``rows``."""
     for step in steps:
         if step.sample_ids != list(known):
             yield f"rows {known[:4]} ... expected, {step.sample_ids[:4]} ... read"
@@ -102,8 +102,8 @@ def _step(windows: Windows | Packs, known: Sequence[int], rows: int, steps: Sequ
 
 
 def _labels(sample: Sample) -> str | None:
-    """What is wrong with the labels of a row: each is the token that follows, in the same document where they do not
-    see each other."""
+    """Say what is wrong with the labels of a row: each has to be the token that follows, and in the same document,
+    where documents do not see each other."""
     place = np.flatnonzero(sample.labels[:-1] != IGNORE)
     if (sample.labels[place] != sample.ids[place + 1]).any():
         return "a label is not the token that follows"
@@ -118,7 +118,7 @@ def _labels(sample: Sample) -> str | None:
 
 
 def _rows(batches: Sequence[MicroBatch]) -> list[NDArray[np.int64]]:
-    """By row the ids, labels and positions of its tokens [3,n]."""
+    """Return of each row the ids, labels and positions of its tokens [3,n]."""
     parts = (np.stack([batch.ids.numpy(), batch.labels.numpy(), batch.positions.numpy()], axis=1) for batch in batches)
     return [row for part in parts for row in part]
 
@@ -128,7 +128,7 @@ def _sorted(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _alike(one: StepBatch, other: StepBatch) -> bool:
-    """Whether two steps read the same, and end at the same place."""
+    """Say whether two steps read the same, and end at the same place."""
     pairs = zip(_rows(one.micro_batches), _rows(other.micro_batches), strict=True)
     same = one.sample_ids == other.sample_ids and one.cursor == other.cursor
     return same and all(np.array_equal(first, second) for first, second in pairs)

@@ -51,8 +51,8 @@ token that rounding sends to another expert changes a step's gradients by more t
 
 
 class Times(NamedTuple):
-    """How many times as far from float64 as one process in the same dtypes a run may be: over all gradients, by any of
-    them, and by the loss, which is one number a draw."""
+    """The limits of a run's distance from float64, in distances of one process in the same dtypes: over all gradients,
+    of any one, and of the loss, which is one number a draw."""
 
     together: float
     alone: float
@@ -74,9 +74,9 @@ PACKED = 64
 
 @dataclass(frozen=True)
 class Rounded:
-    """What a rank found, or the plain loop: of each draw the loss and every full gradient. ``before`` and ``after``:
-    weights, around the updates, whose gradients are ``used``, of these ``norms``. ``spoilt``: what a step that is not
-    finite changed."""
+    """The findings of a rank, or of the plain loop: of each draw the loss and every full gradient. ``before`` and
+    ``after``: weights, around the updates, whose gradients are ``used``, of these ``norms``. ``spoilt``: lines on what a
+    step that is not finite changed."""
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
@@ -89,8 +89,9 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a run's distance from float64 compares with that of one process: over all gradients, and of each tensor and
-    the loss. ``updates``: how far each is from that of float64, and may be. ``wrong``: what is wrong beside that."""
+    """A run's distance from float64, in distances of one process: over all gradients, of each one, and of the loss.
+    ``updates``: how far each is from that of float64, and may be. ``wrong``: lines on what is wrong beside that.
+    ``most``: the limits."""
 
     together: float
     each: dict[str, float]
@@ -100,7 +101,7 @@ class Rounding:
     most: Times
 
     def problems(self) -> list[str]:
-        """What is not as it should be, the cause first."""
+        """Return a line for each thing that is not as it should be, the cause first."""
         far = "times as far from float64 as one process in the same dtypes is"
         worst = max(self.each, key=self.each.__getitem__, default="")
         found = [*self.wrong]
@@ -131,7 +132,7 @@ class FewDigits:
 
 
 def on_rank(rank: int, world: int, spec: ModelSpec, plan: Plan, setting: Setting) -> Rounded:
-    """What a rank of the pool does."""
+    """Take the steps, on a rank of the pool."""
     least = PACKED if plan.layout.tp == 1 else quantised.LEAST
     with scaled(), patch.object(quantised, "LEAST", least):
         return _on_rank(rank, spec, plan, setting)
@@ -232,7 +233,7 @@ def prove(ranks: Ranks, spec: ModelSpec, plan: Plan, setting: Setting) -> Roundi
 
 
 def _joined(answers: Sequence[Rounded]) -> Rounded:
-    """What all ranks found: of a pipeline each has some of the tensors."""
+    """Join the findings of all ranks: of a pipeline each has some of the tensors."""
 
     def joined(each: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         return {name: value for own in reversed(each) for name, value in own.items()}
@@ -245,7 +246,7 @@ def _joined(answers: Sequence[Rounded]) -> Rounded:
 
 
 def _updated(job: Workload, found: Rounded, stored: Dtype) -> Rounded:
-    """What updates in float64 make of the weights that a run began from, with its gradients, and their norms."""
+    """Update, in float64, the weights that a run began from, with its own gradients; return them, and the norms."""
     parameters = {name: nn.Parameter(value.clone()) for name, value in found.before.items()}
     optimizer, norms = parity.plain_optimizer(parameters, job), []
     for group in optimizer.param_groups:
@@ -309,7 +310,7 @@ def _most(plan: Plan) -> Times:
 
 
 def _apart(found: Tensor | None, right: Tensor | None, least: float = TINY) -> float:
-    """How far a tensor is from the right one, relative to its length, or the ``least``; infinite for one that is
+    """Return how far a tensor is from the right one, relative to its length, or the ``least``; infinity for one that is
     missing or too many."""
     if found is None or right is None or found.shape != right.shape:
         return math.inf
@@ -317,8 +318,8 @@ def _apart(found: Tensor | None, right: Tensor | None, least: float = TINY) -> f
 
 
 def _least(plan: Plan) -> float:
-    """By how much a gradient may be off where one process rounds nothing: what a sum over ranks and micro-batches
-    rounds in a coarser dtype than one process computes in, and half a unit."""
+    """Return by how much a gradient may be off where one process rounds nothing: what a sum over ranks and
+    micro-batches rounds in a coarser dtype than one process computes in, and half a unit."""
     computed, every = coarsest(plan, computed=True), coarsest(plan)
     return _unit(computed) / 2 + (4 * _unit(every) if every != computed else 0.0)
 
