@@ -34,7 +34,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_certificate(made: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", made, *SETTINGS]) == 0
     told = capfd.readouterr().out
-    for proof in ("drift", "derivatives", "parity", "documents", "dtypes", "checkpoint"):
+    for proof in ("drift", "derivatives", "model", "parity", "documents", "dtypes", "checkpoint"):
         assert f"{proof:<11}  holds" in told
     [directory] = Path("certificates").iterdir()
     assert directory.name.startswith("mine-") and f"holds; written: {directory}/certificate.md and .json" in told
@@ -47,6 +47,7 @@ def test_a_certificate(made: str, capfd: pytest.CaptureFixture[str]) -> None:
         "drift",
         "drift",
         "derivatives",
+        "model",
         "parity",
         "documents",
         "dtypes",

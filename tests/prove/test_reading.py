@@ -4,7 +4,7 @@ the rows, are seen."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from shardwise.data import stream
 from shardwise.data.batch import MicroBatch
 from shardwise.data.order import Order
-from shardwise.data.pack import Packs, Sample, Windows
+from shardwise.data.pack import IGNORE, Packs, Sample, Windows
 from shardwise.data.stream import Share
 from shardwise.prove import reading
 from shardwise.prove.reading import Read
@@ -56,8 +57,8 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Read]:
         ),
         "pairs": recipe(root, data={**data, "path": str(pairs)}, method={"name": "dpo"}, train={"seq_len": 64}),
     }
-    found = {name: read_of(one) for name, one in made.items()}
-    return {name: read for name, read in found.items() if read is not None}
+    found = {name: read_of(one, Plan(batch=Batch(8, 1, 64))) for name, one in made.items()}
+    return {name: read for name, read in found.items() if isinstance(read, Read)}
 
 
 @pytest.mark.parametrize("plan", [RING, NESTED, STAGES, Plan()], ids=["ring", "nested", "stages", "one rank"])
@@ -70,8 +71,8 @@ def test_what_is_right_is_not_told_of(reads: dict[str, Read], plan: Plan) -> Non
         assert figures["rows"] == len(read.windows) and figures["tokens"] > 64
 
 
-samples, runs, window, pack, cut = Order.samples, RowShare.runs, Windows.__getitem__, Packs.__getitem__, MicroBatch.cut
-share_of = reading.share_of
+samples, runs, window, pack = Order.samples, RowShare.runs, Windows.__getitem__, Packs.__getitem__
+share_of, put = reading.share_of, stream.collate
 
 
 def of_odd_numbers(self: Order, first: int, count: int) -> Any:
@@ -88,13 +89,9 @@ def replicas_apart(layout: Layout, batch: Batch, rank: int) -> Share:
     return replace(share, dp_rank=rank % share.dp)
 
 
-def a_token_less(self: RowShare, rows: Any, row: int) -> Any:
-    found = runs(self, rows, row)
-    return [*found[:-1], replace_run(found[-1])] if self.index else found
-
-
-def replace_run(run: Any) -> Any:
-    return type(run)(run.start - 1, run.stop - 1)
+def a_token_twice(self: RowShare, rows: Any, row: int) -> Any:
+    *rest, last = runs(self, rows, row)
+    return [*rest, last.moved(-1)] if self.index else [*rest, last]
 
 
 def over_the_border(self: Packs, k: int) -> Sample:
@@ -109,48 +106,111 @@ def unshifted(self: Windows, k: int) -> Sample:
     return replace(sample, labels=np.where(sample.labels < 0, sample.labels, sample.ids))
 
 
+def nothing_learnt(self: Windows, k: int) -> Sample:
+    sample = window(self, k)
+    return replace(sample, labels=np.full_like(sample.labels, IGNORE))
+
+
+def another_last_label(self: Windows, k: int) -> Sample:
+    sample = window(self, k)
+    return replace(sample, labels=np.append(sample.labels[:-1], 1))
+
+
 def of_the_row(self: Packs, k: int) -> Sample:
     sample = pack(self, k)
     return replace(sample, positions=np.arange(len(sample.ids)))
 
 
+def prompts_too(self: Packs, k: int) -> Sample:
+    """As if all tokens of a sample were learnt."""
+    sample, labels = pack(self, k), np.full(self.seq_len, IGNORE)
+    end = sample.segments[0]
+    labels[: end - 1] = sample.ids[1:end]
+    return replace(sample, labels=labels)
+
+
+def backwards(rows: Sequence[Sample]) -> MicroBatch:
+    found = put(rows)
+    return replace(found, ids=found.ids.flip(1), labels=found.labels.flip(1), positions=found.positions.flip(1))
+
+
+def as_one_document(rows: Sequence[Sample]) -> MicroBatch:
+    return replace(put(rows), documents=None)
+
+
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, Plan, str]] = {
-    "rows come again": (lambda: patch.object(Order, "samples", of_odd_numbers), "text", STAGES, "come again"),
+    "rows come again": (lambda: patch.object(Order, "samples", of_odd_numbers), "text", STAGES, "different ones"),
     "ranks read the same rows": (
         lambda: patch.object(reading, "share_of", all_read_the_first_rows),
         "text",
         STAGES,
-        "of 4 parts",
+        "part 0 of 4",
     ),
     "ranks that share rows read other ones": (
         lambda: patch.object(reading, "share_of", replicas_apart),
         "text",
         RING,
-        "of 2 parts",
+        "rank 1 reads part 1 of 2",
+    ),
+    "every row is the first": (
+        lambda: patch.object(Windows, "__getitem__", lambda self, k: window(self, 0)),
+        "text",
+        STAGES,
+        "not those that are stored",
     ),
     "a token of a row is read twice": (
-        lambda: patch.object(RowShare, "runs", a_token_less),
+        lambda: patch.object(RowShare, "runs", a_token_twice),
         "text",
         RING,
-        "tokens of row 0",
+        "not those that are stored",
+    ),
+    "rows are read backwards": (
+        lambda: patch.object(stream, "collate", backwards),
+        "text",
+        STAGES,
+        "not those that are stored",
     ),
     "the last token of a sample learns the next one's first": (
         lambda: patch.object(Packs, "__getitem__", over_the_border),
         "samples",
         STAGES,
-        "of another document",
+        "a label is not the token that follows",
     ),
     "labels are not shifted": (
         lambda: patch.object(Windows, "__getitem__", unshifted),
         "text",
         STAGES,
-        "not the token that follows",
+        "a label is not the token that follows",
+    ),
+    "nothing is learnt": (
+        lambda: patch.object(Windows, "__getitem__", nothing_learnt),
+        "text",
+        STAGES,
+        "or is missing",
+    ),
+    "the last label is another": (
+        lambda: patch.object(Windows, "__getitem__", another_last_label),
+        "text",
+        STAGES,
+        "a label is not the token that follows",
+    ),
+    "prompts are learnt too": (
+        lambda: patch.object(Packs, "__getitem__", prompts_too),
+        "samples",
+        STAGES,
+        "the loss is a mean over",
     ),
     "positions go on behind a sample": (
         lambda: patch.object(Packs, "__getitem__", of_the_row),
         "samples",
         STAGES,
-        "positions do not begin again",
+        "do not begin where",
+    ),
+    "documents are not told": (
+        lambda: patch.object(stream, "collate", as_one_document),
+        "samples",
+        STAGES,
+        "do not begin where",
     ),
 }
 """What plants it, what is read under which plan, and what is said of it."""
@@ -166,17 +226,34 @@ def test_planted_faults_are_seen(reads: dict[str, Read], name: str) -> None:
 
 def test_a_resumed_run_that_reads_other_rows_is_seen(reads: dict[str, Read]) -> None:
     """Its cursor is a step behind."""
+    first = reading.stream
 
-    def behind(windows: Any, order: Any, share: Share, cursor: int, end: int | None) -> Any:
-        return step(windows, order, share, 0, end) if cursor else step(windows, order, share, cursor, end)
-
-    step, first = reading.read_step, reading.stream
-
-    def stream(windows: Any, order: Any, share: Share, cursor: int = 0, end: int | None = None) -> Any:
+    def behind(windows: Any, order: Any, share: Share, cursor: int = 0, end: int | None = None) -> Any:
         return first(windows, order, share, 0, end=end)
 
-    with patch.object(reading, "stream", stream):
+    with patch.object(reading, "stream", behind):
         found = list(reading.prove(reads["text"], STAGES, {}))
     assert any("resumed" in line for line in found), found
-    with patch.object(reading, "read_step", behind):
-        assert any("expected" in line for line in reading.prove(reads["text"], STAGES, {}))
+
+
+def test_the_last_step_of_a_run_is_read(reads: dict[str, Read]) -> None:
+    """One and a half epochs of samples end within a step; text is read for so many steps."""
+    read, seen = reads["samples"], list[int]()
+
+    def noted(windows: Any, order: Any, share: Share, cursor: int, end: int | None = None) -> Any:
+        seen.append(cursor)
+        return stream.read_step(windows, order, share, cursor, end)
+
+    size, count = STAGES.batch.global_batch_size(STAGES.layout.dp), len(read.windows)
+    assert read.end == round(1.5 * count)
+    with patch.object(reading, "read_step", noted):
+        assert not list(reading.prove(read, STAGES, {}))
+    assert {*seen} == {0, (count - 1) // size * size, (read.end - 1) // size * size}
+
+
+def test_why_nothing_is_known_of_the_rows(tmp_path: Path) -> None:
+    few = recipe(tmp_path, data={"path": str(tmp_path / "text" / "0.txt")}, train={"seq_len": 64})
+    assert "one global batch needs" in str(read_of(few, Plan(batch=Batch(4096, 1, 64))))
+    assert "not prepared" in str(read_of(recipe(tmp_path), Plan()))
+    streamed = {"streaming": True, "path": str(tmp_path / "text")}
+    assert "streamed" in str(read_of(recipe(tmp_path, data=streamed, train={"max_steps": 8}), Plan()))

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 RANK_BYTES = 300 * 2**20
 """Of memory, that a CPU rank needs with torch loaded."""
 MOST_RANKS = 16
+COLOURS = {"fails": "red", "holds": "green"}
 
 
 @dataclass
@@ -165,11 +166,11 @@ def _check(options: Options, path: Path) -> int:
 
 def _shown(*, hidden: bool) -> Callable[[Check], None]:
     """A line for each proof."""
-    from shardwise.prove.certificate import result
+    from shardwise.prove.certificate import mark, result
 
     def show(check: Check) -> None:
-        mark = coloured("fails", "red") if check.problems else coloured("holds", "green")
-        say(f"{check.proof:<11}  {mark}  {check.case}: {result(check)}  [{show_seconds(check.seconds)}]")
+        word = coloured(found, COLOURS[found]) if (found := mark(check)) in COLOURS else found
+        say(f"{check.proof:<11}  {word}  {check.case}: {result(check)}  [{show_seconds(check.seconds)}]")
 
     return (lambda check: None) if hidden else show
 

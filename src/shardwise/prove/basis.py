@@ -45,7 +45,7 @@ def basis_of(recipe: Recipe, spec: ModelSpec, plan: Plan) -> Basis:
         "model": dotted(model),
         "plan": _planned(plan),
         "data": _data(recipe),
-        "versions": versions(spec),
+        "versions": versions(),
         "code": dict(_code()),
     }
     return dict(json.loads(json.dumps(parts)))
@@ -79,11 +79,10 @@ def changed(then: Basis, now: Basis) -> dict[str, dict[str, Change]]:
     return found
 
 
-def versions(spec: ModelSpec) -> dict[str, str]:
-    """Return what the proofs are run with; transformers for a model of its own modules."""
-    theirs = ["torch"] + ["transformers"] * (spec.hf_model is not None)
+def versions() -> dict[str, str]:
+    """Return what the proofs are run with."""
     own = {"shardwise": shardwise.__version__, "python": platform.python_version()}
-    return own | {name: version(name) for name in theirs}
+    return own | {name: version(name) for name in ("torch", "transformers")}
 
 
 def _planned(plan: Plan) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.data.batch import collate
+from shardwise.errors import first_line
 from shardwise.methods.loss import mask
 from shardwise.models import hf
 from shardwise.models.config import ModelSpec, flat, from_hf, parameter_shapes, to_hf, with_fields
@@ -37,11 +38,12 @@ FOLLOWING = {*ENDS, "expert_size", "embedding_multiplier", "attention_scale", "e
 
 @dataclass(frozen=True)
 class Likeness:
-    """The distances of the logits and of each weight's gradient from transformers', relative to their length. No
-    ``gradients``: its class makes no model of these sizes."""
+    """The distances of the logits and of each weight's gradient from transformers', relative to their length; or
+    ``why`` there are none."""
 
     logits: float
     gradients: dict[str, float]
+    why: str = ""
 
     def problems(self) -> list[str]:
         """A line for each that is not within the tolerance, the farthest first."""
@@ -70,20 +72,29 @@ def counterpart(spec: ModelSpec) -> ModelSpec | str:
 def on_rank(rank: int, world: int, job: Workload) -> Likeness:
     """Compute both, in this process. ``job`` has a :func:`counterpart`."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    spec = job.spec
+    spec, why = job.spec, ""
     square = with_fields(spec, hidden_size=spec.attention.num_attention_heads * spec.attention.head_dim)
     for tried in (spec, square):  # some classes take no other size of heads
-        weights = {name: job.first(name, shape).double() for name, shape in parameter_shapes(tried).items()}
         try:
-            theirs, held = _theirs(tried, weights)
-        except Exception:  # whatever a class says of sizes that it cannot be
+            theirs = _theirs(tried)
+        except Exception as error:  # whatever a class says of sizes that it cannot be, or transformers of its name
+            why = f"transformers makes no model of it: {first_line(error)}"
             continue
+        weights = {name: job.first(name, shape).double() for name, shape in parameter_shapes(tried).items()}
+        held = tensors(locations(tried, theirs.state_dict()))
+        given = {name: hf.assembled(parts, weights.__getitem__) for name, parts in held.items()}
+        sizes = {name: value.shape for name, value in theirs.state_dict().items()}
+        if tried is spec and any(sizes.get(name, value.shape) != value.shape for name, value in given.items()):
+            continue
+        lacking = theirs.load_state_dict(given, strict=False).missing_keys
+        if unknown := [name for name in lacking if not spec.tie_word_embeddings or name != "lm_head.weight"]:
+            raise ValueError(f"transformers' class has `{unknown[0]}`, of which nothing here is the value")
         return _compare(tried, weights, theirs, held, job)
-    return Likeness(0.0, {})
+    return Likeness(0.0, {}, why)
 
 
-def _theirs(spec: ModelSpec, weights: Mapping[str, Tensor]) -> tuple[Any, dict[str, list[tuple[str, Location]]]]:
-    """Make transformers' model of these weights, and say where each of its tensors has them from."""
+def _theirs(spec: ModelSpec) -> Any:
+    """Make transformers' model, with any weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     plainly: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -91,14 +102,9 @@ def _theirs(spec: ModelSpec, weights: Mapping[str, Tensor]) -> tuple[Any, dict[s
     torch.set_default_dtype(torch.float64)
     try:
         with Widened():
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf(spec)), **plainly).double().eval()
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf(spec)), **plainly).double().eval()
     finally:
         torch.set_default_dtype(before)
-    held = tensors(locations(spec, model.state_dict()))
-    model.load_state_dict(
-        {name: hf.assembled(parts, weights.__getitem__) for name, parts in held.items()}, strict=False
-    )
-    return model, held
 
 
 def _compare(
@@ -121,7 +127,7 @@ def _compare(
     for name, parameter in theirs.named_parameters():
         if parameter.grad is not None and name in held:
             mine = hf.assembled(held[name], gradients.__getitem__)
-            whose = max(held[name], key=lambda part: len(part[0]))[0]
+            whose = " and ".join(dict.fromkeys(part for part, _ in held[name][:2]))
             error = float((parameter.grad - mine).norm()) / max(float(parameter.grad.norm()), SMALL * longest)
-            errors[whose] = max(error, errors.get(whose, 0.0))
+            errors[whose] = error if not error <= errors.get(whose, 0.0) else errors[whose]
     return Likeness(float(((logits - known).norm() / known.norm()).detach()), errors)

@@ -9,19 +9,20 @@ from typing import Any
 from shardwise.models.config import parameter_count
 from shardwise.prove.basis import Basis, digest, digests
 from shardwise.prove.beside import TOLERANCE as MODEL_TOLERANCE
-from shardwise.prove.beside import counterpart
 from shardwise.prove.certify import Certification, Check, Effort, micro_batches, places
 from shardwise.prove.documents import OF_EXPERTS
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE
 from shardwise.prove.kept import FORMAT, Command
 from shardwise.prove.parity import TOLERANCE
+from shardwise.prove.reading import few
 from shardwise.prove.rounding import MOMENTS, SHARED, UPDATE, WHOLE
 from shardwise.prove.shrink import Shrunk
 from shardwise.prove.slopes import TOLERANCE as SLOPE_TOLERANCE
 from shardwise.prove.smallest import Smallest
 from shardwise.spec.units import counted, markdown_table, show_bytes, show_count, show_seconds
 
-ALWAYS_UNSEEN = "that training goes well: learning rate, data and length are not looked at"
+MARKS = {"fails": "**fails**", "left out": "left out", "holds": "holds"}
+ALWAYS_UNSEEN = "that training goes well: learning rate, length and what the texts say are not looked at"
 
 
 @dataclass(frozen=True)
@@ -62,20 +63,28 @@ class Certificate:
         """Return what the certificate does not show."""
         plan, small = self.subject.plan, self.subject.small
         looked = len(places(plan.layout, self.facts.effort))
-        found = [f"all proofs but drift: {self.subject.why}"] if small is None else []
+        found = [f"all proofs but drift and data: {self.subject.why}"] if small is None else []
         if looked < plan.layout.world:
             found.append(f"drift on {plan.layout.world - looked:,} of {plan.layout.world:,} ranks")
         if (run := micro_batches(plan)) < plan.batch.accumulation:
             after = f"after the first {run} of {plan.batch.accumulation}, which they repeat"
             found.append(f"drift of micro-batches {after}")
-        if self.subject.read is None:
-            found.append(f"which rows ranks read: rows are {self.subject.rows or 'not prepared'}")
+        if isinstance(self.subject.read, str):
+            found.append(f"which rows ranks read: {self.subject.read}")
         for check in self.checks:
             if missed := int(check.figures.get("not judged", 0)):
                 of = counted(int(check.figures["tensors"]), "tensor")
                 found.append(f"derivatives along {missed} of {of}: the loss is not smooth in any direction tried")
-        if small is not None and isinstance(why := counterpart(small.spec), str):
-            found.append(f"its forward beside transformers' class: {why}")
+            if check.left_out:
+                found.append(f"the {check.proof} beside transformers' class: {check.left_out}")
+            if looked := int(check.figures.get("ranks", 0)):
+                ranks, most = int(check.figures["of ranks"]), few(plan).accumulation
+                found += [f"what is read on {ranks - looked} of {ranks} data-parallel ranks"] * (looked < ranks)
+                if most < plan.batch.accumulation:
+                    found.append(f"reading of more than {most} of {plan.batch.accumulation} micro-batches of a step")
+            if blind := int(check.figures.get("blind", 0)):
+                of = counted(int(check.figures["updates"]), "weight")
+                found.append(f"updates of {blind} of {of}: storing rounds them by as much as they change")
         if self.facts.effort == "quick" and small is not None:
             found.append("steps in the plan's own dtypes, and one that is not finite (left out by --quick)")
         return [*found, *self.subject.lost, *(small.unseen if small else ()), ALWAYS_UNSEEN]
@@ -108,6 +117,8 @@ class Certificate:
             "not_shown": self.unseen(),
             "tolerances": {
                 "derivatives": SLOPE_TOLERANCE,
+                "model": MODEL_TOLERANCE,
+                "documents": OF_EXPERTS,
                 "float64": TOLERANCE,
                 "own dtypes": {"whole rows": WHOLE, "shared": SHARED, "update": [UPDATE, MOMENTS]},
                 "peak": PEAK_TOLERANCE,
@@ -131,7 +142,7 @@ class Certificate:
             "versions": ", ".join(f"{name} {version}" for name, version in self.facts.basis["versions"].items()),
             "SHA-256 of all that it rests on": digests(self.facts.basis)["all"],
         }
-        words = [("**fails**: " if one.problems else "holds: ") + result(one) for one in self.checks]
+        words = [f"{MARKS[mark(one)]}: {result(one)}" for one in self.checks]
         rows = [
             (one.proof, one.case, said, show_seconds(one.seconds)) for one, said in zip(self.checks, words, strict=True)
         ]
@@ -150,7 +161,7 @@ class Certificate:
     def smaller(self, small: Shrunk) -> str:
         """Return what the small runs were of."""
         blocks = ", ".join(map(str, small.blocks))
-        lines = ["For all proofs but drift:", "", *(f"* {line}" for line in small.changed)]
+        lines = ["For all proofs but drift and data:", "", *(f"* {line}" for line in small.changed)]
         lines += [f"* the small model's {len(small.blocks)} blocks stand for the model's blocks {blocks}"]
         for one, _ in self.subject.others:
             axes = ", ".join(f"{axis} {ranks}" for axis, ranks in one.plan.layout.axes())
@@ -167,7 +178,7 @@ class Certificate:
 TOLERANCES = f"""\
 * drift: every collective, byte of state and saved byte is equal; a peak of {show_bytes(PEAK_FROM_BYTES)} and more is
   within {100 * PEAK_TOLERANCE:g} %
-* data: every rank's rows, tokens and labels are equal
+* data: which rows a rank reads, their tokens, labels and documents are equal to what is stored
 * derivatives: within {SLOPE_TOLERANCE:g} (relative to the gradient), and what rounding of the loss makes of its
   differences
 * model: logits and gradients within {MODEL_TOLERANCE:g} (relative) of those of transformers' class
@@ -183,23 +194,29 @@ TOLERANCES = f"""\
 docs/prove.md says what each proof compares, and what it cannot show."""
 
 
+def mark(check: Check) -> str:
+    """Return whether it holds, in a word."""
+    return "fails" if check.problems else "left out" if check.left_out else "holds"
+
+
 def result(check: Check) -> str:
     """Return what came of a check, in a few words."""
     if check.problems:
         return check.problems[0]
     found = check.figures
+    if check.left_out:
+        return check.left_out
     if check.proof == "drift":
         sent = counted(int(found["collectives"]), "collective")
         return f"equal: {sent}, {show_bytes(found['sent bytes'])} sent, {show_bytes(found['state bytes'])} of state"
     if check.proof == "data":
         rows = counted(int(found["rows"]), "row")
-        return f"{rows} once each; {show_count(int(found.get('tokens', 0)))} tokens as one process reads them"
+        tokens, of = show_count(int(found.get("tokens", 0))), counted(int(found["of ranks"]), "data-parallel rank")
+        return f"{rows} once each; {tokens} tokens on {int(found['ranks'])} of {of} as they are stored"
     if check.proof == "derivatives":
         missed = int(found["not judged"])
         judged = counted(int(found["tensors"]) - missed, "tensor") + f", {missed} more not judged" * (missed > 0)
         return f"within {found['derivative']:.0e} of the loss's differences: {judged}"
-    if check.proof == "model" and not found["tensors"]:
-        return "not compared: transformers' class makes no model as small"
     if check.proof == "model":
         return f"within {found['model']:.0e}: {counted(int(found['tensors']), 'tensor')}"
     if check.proof == "documents":

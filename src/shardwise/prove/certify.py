@@ -45,10 +45,14 @@ SHOWN = 6
 """Lines about one failure."""
 
 
+class NotCompared(Exception):
+    """Nothing that a case could be compared with is there; says why."""
+
+
 @dataclass(frozen=True)
 class Check:
     """One proof of one case: it holds if there are no ``problems``. ``figures`` are what was compared. ``raised``: it
-    did not come to an end."""
+    did not come to an end. ``left_out``: why nothing was compared."""
 
     proof: Literal["drift", "data", "derivatives", "model", "parity", "documents", "dtypes", "checkpoint"]
     case: str
@@ -56,6 +60,7 @@ class Check:
     seconds: float
     figures: dict[str, float] = field(default_factory=dict)
     raised: bool = False
+    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Certification:
     why: str = ""
     others: tuple[tuple[Shrunk, Setting], ...] = ()
     lost: tuple[str, ...] = ()
-    read: Read | None = None
+    read: Read | str = "not asked for"
 
     @property
     def ranks(self) -> int:
@@ -87,8 +92,7 @@ class Certification:
         ranks = [("drift", rank) for rank in places(self.plan.layout, effort)]
         left = {"dtypes"} if effort == "quick" else set()
         left |= set() if self.setting.packed else {"documents"}
-        left |= {"model"} if self.small and isinstance(beside.counterpart(self.small.spec), str) else set()
-        ranks += [("data", 0)] * (self.read is not None)
+        ranks += [("data", 0)] * isinstance(self.read, Read)
         return ranks + [(proof, 0) for proof in PROOFS if self.small is not None and proof not in left]
 
 
@@ -97,7 +101,7 @@ def subject_of(
 ) -> Certification:
     """``plan`` of ``recipe``, and what is left of it on at most so many ranks: with effort on up to four along each
     axis."""
-    read = read_of(recipe)
+    read = read_of(recipe, plan)
     try:
         small = shrink(spec, plan, 4 if effort == "thorough" else 2)
         if small.plan.layout.world > most_ranks:
@@ -156,7 +160,7 @@ def run(subject: Certification, proof: str, rank: int, ranks: Ranks) -> Check:
         if proof == "drift":
             problems = _drift(subject.spec, subject.plan, rank, figures)
         elif proof == "data":
-            assert subject.read is not None
+            assert isinstance(subject.read, Read)
             problems = list(reading.prove(subject.read, subject.plan, figures))
         else:
             assert subject.small is not None
@@ -166,6 +170,8 @@ def run(subject: Certification, proof: str, rank: int, ranks: Ranks) -> Check:
                 problems += [_named(small, line) for line in PROOFS[proof](small, setting, ranks, own)]
                 figures |= {name: max(value, figures.get(name, 0.0)) for name, value in own.items()}
         raised = False
+    except NotCompared as why:
+        return Check(proof, case, (), time.perf_counter() - began, left_out=str(why))  # type: ignore[arg-type]
     except RankFailure as error:
         problems = [f"rank {each}: {_cause(text)}" for each, text in error.reports.items()]
     except Exception as error:
@@ -189,7 +195,7 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
         where = ", ".join(f"{axis} {layout.coordinate(rank, axis)}" for axis, _ in layout.axes())
         return f"rank {rank} of {layout.world}" + f" ({where})" * bool(where)
     if proof == "data":
-        return f"the parts of all {subject.plan.layout.world} ranks, of steps at the plan's own size"
+        return "at the plan's own size, the first step, a resumed one, the last of the first epoch and of the run"
     assert subject.small is not None
     world = subject.small.plan.layout.world
     those = f"{world} CPU rank" + "s" * (world > 1)
@@ -206,7 +212,7 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
         return f"float64, {those}, one document of each row, with other tokens in the others"
     if proof == "dtypes":
         steps = f"{rounding.DRAWS} steps' gradients, {rounding.UPDATES} updates and a step to be skipped"
-        return f"{rounding.coarsest(subject.small.own)}, {those}, {steps}"
+        return f"{subject.small.own.precision.compute}, {those}, {steps}"
     other = moves.elsewhere(subject.small.plan)
     return f"saved by {those}, goes on as {other.shard.strategy} over {other.layout.world}, and the other way round"
 
@@ -247,11 +253,13 @@ def _derivatives(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[st
 
 def _model(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
     """Compare the small model with transformers' class of its family."""
-    own = beside.counterpart(small.spec)
-    assert not isinstance(own, str)
+    if isinstance(own := beside.counterpart(small.spec), str):
+        raise NotCompared(own)
     [found] = ranks.run(beside.on_rank, job_of(own, small.plan, 1, setting), world=1)
+    if found.why:
+        raise NotCompared(found.why)
     figures["model"], figures["tensors"] = max([found.logits, *found.gradients.values()]), len(found.gradients)
-    return list(found.problems())
+    return found.problems()
 
 
 def _parity(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, float]) -> list[str]:
@@ -274,6 +282,7 @@ def _dtypes(small: Shrunk, setting: Setting, ranks: Ranks, figures: dict[str, fl
     found = rounding.prove(ranks, small.spec, small.own, setting)
     figures["times"], figures["tensors"] = found.together, len(found.each)
     figures["update"] = max((error for error, _ in found.updates.values()), default=0.0)
+    figures["updates"], figures["blind"] = len(found.updates), found.blind
     return found.problems()
 
 
@@ -339,6 +348,8 @@ def smallest_failing(subject: Certification, failed: Check, ranks: Ranks) -> Sma
                 found = any(_drift(spec, plan, rank, {}) for rank in looked)
             else:
                 found = any(PROOFS[failed.proof](Shrunk(spec, plan, plan, (), (), ()), setting, ranks, {}))
+        except NotCompared:
+            return "cannot be"
         except Exception:  # whatever a rank raises: it does not come to an end, for which there may be another cause
             return "fails" if failed.raised else "fails otherwise"
         return "passes" if not found else "fails otherwise" if failed.raised else "fails"

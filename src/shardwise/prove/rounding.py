@@ -31,6 +31,7 @@ from shardwise.models.hf_model import model_of
 from shardwise.models.init import Draw
 from shardwise.models.roles import is_counted
 from shardwise.prove import parity
+from shardwise.prove.apart import apart
 from shardwise.prove.balance import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.regimes import scaled
@@ -46,8 +47,8 @@ from shardwise.techniques import quantised
 from shardwise.techniques.dtypes import torch_dtype
 
 DRAWS, UPDATES, COUNTED = 6, 2, 4
-"""Steps' rows of which gradients are taken, and updates that are compared. Of all draws the smaller errors count: a
-token that rounding sends to another expert changes a step's gradients by more than rounding is."""
+"""Steps' rows of which gradients are taken, and updates that are compared. With experts so many of the smaller errors
+count: a token that rounding sends to another expert changes a step's gradients by more than rounding is."""
 
 
 class Times(NamedTuple):
@@ -68,6 +69,8 @@ NORM = 1e-5
 """Relative, of the norm before clipping, of the gradients that it is of."""
 SMALL, TINY = 1e-4, 1e-30
 """Of the longest gradient, as which a shorter one counts: of one that is zero, rounding would be all."""
+COARSER: list[Dtype] = ["fp64", "fp32", "fp16", "bf16"]
+"""By bits of mantissa, the most first."""
 PACKED = 64
 """Elements of the smallest matrix whose moments are in 8 bits, where no rank has a part of a row's block."""
 
@@ -75,8 +78,8 @@ PACKED = 64
 @dataclass(frozen=True)
 class Rounded:
     """The findings of a rank, or of the plain loop: of each draw the loss and every full gradient. ``before`` and
-    ``after``: weights, around the updates, whose gradients are ``used``, of these ``norms``. ``spoilt``: lines on what a
-    step that is not finite changed."""
+    ``after``: weights, around the updates, whose gradients are ``used``, of these ``norms``. ``held``: digests of what
+    this rank holds, after each update. ``spoilt``: lines on what a step that is not finite changed."""
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
@@ -84,14 +87,15 @@ class Rounded:
     before: dict[str, Tensor] = field(default_factory=dict)
     used: list[dict[str, Tensor]] = field(default_factory=list)
     after: dict[str, Tensor] = field(default_factory=dict)
+    held: list[dict[str, list[int]]] = field(default_factory=list)
     spoilt: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Rounding:
     """A run's distance from float64, in distances of one process: over all gradients, of each one, and of the loss.
-    ``updates``: how far each is from that of float64, and may be. ``wrong``: lines on what is wrong beside that.
-    ``most``: the limits."""
+    ``updates``: how far each is from that of float64, and may be, beyond what storing weights rounds; ``blind``: of how
+    many storing rounds as much as they change. ``wrong``: lines on what is wrong beside that. ``most``: the limits."""
 
     together: float
     each: dict[str, float]
@@ -99,6 +103,7 @@ class Rounding:
     updates: dict[str, tuple[float, float]]
     wrong: list[str]
     most: Times
+    blind: int = 0
 
     def problems(self) -> list[str]:
         """Return a line for each thing that is not as it should be, the cause first."""
@@ -106,7 +111,7 @@ class Rounding:
         worst = max(self.each, key=self.each.__getitem__, default="")
         found = [*self.wrong]
         if worst and not self.each[worst] <= self.most.alone:
-            found.append(f"first gradient of {worst}: {self.each[worst]:.2g} {far}, at most {self.most.alone:g}")
+            found.append(f"gradient of {worst}: {self.each[worst]:.2g} {far}, at most {self.most.alone:g}")
         if not self.together <= self.most.together:
             found.append(
                 f"first gradients: {self.together:.2g} {far}, at most {self.most.together:g}; most of all {worst}"
@@ -165,16 +170,19 @@ def _on_rank(rank: int, spec: ModelSpec, plan: Plan, setting: Setting) -> Rounde
         if state.host:
             state.host.give_back()
     before = _weights(state)
-    norms = [step(state, *given(number), rules).grad_norm for number in range(UPDATES)]
+    norms, held = list[float](), list[dict[str, list[int]]]()
+    for number in range(UPDATES):
+        norms.append(step(state, *given(number), rules).grad_norm)
+        held.append(parity.held(state))
     after, spoil = _weights(state), True
-    pieces, moments = parity.held(state), _moments(state)
+    pieces, moments = held[-1], _moments(state)
     stats, spoilt, at = step(state, *given(0), rules), [], "a step of which one rank's gradient is not finite"
     if not stats.skipped:
         spoilt.append(f"{at} is not told as skipped")
     spoilt += [f"{at} changes {name}" for name, digests in parity.held(state).items() if digests != pieces[name]][:1]
     if _moments(state) != moments:
         spoilt.append(f"{at} changes moments")
-    return Rounded(losses, gradients, norms, before, used, after, spoilt)
+    return Rounded(losses, gradients, norms, before, used, after, held, spoilt)
 
 
 def _gradients(state: TrainState) -> dict[str, Tensor]:
@@ -222,14 +230,15 @@ def plain(job: Workload) -> Rounded:
 
 def prove(ranks: Ranks, spec: ModelSpec, plan: Plan, setting: Setting) -> Rounding:
     """Run it on the ranks that ``plan`` asks for, and compare."""
-    setting = replace(setting, sgd=False, draw=FewDigits(setting.draw or init.fill, coarsest(plan)))
+    digits = max({coarsest(plan), plan.lora.frozen if plan.lora else "fp64"}, key=COARSER.index)
+    setting = replace(setting, sgd=False, draw=FewDigits(setting.draw or init.fill, digits))
     answers: list[Rounded] = ranks.run(on_rank, spec, plan, setting, world=plan.layout.world)
     found = _joined(answers)
     rounded = replace(plan, precision=replace(plan.precision, compute=coarsest(plan, computed=True)))
     exact = replace(plan, precision=replace(plan.precision, compute="fp64", weights="fp64"))
     right, near = (plain(job_of(spec, one, 0, setting)) for one in (exact, rounded))
     updated = _updated(job_of(spec, exact, UPDATES, setting), found, plan.precision.weights)
-    return compare(plan, found, near, right, updated)
+    return compare(plan, found, near, right, updated, routed=bool(spec.experts))
 
 
 def _joined(answers: Sequence[Rounded]) -> Rounded:
@@ -242,7 +251,8 @@ def _joined(answers: Sequence[Rounded]) -> Rounded:
     used = [joined([found.used[number] for found in answers]) for number in range(UPDATES)]
     before, after = joined([found.before for found in answers]), joined([found.after for found in answers])
     spoilt = list(dict.fromkeys(line for found in answers for line in found.spoilt))
-    return Rounded(answers[0].losses, gradients, answers[0].norms, before, used, after, spoilt)
+    spoilt += apart([found.held for found in answers])
+    return Rounded(answers[0].losses, gradients, answers[0].norms, before, used, after, spoilt=spoilt)
 
 
 def _updated(job: Workload, found: Rounded, stored: Dtype) -> Rounded:
@@ -263,21 +273,27 @@ def coarsest(plan: Plan, *, computed: bool = False) -> Dtype:
     """The dtype with the fewest bits of mantissa that gradients meet, or that something is ``computed`` in."""
     met: set[Dtype] = {plan.precision.compute, *(dtype for _, dtype in plan.precision.modules)}
     if not computed:
-        met |= {plan.precision.reduce, plan.precision.weights} | ({plan.lora.frozen} if plan.lora else set())
-    return max(met, key=["fp64", "fp32", "fp16", "bf16"].index)
+        met |= {plan.precision.reduce, plan.precision.weights}
+    return max(met, key=COARSER.index)
 
 
-def compare(plan: Plan, found: Rounded, rounded: Rounded, exact: Rounded, updated: Rounded) -> Rounding:
-    """``rounded`` and ``exact``: the plain loop in the plan's dtypes and in float64; ``updated``: its updates."""
-
+def compare(
+    plan: Plan, found: Rounded, rounded: Rounded, exact: Rounded, updated: Rounded, *, routed: bool = False
+) -> Rounding:
+    """Compare what ranks ``found`` with the plain loop, ``rounded`` to the plan's dtypes and ``exact``, and with its
+    ``updated`` weights; ``routed``: tokens go to experts."""
+    count = COUNTED if routed else DRAWS
     longest = [max(float(gradient.norm()) for gradient in right.values()) for right in exact.gradients]
+
+    def typical(errors: Iterable[float]) -> float:
+        return math.hypot(*sorted(errors)[:count]) / count**0.5
 
     def away(draws: list[dict[str, Tensor]], name: str) -> float:
         both = zip(draws, exact.gradients, longest, strict=True)
-        return _typical(_apart(each.get(name), right.get(name), SMALL * most) for each, right, most in both)
+        return typical(_apart(each.get(name), right.get(name), SMALL * most) for each, right, most in both)
 
-    def off(losses: list[float]) -> float:
-        return _typical(abs(one - right) / abs(right) for one, right in zip(losses, exact.losses, strict=True))
+    def of_losses(losses: list[float]) -> float:
+        return typical(abs(one - right) / abs(right) for one, right in zip(losses, exact.losses, strict=True))
 
     names = sorted({name for draws in (found, exact) for name in draws.gradients[0]})
     least = _least(plan)
@@ -291,17 +307,18 @@ def compare(plan: Plan, found: Rounded, rounded: Rounded, exact: Rounded, update
                 f"gradient norm of step {number}: {known:.9g} expected of the run's own gradients, {norm:.9g} "
                 f"found (relative error {error:.1e}, at most {NORM:g})"
             )
-    updates = {}
+    updates, blind, allowed = dict[str, tuple[float, float]](), 0, _moments_most(plan)
     for name, right in updated.after.items():
-        change, begun = right - found.before[name], float(found.before[name].norm())
-        most = _moments_most(plan) + UPDATES * _unit(plan.precision.weights) * begun / max(float(change.norm()), TINY)
-        updates[name] = _apart(found.after[name] - found.before[name], change), most
-    return Rounding(together, each, off(found.losses) / (off(rounded.losses) + least / 16), updates, wrong, _most(plan))
-
-
-def _typical(errors: Iterable[float]) -> float:
-    """The root mean square of the smaller errors."""
-    return math.hypot(*sorted(errors)[:COUNTED]) / COUNTED**0.5
+        change, room = right - found.before[name], UPDATES * _unit(plan.precision.weights) * right.abs()
+        length = max(float(change.norm()), TINY)
+        beyond = [
+            float((apart_.abs() - room).clamp_min(0.0).norm()) / length
+            for apart_ in (found.after[name] - right, change)
+        ]
+        updates[name] = beyond[0], allowed
+        blind += not beyond[1] > allowed
+    loss = of_losses(found.losses) / (of_losses(rounded.losses) + least / 16)
+    return Rounding(together, each, loss, updates, wrong, _most(plan), blind)
 
 
 def _most(plan: Plan) -> Times:

@@ -15,7 +15,7 @@ from shardwise.spec.layout import Axis, least_dp_shard
 from shardwise.spec.plan import Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
 
 Case = tuple[ModelSpec, Plan]
-Outcome = Literal["passes", "fails", "fails otherwise"]
+Outcome = Literal["passes", "fails", "fails otherwise", "cannot be"]
 """Of a case, compared with how the first one failed."""
 
 
@@ -48,7 +48,7 @@ def smallest(spec: ModelSpec, plan: Plan, outcome: Callable[[ModelSpec, Plan], O
                 continue
             if (came := outcome(*tried)) == "fails":
                 case = tried
-            else:
+            elif came != "cannot be":
                 left[_words(name, *case)] = came
     words = tuple(_words(name, *case) for name, off in SWITCHES.items() if off(*case) != case)
     needed = tuple(name for name, came in left.items() if came == "passes")

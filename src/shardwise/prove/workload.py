@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.data.epochs import samples_of_epochs
+from shardwise.data import epochs
 from shardwise.data.pack import IGNORE, Packs, Sample, Windows, open_windows
 from shardwise.data.prepare import already_prepared, prepare
 from shardwise.data.store import Prepared
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, first_line
 from shardwise.models import init
 from shardwise.models.config import ModelSpec
 from shardwise.models.init import Draw
@@ -145,8 +145,7 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
         return setting, f"drawn at random, since the recipe's cannot be read ({error.problems[0].what})"
     if prepared is None:
         return setting, "drawn at random, since the recipe's are not prepared (`shardwise data prepare`)"
-    windows = open_windows(prepared.train, recipe.train.seq_len, recipe.data.mask_documents)
-    found = excerpts(windows, ROWS, seq_len, spec.vocab_size)
+    found = excerpts(_windows(recipe, prepared), ROWS, seq_len, spec.vocab_size)
     if not found:
         return setting, "drawn at random, since the recipe's have no labels"
     whose = "pieces of the recipe's own records, token ids modulo the small vocabulary, and between them drawn ones"
@@ -154,17 +153,27 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
     return replace(setting, rows=Excerpts(found, drawn)), whose + scores
 
 
-def read_of(recipe: Recipe) -> Read | None:
-    """Return what a run of ``recipe`` reads, where its data are prepared or small; None where not, or they are
-    streamed."""
+def read_of(recipe: Recipe, plan: Plan) -> Read | str:
+    """What a run of ``recipe`` reads, where its data are prepared or small; else why that is not known."""
+    if recipe.data.streaming:
+        return "the data are streamed"
     try:
         prepared = prepared_of(recipe)
-    except ShardwiseError:
-        return None
-    if prepared is None or recipe.data.streaming:
-        return None
-    windows = open_windows(prepared.train, recipe.train.seq_len, recipe.data.mask_documents)
-    return Read(windows, recipe.run.seed, samples_of_epochs(windows, recipe.train.num_epochs))
+        if prepared is None:
+            return "the recipe's data are not prepared (`shardwise data prepare`)"
+        windows, size = _windows(recipe, prepared), plan.batch.global_batch_size(plan.layout.dp)
+        epochs.check_size(windows, size, recipe.data)
+        recipe = epochs.settled(recipe, windows)
+        end = epochs.samples_of_epochs(windows, recipe.train.num_epochs)
+        return Read(windows, recipe.run.seed, end, epochs.max_steps(recipe, windows, size))
+    except ShardwiseError as error:
+        return error.problems[0].what
+    except (OSError, ValueError) as error:
+        return first_line(error)
+
+
+def _windows(recipe: Recipe, prepared: Prepared) -> Windows | Packs:
+    return open_windows(prepared.train, recipe.train.seq_len, recipe.data.mask_documents)
 
 
 def prepared_of(recipe: Recipe) -> Prepared | None:
