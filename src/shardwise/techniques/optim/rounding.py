@@ -108,8 +108,8 @@ class RoundedAdamW(Optimizer):
         target.copy_(value if skips is None else torch.where(skips, target, value))
 
     def _skips(self, device: torch.device) -> Tensor | None:
-        """Return on a device whether this step is skipped, which is copied there once a step; None where that is never
-        asked."""
+        """Return whether this step is skipped, on a device, to which that is copied once a step; None where none can
+        be."""
         if self.found_inf is not None and device not in self._told:
             self._told[device] = self.found_inf.to(device, non_blocking=True) > 0
         return self._told.get(device)
