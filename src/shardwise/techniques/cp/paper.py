@@ -98,7 +98,7 @@ def steps(one: AttentionBytes, at: At) -> list[RingStep]:
 
 
 def forward(op: Op, at: At) -> Within:
-    """Return what forward holds, the joined output, keys, and what each call of the kernel makes, and what it sends."""
+    """Return what forward holds (the joined output, keys, and what each call of the kernel makes) and sends."""
     one, held = AttentionBytes.of(op, at), HeldBytes()
     held.add(one.output_sums * one.apart, one.keys)
     for place, step in enumerate(steps(one, at)[:-1]):
@@ -111,8 +111,8 @@ def forward(op: Op, at: At) -> Within:
 
 
 def backward(op: Op, at: At) -> Within:
-    """Return what backward holds, gradients of queries, of its own keys, of those that it computes with, and those on
-    their way, and what it sends."""
+    """Return what backward holds (gradients of queries, of its own keys, of those that it computes with, and those on
+    their way) and sends."""
     one, held, before = AttentionBytes.of(op, at), HeldBytes(), 0
     held.add(one.query_sums * one.apart, one.keys, one.key_sums)
     *computing, last = steps(one, at)

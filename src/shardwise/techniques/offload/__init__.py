@@ -137,8 +137,8 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Mark the units that the device updates where the host updates others, whose blocks get narrow weights.
-    :func:`tiers` says what is on the host, and planner/leaving.py when gradients leave and weights return."""
+    """Mark the units that the device updates, where the host updates others, and give the blocks of these their narrow
+    weights. :func:`tiers` says what is on the host, and planner/leaving.py when gradients leave and weights return."""
     if plan.offload.optimizer == "none":
         return sheet
     compute, sharded = plan.precision.compute, plan.sharded

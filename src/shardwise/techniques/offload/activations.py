@@ -154,8 +154,8 @@ class MovedInputs:
         return copied(target, source, self._stream(way, source if way == "out" else target))
 
     def _stream(self, way: str, here: Tensor) -> torch.cuda.Stream | None:
-        """Return the stream on which the device copies this way, behind what it was given before; None of a CPU. What
-        it is asked for is copied, and counted."""
+        """Return the stream on which the device copies this way, behind what it was given before; None of a CPU. The
+        bytes of ``here``, which are to be copied, are counted."""
         self.copied[("device", "host") if way == "out" else ("host", "device")] += here.nbytes
         if not here.is_cuda:
             return None

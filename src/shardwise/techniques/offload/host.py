@@ -131,8 +131,8 @@ class HostWeights:
         return [value for each in own for name, value in each.items() if name == "step" or not self.scratch]
 
     def read(self) -> None:
-        """Have the copies take the values of weights that have been filled anew, or where the copies were filled, the
-        device."""
+        """Have the copies take the values of weights that have been filled anew, or the device, where the copies were
+        filled."""
         with torch.no_grad():
             for parameter, copy in self.copies.items():
                 if waits(parameter) and parameter not in self._fetched:

@@ -36,8 +36,8 @@ class Return(NamedTuple):
 
 
 class ReturningWeights:
-    """The weights that return (``returns``): all are waited for when they are given, but those of blocks that it has
-    been told of (:meth:`come_beside`) when these run."""
+    """The weights that return (``returns``): those of blocks, once they are told of (:meth:`come_beside`), are waited
+    for when their block runs, all others when they are given."""
 
     def __init__(self, returns: Sequence[Return]) -> None:
         self._groups = [[*returns]]  # what is waited for, and blocks in their order

@@ -50,7 +50,7 @@ class Settings:
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with the optimizer that the recipe names."""
+    """Yield the plan with the optimizer and the moments that the recipe asks for."""
     yield dataclasses.replace(plan, optim=Optim(recipe.optim.name, moments=recipe.optim.moments))
 
 
