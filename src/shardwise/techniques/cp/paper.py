@@ -1,4 +1,4 @@
-"""What the operations of context parallelism hold and send, on paper: the same steps as attention.py, in bytes. No
+"""The bytes that the operations of context parallelism hold and send, on paper: in the same steps as attention.py. No
 torch. Rows are one document each."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from shardwise.techniques.cp.parts import ALL, Sees, parts
 
 
 def exchange(op: Op, at: At) -> Within:
-    """Of the buffers that tokens are exchanged through, the result takes the place of one. Rows that go to experts need
-    none."""
+    """Return what an exchange of tokens holds: of its buffers, the result takes the place of one. Rows that go to
+    experts need none."""
     if op.axis == "ep":
         return Within()
     return Within(op.flops * at.b * at.s)
@@ -23,7 +23,7 @@ def exchange(op: Op, at: At) -> Within:
 
 @dataclass
 class HeldBytes:
-    """Bytes that are held, and the most that were."""
+    """The bytes that are held, and the most that were."""
 
     now: int = 0
     top: int = 0
@@ -36,14 +36,14 @@ class HeldBytes:
         self.now -= sum(sizes)
 
     def meanwhile(self, size: Fraction | int) -> None:
-        """So many bytes are made, and freed."""
+        """Make so many bytes, and free them."""
         self.top = max(self.top, self.now + int(size))
 
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """Bytes: of queries, of the output, of keys and values, of sums as large as any of these, and of a number for each
-    query and head in the dtype of sums."""
+    """The bytes of queries, of the output, of keys and values, of sums as large as any of these, and of a number for
+    each query and head in the dtype of sums."""
 
     queries: int
     outputs: int
@@ -63,13 +63,13 @@ class AttentionBytes:
 
     @property
     def apart(self) -> bool:
-        """Whether sums of queries are another tensor than the result, in a wider dtype."""
+        """Return whether sums of queries are another tensor than the result, in a wider dtype."""
         return self.query_sums > self.queries
 
 
 class RingStep(NamedTuple):
-    """Whose keys a rank computes with, and bytes: of these keys, of the sums of their gradients, of what is made for
-    the keys that come meanwhile, and for gradients that come."""
+    """A step of attention: whose keys a rank computes with, and bytes: of these keys, of the sums of their gradients,
+    of what is made for the keys that come meanwhile, and for gradients that come."""
 
     owner: int
     keys: int
@@ -79,7 +79,7 @@ class RingStep(NamedTuple):
 
 
 def steps(one: AttentionBytes, at: At) -> list[RingStep]:
-    """The last computes nothing: gradients come home."""
+    """Return the steps of a rank, of which the last computes nothing: gradients come home."""
     ring, rank = at.cut.ring, at.cut.rank
     if at.cut.gathered:
         keys, sums = ring * one.keys, ring * one.key_sums
@@ -98,7 +98,7 @@ def steps(one: AttentionBytes, at: At) -> list[RingStep]:
 
 
 def forward(op: Op, at: At) -> Within:
-    """The joined output, keys, and what each call of the kernel makes."""
+    """Return what forward holds (the joined output, keys, and what each call of the kernel makes) and sends."""
     one, held = AttentionBytes.of(op, at), HeldBytes()
     held.add(one.output_sums * one.apart, one.keys)
     for place, step in enumerate(steps(one, at)[:-1]):
@@ -111,7 +111,8 @@ def forward(op: Op, at: At) -> Within:
 
 
 def backward(op: Op, at: At) -> Within:
-    """Gradients of queries, of its own keys, of those that it computes with, and those on their way."""
+    """Return what backward holds (gradients of queries, of its own keys, of those that it computes with, and those on
+    their way) and sends."""
     one, held, before = AttentionBytes.of(op, at), HeldBytes(), 0
     held.add(one.query_sums * one.apart, one.keys, one.key_sums)
     *computing, last = steps(one, at)
@@ -128,7 +129,7 @@ def backward(op: Op, at: At) -> Within:
 
 
 def _calls(step: RingStep, at: At) -> Iterator[tuple[Fraction, Fraction]]:
-    """Of each call of the kernel with these keys, its share of the queries and of the keys."""
+    """Yield for each call of the kernel with these keys its share of the queries and of the keys."""
     rows, ring = WholeRows(at.cut.length), at.cut.ring
     if step.keys:
         for part in parts(rows, at.b, (ring, at.cut.rank), step.owner, Sees(True, at.window)):
@@ -141,7 +142,7 @@ def _hops(at: At) -> tuple[Hop, ...]:
 
 
 def _sent(one: AttentionBytes, at: At) -> Iterator[SentMeanwhile]:
-    """Keys: each while the device computes with others."""
+    """Yield the messages of forward: keys, each while the device computes with others."""
     beside = 1 / at.cut.ring
     if at.cut.gathered:
         yield SentMeanwhile("all_gather", at.cut.ring * one.keys, beside)
@@ -151,7 +152,7 @@ def _sent(one: AttentionBytes, at: At) -> Iterator[SentMeanwhile]:
 
 
 def _sent_back(one: AttentionBytes, at: At) -> Iterator[SentMeanwhile]:
-    """Keys once more, and behind them the sums of their gradients."""
+    """Yield the messages of backward: keys once more, and behind them the sums of their gradients."""
     ring = at.cut.ring
     if at.cut.gathered:
         yield SentMeanwhile("all_gather", ring * one.keys, 1 / ring)

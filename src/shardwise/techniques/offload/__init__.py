@@ -1,4 +1,4 @@
-"""What is kept outside the device's memory.
+"""Offloading: what is kept outside the memory of the device.
 
     offload.optimizer   where                                            what is copied a step, of each trained weight
     none                all on the device                                nothing
@@ -86,7 +86,8 @@ _WAITING: WeakKeyDictionary[nn.Module, WaitingWeights] = WeakKeyDictionary()
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
-    """What the recipe says; ``auto`` tries the device and the host."""
+    """Yield the plan with what the recipe says; for ``auto``, with the optimizer on the device, and on the host, or on
+    NVMe where weights wait there."""
     asked, fraction = recipe.offload.optimizer, recipe.offload.optimizer_fraction
     others = Offload("none", recipe.offload.activations, recipe.offload.weights)
     pinned = {f"offload.{what}": "pinned" for what in ("activations", "weights") if vars(others)[what] != "none"}
@@ -136,8 +137,8 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Says which units the device updates, where the host updates others, and of which its weights are narrow. What is
-    on the host, :func:`tiers` says, and planner/leaving.py when gradients leave and weights return."""
+    """Mark the units that the device updates, where the host updates others, and give the blocks of these their narrow
+    weights. :func:`tiers` says what is on the host, and planner/leaving.py when gradients leave and weights return."""
     if plan.offload.optimizer == "none":
         return sheet
     compute, sharded = plan.precision.compute, plan.sharded
@@ -151,7 +152,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Inputs of blocks leave; of weights copies are made when they have memory (:func:`host_weights`)."""
+    """Have the inputs of blocks leave; copies of weights are made when these have memory (:func:`host_weights`)."""
     if plan.offload.activations != "none":
         from shardwise.techniques.offload.activations import MovedInputs
 
@@ -166,15 +167,15 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 def scratch_in(parts: Iterable[nn.Module], directory: Path) -> None:
-    """Inputs of blocks that wait in a file do so in this directory, and not where temporary files are."""
+    """Have inputs of blocks that wait in a file do so in this directory, and not where temporary files are."""
     for part in parts:
         if part in _MOVED_INPUTS and _MOVED_INPUTS[part].directory is not None:
             _MOVED_INPUTS[part].directory = directory
 
 
 def allocate_waiting(part: nn.Module, plan: Plan, device: torch.device, directory: Path | None = None) -> None:
-    """Of a part on the meta device whose weights are to wait on the host: block by block they get memory on the device,
-    and give it up; on NVMe in a file in ``directory``, or where temporary files are."""
+    """Allocate a part on the meta device whose weights are to wait on the host: block by block they get memory on the
+    device, and give it up; on NVMe they wait in a file in ``directory``, or where temporary files are."""
     from shardwise.distributed.slices import local
     from shardwise.techniques.offload.staged import StagedBlocks
     from shardwise.techniques.offload.weights import WaitingWeights
@@ -191,26 +192,26 @@ def allocate_waiting(part: nn.Module, plan: Plan, device: torch.device, director
 
 
 def moved(parts: Iterable[nn.Module]) -> list[MovedInputs | WaitingWeights]:
-    """What moves inputs of blocks, or their weights, of these parts."""
+    """Return all that moves inputs of blocks, or their weights, of these parts."""
     return [found[part] for found in (_MOVED_INPUTS, _WAITING) for part in parts if part in found]
 
 
 def blocks_again(order: Sequence[Unit]) -> list[int]:
-    """Of blocks in their order, the places of those that are computed again in backward."""
+    """Return the places of those blocks, given in their order, that are computed again in backward."""
     return [place for place, block in enumerate(order) if block.recompute and block.backward]
 
 
 def leaving(order: Sequence[Unit], *, first_stays: bool) -> list[int]:
-    """Of these, the places of those whose input leaves, where activations do: all but the last, and but the first block
-    of a stage that is given what another has sent."""
+    """Return the places of the blocks whose input leaves, where activations do: of those that are computed again all
+    but the last, and but the first of a stage that is given what another has sent (``first_stays``)."""
     return [place for place in blocks_again(order)[:-1] if place or not first_stays]
 
 
 def tiers(sheet: Sheet, plan: Plan, moments: int, flying: Sequence[int] = (1,)) -> dict[Tier, dict[str, int]]:
-    """What is kept beside the device at the sheet's place, by tier and category: of each trained weight a copy and its
-    gradient, and the ``moments`` of these, whose bytes the optimizer knows, with a count of 4 bytes a weight. On NVMe
-    gradients and counts stay in memory, and the blocks that are on their way. ``flying``: of each stage, how many
-    forwards are in flight at most, whose inputs wait."""
+    """Return the bytes that are kept beside the device at the sheet's place, by tier and category: of each trained
+    weight a copy and its gradient, and the ``moments`` of these, whose bytes the optimizer knows, with a count of 4
+    bytes a weight. On NVMe gradients and counts stay in memory, and the blocks that are on their way. ``flying``: of
+    each stage, how many forwards are in flight at most, whose inputs wait."""
     trained = trained_bytes(sheet, plan)
     found: dict[Tier, dict[str, int]] = {}
     if plan.offload.optimizer == "host":
@@ -245,8 +246,8 @@ def tiers(sheet: Sheet, plan: Plan, moments: int, flying: Sequence[int] = (1,)) 
 
 
 def input_bytes(sheet: Sheet, plan: Plan) -> list[list[int]]:
-    """Bytes of the inputs of blocks that leave the device in a forward at the sheet's place, one by one, of each of its
-    stages."""
+    """Return the bytes of the inputs of blocks that leave the device in a forward at the sheet's place, one by one, of
+    each of its stages."""
     found, blocks = list[list[int]](), [sheet.blocks[kind] for kind in sheet.order]
     b, s = plan.batch.micro_batch_size, plan.row_tokens
     for stage in sheet.place.stages or (sheet.place,):
@@ -257,24 +258,24 @@ def input_bytes(sheet: Sheet, plan: Plan) -> list[list[int]]:
 
 
 def written_bytes(sheet: Sheet, plan: Plan, kept: Mapping[str, int]) -> int:
-    """Bytes that a step writes to disks at the sheet's place, which keeps so many there by category: all of the
-    optimizer's once, inputs of blocks in each micro-batch, and frozen weights not at all."""
+    """Return the bytes that a step writes to disks at the sheet's place, which keeps so many there by category: all of
+    the optimizer's once, inputs of blocks in each micro-batch, and frozen weights not at all."""
     inputs = sum(whole_pages(size) for sizes in input_bytes(sheet, plan) for size in sizes)
     inputs *= plan.batch.accumulation * (plan.offload.activations == "nvme")
     return sum(size for name, size in kept.items() if name not in ("activations", "frozen")) + inputs
 
 
 def on_device(state: dict[str, int], moved: int, sheet: Sheet, plan: Plan) -> dict[str, int]:
-    """What the device holds all the time of the weights and moments at the sheet's place; so many bytes of moments are
-    ``moved`` elsewhere."""
+    """Return the bytes of weights and moments at the sheet's place, ``state``, that the device holds all the time; so
+    many of the moments are ``moved`` elsewhere, if the optimizer is."""
     waits = sum(padded for padded, _ in waiting_bytes(sheet, plan))
     moved = moved if plan.offload.optimizer != "none" else 0
     return {**state, "weights": state["weights"] - waits, "moments": state["moments"] - moved}
 
 
 def waiting_bytes(sheet: Sheet, plan: Plan) -> list[tuple[int, int]]:
-    """Bytes of the weights that wait on the host of each block in their order, at the sheet's place, with padding and
-    without; of none, where they are on the device."""
+    """Return the bytes of the weights that wait on the host of each block in their order, at the sheet's place, with
+    padding and without; of none, where they are on the device."""
     if plan.offload.weights == "none":
         return []
     each = [_waiting(block, sheet.place, plan.offload.optimizer != "none") for block in sheet.blocks]
@@ -292,15 +293,16 @@ def _waiting(block: Unit, place: Place, trained: bool) -> tuple[int, int, int]:
 
 
 def staged_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Memory of the host through which weights come from files, one a stage: whole pages for its largest block."""
+    """Return the memory of the host through which weights come from files, one a stage: whole pages for its largest
+    block."""
     pages = [_waiting(block, sheet.place, plan.offload.optimizer != "none")[2] for block in sheet.blocks]
     stages = [sheet.of_stage(stage) for stage in sheet.place.stages] or [sheet]
     return sum(STAGED_BLOCKS * (max((pages[kind] for kind in one.order), default=0) + PAGE_BYTES) for one in stages)
 
 
 def fetched_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Bytes of weights that come from the host for one micro-batch: of each block for its forward, and for its
-    backward, but for the last where it stays."""
+    """Return the bytes of weights that come from the host for one micro-batch: of each block for its forward, and for
+    its backward, but for the last where it stays."""
     if plan.offload.weights == "none":
         return 0
     exact = [size for _, size in waiting_bytes(sheet, plan)]
@@ -309,9 +311,9 @@ def fetched_bytes(sheet: Sheet, plan: Plan) -> int:
 
 
 def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None = None) -> HostWeights | None:
-    """Copies of the trained weights of parts that have memory, if the optimizer is to update those; on NVMe in a file
-    in ``directory``, or where temporary files are. Of weights that are filled later they take the values when they are
-    told so (``read``)."""
+    """Make copies of the trained weights of parts that have memory, if the optimizer is to update those; on NVMe in a
+    file in ``directory``, or where temporary files are. Of weights that are filled later they take the values when they
+    are told so (``read``)."""
     if plan.offload.optimizer == "none":
         return None
     from shardwise.techniques.offload.host import HostWeights
@@ -333,21 +335,21 @@ def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None 
 
 
 def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
-    """Of several micro-batches a gradient is whole after the last."""
+    """Note whether this micro-batch is the ``last`` of a step: of several, a gradient is whole after that one."""
     for part in parts:
         if part in _HOST_WEIGHTS:
             _HOST_WEIGHTS[part].last = last
 
 
 def weights_filled(parts: Sequence[nn.Module]) -> None:
-    """Those that wait in a file are written there."""
+    """Write the weights that wait in a file, once they have been filled."""
     for part in parts:
         if part in _WAITING and (file := _WAITING[part].file):
             file.scratch.settle()
 
 
 def after_micro_batch(parts: Sequence[nn.Module], plan: Plan) -> None:
-    """What its backward read last of weights that wait goes."""
+    """Let go of the waiting weights that its backward read last."""
     for part in parts:
         if part in _WAITING:
             _WAITING[part].rest()

@@ -25,9 +25,9 @@ from shardwise.techniques.offload.scratch import Scratch
 
 
 class _Input:
-    """One block's, of one forward pass. It is in ``room`` on the host or at its ``place`` in a file, or ``here`` on the
-    device, or both; where a copy is on its way, it is ``done`` at the event, and what goes to a file and from there is
-    at the end of what the thread was ``told`` last. ``before``: that of the block before it."""
+    """The input of one block in one forward pass. It is in ``room`` on the host or at its ``place`` in a file, or
+    ``here`` on the device, or both; where a copy is on its way, it is ``done`` at the event, and what goes to a file
+    and from there is at the end of what the thread was ``told`` last. ``before``: that of the block before it."""
 
     def __init__(self, x: Tensor, before: _Input | None) -> None:
         self.like, self.shape, self.before = x.new_empty(0), x.shape, before
@@ -39,7 +39,7 @@ class _Input:
 
 
 class _View(NamedTuple):
-    """What stands in the graph in place of a tensor in the memory of an input."""
+    """A stand-in in the graph for a tensor in the memory of an input."""
 
     input: _Input
     shape: torch.Size
@@ -48,9 +48,9 @@ class _View(NamedTuple):
 
 
 class MovedInputs:
-    """Of one part's ``blocks``, in their order, all of which are computed again. With a ``directory`` they wait in a
-    file there; of the first so many (``stays``) they do not leave. ``copied`` counts bytes by (from, to); ``rooms`` is
-    all memory of the host."""
+    """The inputs of one part's ``blocks``, in their order, all of which are computed again. With a ``directory`` they
+    wait in a file there; those of the first so many (``stays``) do not leave. ``copied`` counts bytes by (from, to);
+    ``rooms`` is all memory of the host."""
 
     def __init__(self, blocks: Sequence[nn.Module], directory: Path | None = None, stays: int = 0) -> None:
         self.directory, self._stays = directory, stays
@@ -66,7 +66,7 @@ class MovedInputs:
             surround(block, partial(partial, self._run, (number, trained)))
 
     def _run(self, place: tuple[int, bool], forward: Callable[..., Any], x: Tensor, *rest: Any, **named: Any) -> Any:
-        """A block's forward. ``place``: its number, and whether it has something to train."""
+        """Run a block's forward. ``place``: its number, and whether it has something to train."""
         number, trained = place
         if number == 0:
             self._last = lambda: None
@@ -100,7 +100,8 @@ class MovedInputs:
         return [file for filed in self._filed.values() for file in filed.files]
 
     def _leave(self, kept: _Input, x: Tensor, later: int) -> None:
-        """``later``: how many inputs of a forward leave from this one on, where it is the first that does."""
+        """Begin to copy an input to where it waits. ``later``: how many inputs of a forward leave from this one on,
+        where it is the first that does."""
         if self.directory is not None:
             if x.nbytes not in self._filed:
                 self._filed[x.nbytes] = FiledTensors(self.directory, x.nbytes, later, pinned=x.is_cuda)
@@ -135,7 +136,7 @@ class MovedInputs:
         return here.as_strided(saved.shape, saved.stride, saved.offset)
 
     def _fetched(self, kept: _Input) -> Tensor:
-        """An input that is on the device, or has begun to come."""
+        """Return an input on the device, where it is or begins to come."""
         if kept.here is None:
             kept.here = kept.like.new_empty(kept.shape)
             if kept.place is not None:
@@ -149,12 +150,12 @@ class MovedInputs:
         return kept.here
 
     def _copy(self, way: str, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Beside what is computed, once what was given to the device before is done. On a CPU at once."""
+        """Copy beside what is computed, once what was given to the device before is done; on a CPU at once."""
         return copied(target, source, self._stream(way, source if way == "out" else target))
 
     def _stream(self, way: str, here: Tensor) -> torch.cuda.Stream | None:
-        """On which the device copies this way, behind what it was given before; of a CPU None. What is asked for is
-        copied, and counted."""
+        """Return the stream on which the device copies this way, behind what it was given before; None of a CPU. The
+        bytes of ``here``, which are to be copied, are counted."""
         self.copied[("device", "host") if way == "out" else ("host", "device")] += here.nbytes
         if not here.is_cuda:
             return None

@@ -24,8 +24,8 @@ Done = Future["torch.cuda.Event | None"]
 
 
 class FiledTensors:
-    """Of ``size`` bytes each, in memory of the host that is ``pinned`` or not while they pass. ``files`` have so many
-    ``places`` each: a second is made where the first is full. Raises OutputError like these, before anything is
+    """Tensors of ``size`` bytes each, in memory of the host that is ``pinned`` or not while they pass. ``files`` have
+    so many ``places`` each: a second is made where the first is full. Raises OutputError like these, before anything is
     written, or where it is waited for."""
 
     def __init__(self, directory: Path, size: int, places: int, *, pinned: bool) -> None:
@@ -37,7 +37,7 @@ class FiledTensors:
         self._thread = beside(pinned=pinned)
 
     def place(self, of: object) -> Place:
-        """One that nothing else is in, until ``of`` is gone."""
+        """Return a place that nothing else is in, until ``of`` is gone."""
         if not self._free:
             self.files.append(Scratch(self._directory, self._sizes, "the file for inputs of blocks"))
             self._free += [(self.files[-1], place) for place in reversed(range(len(self._sizes)))]
@@ -46,18 +46,19 @@ class FiledTensors:
         return place
 
     def room(self) -> Room:
-        """The next, whole pages, once what went through it last is where it was to go."""
+        """Return the next room, whole pages, once what went through it last is where it was to go."""
         if len(self._used) == len(self.rooms) and (done := self._used.popleft().result()) is not None:
             done.synchronize()
         self.rooms.append(self.rooms.pop(0))
         return self.rooms[-1]
 
     def write(self, place: Place, room: Room, copied: torch.cuda.Event | None) -> Done:
-        """What is in a room, once it has been ``copied`` there, goes to a place."""
+        """Write what is in a room, once it has been ``copied`` there, to a place."""
         return self._told(_write, place, room, copied)
 
     def read(self, place: Place, written: Done, here: Tensor, stream: torch.cuda.Stream | None) -> Done:
-        """It comes to ``here``, on a stream of the device; what tells when, once it is known."""
+        """Bring what was ``written`` at a place to ``here``, on a stream of the device; return what tells when, once it
+        is known."""
         return self._told(_read, place, self.room(), written, here, stream)
 
     def _told(self, task: object, *given: object) -> Done:
@@ -66,12 +67,12 @@ class FiledTensors:
 
 
 def as_tensor(room: Room, like: Tensor, shape: torch.Size) -> Tensor:
-    """The room as a tensor of a dtype and shape."""
+    """Return the room as a tensor of this shape, in the dtype of ``like``."""
     return room[1][: shape.numel() * like.element_size()].view(like.dtype).view(shape)
 
 
 def copied(target: Tensor, source: Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """Copies on a stream of a device, and tells when it has; on a CPU at once."""
+    """Copy on a stream of a device, and return what tells when that is done; on a CPU at once."""
     with torch.no_grad():
         if stream is None:
             target.copy_(source)

@@ -85,7 +85,7 @@ class HostWeights:
         self.returning = ReturningWeights([Return(*three) for three in both if three[0] not in self._fetched])
 
     def streamed(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> StreamedAdamW:
-        """AdamW that goes through the scratch file."""
+        """Make the AdamW that goes through the scratch file."""
         assert self.scratch is not None
         of = {copy: parameter for parameter, copy in self.copies.items()}
         scratch, places = self.scratch, dict[nn.Parameter, list[tuple[Scratch, int]]]()
@@ -108,29 +108,31 @@ class HostWeights:
         return StreamedAdamW(groups, defaults, places, rooms, give)
 
     def _room(self, values: Tensor, *, pinned: bool) -> Tensor:
-        """Memory of the host for as many numbers; of a GPU's, pinned, so that copies run beside kernels."""
+        """Return memory of the host for as many numbers; of a GPU's, pinned, so that copies run beside kernels."""
         self._pinned.append(host_buffer(values.nbytes, pinned=pinned))  # pinned as long as it is held
         return self._pinned[-1].view(values.dtype).view(values.shape)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer updates in place of a parameter; itself, where it is not updated on the host."""
+        """Return the parameter that the optimizer updates in place of this one; itself, where it is not updated on the
+        host."""
         return self.copies.get(parameter, parameter)
 
     def tensors(self) -> list[Tensor]:
-        """What is in memory: the room for gradients, and the copies, but for weights that wait there anyhow; of a file,
-        the blocks that are on their way."""
+        """Return all that is in memory: the room for gradients, buffers for their sums, and the copies, but for weights
+        that wait there anyhow; of a file, the blocks that are on their way."""
         copies = [copy for parameter, copy in self.copies.items() if parameter not in self._fetched]
         buffers = self._sums.buffers if self._sums else []
         return [*self._gradients.values(), *(self._rooms if self.scratch else copies), *buffers]
 
     def states(self, states: Mapping[Any, Mapping[str, Tensor]]) -> list[Tensor]:
-        """Of the optimizer's states by what it updates, those of copies that are in memory: of a file, the counts."""
+        """Return those of the optimizer's states, by what it updates, that are in memory and of copies: of a file, the
+        counts."""
         own = [states.get(copy, {}) for copy in self.copies.values()]
         return [value for each in own for name, value in each.items() if name == "step" or not self.scratch]
 
     def read(self) -> None:
-        """Weights have been filled anew: the copies take their values, or where they are what was filled, the
-        device."""
+        """Have the copies take the values of weights that have been filled anew, or the device, where the copies were
+        filled."""
         with torch.no_grad():
             for parameter, copy in self.copies.items():
                 if waits(parameter) and parameter not in self._fetched:
@@ -145,7 +147,7 @@ class HostWeights:
             self._take(parameter)
 
     def _take(self, parameter: nn.Parameter) -> None:
-        """A whole gradient leaves. The device holds it until the next one leaves, by when its copy is done."""
+        """Have a whole gradient leave. The device holds it until the next one leaves, by when its copy is done."""
         assert parameter.grad is not None
         gradient, total = local(parameter.grad), local(self._gradients[parameter])
         adds = self._sums if self.copies[parameter].grad is not None else None
@@ -169,7 +171,7 @@ class HostWeights:
         parameter.grad = None
 
     def take_rest(self) -> None:
-        """Backward is over, and all gradients are whole: those that are still on the device leave it. When this
+        """Have those gradients leave that are still on the device: backward is over, and all are whole. When this
         returns, all are on the host."""
         for parameter in self.copies:
             if parameter.grad is not None:
@@ -182,8 +184,8 @@ class HostWeights:
         self._leaving = None
 
     def give_back(self) -> None:
-        """The device gets the updated weights, for which the rooms of gradients are used; those that wait on the host
-        have them already, or get them there from a file."""
+        """Give the device the updated weights, for which the rooms of gradients are used; those that wait on the host
+        are there already, or get there from a file."""
         with torch.no_grad():
             for parameter in self._fetched if self.scratch else ():
                 local(kept(parameter)).copy_(local(self.copies[parameter]))
@@ -191,5 +193,5 @@ class HostWeights:
 
 
 def _wide(parameter: nn.Parameter) -> Tensor:
-    """A tensor as this rank's piece of a parameter, in the dtype in which it is updated, without memory."""
+    """Return a tensor as this rank's piece of a parameter, in the dtype in which it is updated, without memory."""
     return torch.empty(local(parameter.detach()).shape, dtype=gradient_dtype(parameter), device="meta")

@@ -1,4 +1,4 @@
-"""When gradients may leave the device, and what is refused."""
+"""The rules of when gradients may leave the device, and of what is refused."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from shardwise.spec.plan import TIER_WORDS, Plan
 
 
 def leave_early(plan: Plan) -> bool:
-    """Whether a gradient leaves the device as soon as backward has it. Where ranks add up what each has, after
+    """Return whether a gradient leaves the device as soon as backward has it. Where ranks add up what each has, after
     backward, it leaves after that."""
     alone = plan.layout.size("loss") == 1
     return plan.offload.optimizer != "none" and plan.layout.tp == plan.layout.pp == 1 and (plan.sharded or alone)
 
 
 def leave_each(plan: Plan) -> bool:
-    """Whether those of each micro-batch can: ranks have added them up by then."""
+    """Return whether the gradients of each micro-batch can leave as backward makes them: ranks have added them up by
+    then."""
     return leave_early(plan) and plan.shard.strategy != "zero1" and plan.layout.dp_replicate == 1
 
 
 def return_beside(plan: Plan) -> bool:
-    """Whether a block's new weights come while the blocks before it compute. From NVMe they come while others are
-    read; stages, which gather some of theirs before they run, wait for all."""
+    """Return whether a block's new weights come while the blocks before it compute. From NVMe they come while others
+    are read; stages, which gather some of theirs before they run, wait for all."""
     outside = plan.offload
     return outside.optimizer == "host" and outside.weights == "none" and plan.layout.pp == 1
 
 
 def problems(plan: Plan, blocks: int) -> list[Problem]:
-    """What is wrong with a plan of a model of so many blocks (PLAN028)."""
+    """Return what is wrong with a plan of a model of so many blocks (PLAN028)."""
     return [
         *_check_optimizer(plan),
         *_check_fraction(plan, blocks),

@@ -27,27 +27,27 @@ CAST = "aten._to_copy"
 
 
 def narrows(plan: Plan) -> bool:
-    """Whether any weight is. Not those that come to the device block by block, nor adapters, which are small, nor where
-    modules compute in dtypes of their own."""
+    """Return whether any weight is narrow. Those that come to the device block by block are not, nor adapters, which
+    are small, nor any where modules compute in dtypes of their own."""
     types, outside = plan.precision, plan.offload
     wide = types.weights == "fp32" and types.compute in ("bf16", "fp16") and not types.modules
     return wide and plan.lora is None and outside.optimizer != "none" and outside.weights == "none"
 
 
 def narrow(plan: Plan, name: str, dims: int) -> bool:
-    """Whether the parameter with this canonical name and so many dims is."""
+    """Return whether the parameter with this canonical name and so many dims is narrow."""
     if not narrows(plan) or not name.startswith("layers.") or frozen(name, plan):
         return False
     return plan.offload.moves(int(name.split(".")[1])) and _cast_whole(name, dims, sharded=plan.sharded)
 
 
 def _cast_whole(name: str, dims: int, *, sharded: bool) -> bool:
-    """Whether all that reads a weight of a block reads it in the dtype of compute."""
+    """Return whether all that reads a weight of a block reads it in the dtype of compute."""
     return dims > 0 if sharded else dims > 1 and is_adaptable(name)
 
 
 def store_narrow(parts: list[nn.Module], plan: Plan) -> None:
-    """Sets the dtype of these weights, before they have memory."""
+    """Set the dtype of narrow weights, before they have memory."""
     for part in parts if narrows(plan) else ():
         for name, parameter in part.named_parameters():
             if narrow(plan, name, parameter.ndim):
@@ -55,7 +55,8 @@ def store_narrow(parts: list[nn.Module], plan: Plan) -> None:
 
 
 def keep_gradients(part: nn.Module, plan: Plan) -> None:
-    """Gradients of a part's narrow weights, which have memory by now, come in the dtype of ``precision.weights``."""
+    """Have gradients of a part's narrow weights, which have memory by now, come in the dtype of
+    ``precision.weights``."""
     if not narrows(plan):
         return
     wide = torch_dtype(plan.precision.weights)
@@ -68,8 +69,8 @@ def keep_gradients(part: nn.Module, plan: Plan) -> None:
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
 def narrowed(block: Unit, compute: Dtype, *, sharded: bool) -> Unit:
-    """A block on paper with its trained weights in the dtype of compute. FSDP2 gives them out in that dtype anyhow;
-    else layers have nothing to cast in forward."""
+    """Return a block on paper with its trained weights in the dtype of compute. FSDP2 gives them out in that dtype
+    anyhow; else layers have nothing to cast in forward."""
     trained = {weight.name: len(weight.shape) for weight in block.weights if weight.trained}
     names = {name for name, dims in trained.items() if _cast_whole(f"layers.0.{name}", dims, sharded=sharded)}
     weights = tuple(one.typed(compute, compute) if one.name in names else one for one in block.weights)
@@ -89,7 +90,7 @@ def narrowed(block: Unit, compute: Dtype, *, sharded: bool) -> Unit:
 
 
 def _without(ops: tuple[Op, ...], copies: dict[int, str]) -> tuple[Op, ...]:
-    """The operations but those that make copies of weights: what reads a copy reads the weight."""
+    """Return the operations but those that make copies of weights: what reads a copy reads the weight."""
     found = list[Op]()
     for op in ops:
         frees = tuple(tensor for tensor in op.frees if tensor not in copies)

@@ -28,7 +28,7 @@ class Return(NamedTuple):
     room: Tensor
 
     def cast(self) -> Tensor:
-        """The copy in the dtype that the device has."""
+        """Return the copy in the dtype that the device has."""
         dtype = self.parameter.dtype
         if self.copy.dtype == dtype:
             return self.copy
@@ -36,7 +36,8 @@ class Return(NamedTuple):
 
 
 class ReturningWeights:
-    """``returns``: all that return; those of blocks once they are told of (:meth:`come_beside`)."""
+    """The weights that return (``returns``): those of blocks, once they are told of (:meth:`come_beside`), are waited
+    for when their block runs, all others when they are given."""
 
     def __init__(self, returns: Sequence[Return]) -> None:
         self._groups = [[*returns]]  # what is waited for, and blocks in their order
@@ -47,7 +48,7 @@ class ReturningWeights:
             self._stream, self._thread = torch.cuda.Stream(cuda), beside(pinned=True)
 
     def come_beside(self, blocks: Sequence[nn.Module]) -> None:
-        """From here on those of these blocks, in their order, are waited for when their block runs."""
+        """Have the weights of these blocks, in their order, waited for when their block runs, from here on."""
         [rest] = self._groups
         for number, block in enumerate(blocks, 1):
             own = {*block.parameters()}
@@ -57,7 +58,7 @@ class ReturningWeights:
         self._groups[0] = rest
 
     def give(self) -> int:
-        """The device gets what the copies have now; how many bytes that is."""
+        """Give the device what the copies have now, and return how many bytes that is."""
         if self._stream is None:
             for group in self._groups:
                 _send(group)
@@ -69,17 +70,17 @@ class ReturningWeights:
         return sum(local(one.parameter.detach()).nbytes for group in self._groups for one in group)
 
     def settle(self) -> None:
-        """When this returns, all are there, and copies may change."""
+        """Wait until all are there: then copies may change."""
         for given in self._given:
             given.result().synchronize()
         self._given = []
 
     def _begins(self, number: int, block: nn.Module, given: object) -> None:
-        """The forward of a block."""
+        """Wait for the weights of a block whose forward begins."""
         self._await(number, gather_stream(block) if number in self._coming else None)
 
     def _await(self, number: int, gathers: torch.cuda.Stream | None = None) -> None:
-        """What is given to the device from here on begins when a group is there; so does what FSDP2 gathers."""
+        """Have what is given to the device from here on begin when a group is there, and what FSDP2 gathers too."""
         if (coming := self._coming.pop(number, None)) is not None:
             done = coming.result()
             torch.cuda.current_stream().wait_event(done)
@@ -94,7 +95,7 @@ def _send(group: Sequence[Return]) -> None:
 
 
 def _send_on(stream: torch.cuda.Stream, group: Sequence[Return], begun: torch.cuda.Event) -> torch.cuda.Event:
-    """On this stream, once the device has done what it was given before."""
+    """Send a group on this stream, once the device has done what it was given before."""
     stream.wait_event(begun)
     with torch.cuda.stream(stream):
         _send(group)

@@ -56,7 +56,8 @@ class Scratch:
             os.unlink(name)
 
     def mapped(self, place: int, like: Tensor) -> Tensor:
-        """A place as a tensor with the shape and dtype of ``like``: what is read of it comes into the page cache."""
+        """Return a place as a tensor with the shape and dtype of ``like``: what is read of it comes into the page
+        cache."""
         if not like.numel():
             return torch.empty(like.shape, dtype=like.dtype)
         assert self._mapped is not None
@@ -64,7 +65,7 @@ class Scratch:
         return flat.view(like.shape)
 
     def settle(self) -> None:
-        """Writes what was filled through :meth:`mapped`, and lets the page cache go."""
+        """Write what was filled through :meth:`mapped`, and let the page cache go."""
         if self._mapped is not None:
             self._mapped.flush()
             self._mapped.madvise(mmap.MADV_DONTNEED)
@@ -93,7 +94,7 @@ class Scratch:
 
 
 def aligned(size: int, *, pinned: bool = False) -> tuple[memoryview, Tensor]:
-    """Memory of whole pages, as bytes and as a flat tensor of them; ``pinned`` as long as these are held."""
+    """Return memory of whole pages, as bytes and as a flat tensor of them; ``pinned`` as long as these are held."""
     room = torch.empty(whole_pages(size) + PAGE_BYTES, dtype=torch.uint8)
     begin = -room.data_ptr() % PAGE_BYTES
     room = locked(room[begin : begin + whole_pages(size)], pinned=pinned)
@@ -102,8 +103,8 @@ def aligned(size: int, *, pinned: bool = False) -> tuple[memoryview, Tensor]:
 
 
 def _opened_direct(name: str) -> int | None:
-    """A second descriptor, which goes past the page cache; None where the file system has no such thing: some refuse
-    to open, others to read."""
+    """Open a second descriptor, which goes past the page cache; None where the file system has no such thing: some
+    refuse to open, others to read."""
     try:
         descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
@@ -121,7 +122,7 @@ def _opened_direct(name: str) -> int | None:
 
 
 def _transfer(call: Call, descriptor: int, view: memoryview, at: int) -> None:
-    """Until every byte has moved: either way may stop early."""
+    """Call until every byte has moved: either way may stop early."""
     while len(view):
         moved = call(descriptor, [view], at)
         if moved <= 0:

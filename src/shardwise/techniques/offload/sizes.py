@@ -1,5 +1,5 @@
-"""How an optimizer goes through a file, in what pieces, and how many at a time; how many gradients come at once; and
-through how many rooms inputs of blocks pass."""
+"""The sizes of what passes through the host: in what pieces, and how many at a time, an optimizer goes through a file;
+how many gradients come at once; and through how many rooms inputs of blocks pass."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ ROOMS = 3
 
 
 def whole_pages(size: int) -> int:
-    """``size`` bytes, rounded up to pages."""
+    """Return ``size`` bytes, rounded up to pages."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES

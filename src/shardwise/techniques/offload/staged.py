@@ -16,7 +16,7 @@ from shardwise.techniques.offload.sizes import STAGED_BLOCKS
 
 
 class StagedBlocks:
-    """Of each block weights of so many bytes (``sizes``), each a place of a file in ``directory`` (``scratch``). A
+    """The weights of blocks, of so many bytes (``sizes``), each at a place of a file in ``directory`` (``scratch``). A
     thread reads blocks in the order in which they are asked for, into one of two rooms and the other by turns; of a
     GPU's host, pinned ones. Raises OutputError as Scratch does."""
 
@@ -33,7 +33,7 @@ class StagedBlocks:
         self._thread = beside(pinned=pinned)
 
     def read(self, number: int) -> bool:
-        """Have a block read, unless it is in a room or on its way there already: whether it is read now."""
+        """Have a block read, unless it is in a room or on its way there already; return whether it is read now."""
         if number in self._coming:
             return False
         self._turn = (self._turn + 1) % STAGED_BLOCKS
@@ -43,14 +43,15 @@ class StagedBlocks:
         return True
 
     def _fill(self, number: int, room: int, copied: torch.cuda.Event | None) -> None:
-        """When what was in the room has been copied out of it."""
+        """Read a block into a room, when what was there has been copied out of it."""
         if copied is not None:
             copied.synchronize()
         self.scratch.read(self.firsts[number], 0, self.views[room][: self.pages[number]])
 
     def take(self, number: int) -> tuple[int, list[Tensor]]:
-        """The room that has a block, which has been asked for, and there its weights as bytes; waits until it has been
-        read. Until when it is copied, ``copied`` is to say of the room. Raises OSError where it could not be read."""
+        """Return the room that has a block, which has been asked for, and there its weights as bytes; wait until it has
+        been read. Until when it is copied, ``copied`` is to say of the room. Raises OutputError where it could not be
+        read."""
         room, done = self._coming.pop(number)
         done.result()
         begins, first = self.scratch.begins, self.firsts[number]
@@ -58,5 +59,5 @@ class StagedBlocks:
         return room, [values[:size] for values, size in zip(flat, self.sizes[number], strict=False)]
 
     def forget(self) -> None:
-        """What was read and not taken: the file may be written before it is asked for again."""
+        """Forget what was read and not taken: the file may be written before it is asked for again."""
         self._coming.clear()

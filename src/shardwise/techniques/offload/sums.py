@@ -13,8 +13,9 @@ from shardwise.techniques.offload.sizes import SUM_BUFFERS
 
 
 class HostSums:
-    """Has ``buffers`` for gradients of up to ``size_bytes``, in memory that is ``pinned`` or not. A thread of its own
-    adds, in the order in which gradients come: the sum is what the device would find."""
+    """The sums of gradients on the host, with ``buffers`` for gradients of up to ``size_bytes``, in memory that is
+    ``pinned`` or not. A thread of its own adds, in the order in which gradients come: the sum is what the device would
+    find."""
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         self.buffers = [host_buffer(size_bytes, pinned=pinned) for _ in range(SUM_BUFFERS)]
@@ -22,7 +23,7 @@ class HostSums:
         self._thread = beside(pinned=pinned)
 
     def room(self, like: Tensor) -> Tensor:
-        """Room for a gradient like this one, once what came there before has been added."""
+        """Return room for a gradient like this one, once what came there before has been added."""
         self.buffers, self._added = ([*them[1:], them[0]] for them in (self.buffers, self._added))
         if (before := self._added[0]) is not None:
             before.result()
@@ -36,7 +37,7 @@ class HostSums:
             self._added[0] = self._thread.submit(_add, room, total, copied)
 
     def settle(self) -> None:
-        """When this returns, all has been added."""
+        """Wait until all has been added."""
         for added in self._added:
             if added is not None:
                 added.result()

@@ -33,9 +33,9 @@ class _Fetched(NamedTuple):
 
 
 class WaitingWeights:
-    """Of one part's blocks, each of which is added once it has memory on the device, in their order; of those weights
-    that are ``trained`` too, or of frozen ones alone. If the last block ``stays``, it is there from forward to
-    backward; it does not where other micro-batches come between. With a ``file`` they wait there, each at its
+    """The waiting weights of one part's blocks, each of which is added once it has memory on the device, in their
+    order: those that are ``trained`` too, or frozen ones alone. If the last block ``stays``, it is there from forward
+    to backward; it does not where other micro-batches come between. With a ``file`` they wait there, each at its
     ``places``. ``copied`` counts bytes by (from, to); ``rooms`` is all memory of the host."""
 
     def __init__(self, *, trained: bool, stays: bool = True, file: StagedBlocks | None = None) -> None:
@@ -51,8 +51,8 @@ class WaitingWeights:
         self._gathers: nn.Module | None = None
 
     def add(self, block: nn.Module) -> None:
-        """From here on the block's weights have memory on the host, to be filled with ``slices.put``, and none on the
-        device but while it computes."""
+        """Give the block's weights memory on the host, to be filled with ``slices.put``; from here on they have none on
+        the device but while it computes."""
         keep_sharded_memory(block)
         self._blocks.append([])
         for parameter in block.parameters():
@@ -73,14 +73,14 @@ class WaitingWeights:
         block.register_forward_hook(partial(self._ends, number), prepend=True)
 
     def rest(self) -> None:
-        """A backward is over: what is still on the device goes."""
+        """Let go of what is still on the device when a backward is over."""
         for number in [*self._here]:
             self._go(number)
         if self.file:
             self.file.forget()
 
     def _begins(self, number: int, block: nn.Module, given: object) -> None:
-        """The forward of a block."""
+        """Have the weights of a block there as its forward begins, and those of the next one come."""
         self._gathers = block
         self._come(number)
         self._await(number)
@@ -110,13 +110,13 @@ class WaitingWeights:
                 self._read(number - 2)
 
     def _read(self, number: int) -> None:
-        """A block is to come from the file, if there is one."""
+        """Have a block read from the file, if there is one."""
         if self.file and self.file.read(number):
             self.copied["disk", "host"] += sum(self.file.sizes[number])
 
     def _come(self, number: int) -> None:
-        """The weights of a block get memory, and beside what is computed, what was given to the device before, they are
-        copied into it. On a CPU at once. From a file they are read, and copied when they are waited for."""
+        """Give the weights of a block memory, and copy them into it, once what was given to the device before is done,
+        beside what is computed; on a CPU at once. From a file they are read, and copied when they are waited for."""
         if number in self._here or number >= len(self._blocks):
             return
         for tensor, size, _ in self._blocks[number]:
@@ -133,7 +133,7 @@ class WaitingWeights:
             self._bring(number)
 
     def _bring(self, number: int) -> None:
-        """It is copied, from a file once it has been read, and when that is done, known."""
+        """Copy a block, from a file once it has been read, and keep what tells when that is done."""
         self._late.discard(number)
         if self._stream is None:
             self._copy(number)
@@ -145,7 +145,8 @@ class WaitingWeights:
             self.file.copied[taken] = self._here[number]
 
     def _copy(self, number: int) -> int:
-        """Of what comes from a file, the number of its room."""
+        """Copy the weights of a block to the device; return the number of the room that they had, if they come from a
+        file."""
         values, taken = [room for *_, room in self._blocks[number]], 0
         if self.file:
             taken, values = self.file.take(number)
@@ -156,7 +157,8 @@ class WaitingWeights:
         return taken
 
     def _await(self, number: int, *, computes: bool = True) -> None:
-        """What is given to the device from here on, or at least what FSDP2 gathers, begins when a block is there."""
+        """Have what is given to the device from here on, or at least what FSDP2 gathers, begin when a block is
+        there."""
         assert self._gathers is not None
         stream = gather_stream(self._gathers)
         if number in self._late and (computes or stream is not None):
@@ -168,7 +170,7 @@ class WaitingWeights:
                 stream.wait_event(done)
 
     def _go(self, number: int) -> None:
-        """A block is done, if it is here: its memory may be used for what is computed next."""
+        """Let go of a block that is done, if it is here: its memory may be used for what is computed next."""
         self._late.discard(number)
         if number in self._here:
             if (done := self._here.pop(number)) is not None:

@@ -43,14 +43,14 @@ UNDECAYED = frozenset({"norm", "bias", "lora_m", "sinks"})
 
 @dataclass(frozen=True)
 class Settings:
-    """What one parameter is trained with."""
+    """The settings that one parameter is trained with."""
 
     learning_rate: float
     weight_decay: float
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
-    """What the recipe says."""
+    """Yield the plan with the optimizer and the moments that the recipe asks for."""
     yield dataclasses.replace(plan, optim=Optim(recipe.optim.name, moments=recipe.optim.moments))
 
 
@@ -84,13 +84,13 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
-    """Those that the optimizer's own module states, if it does."""
+    """Return the regimes that the optimizer's own module states, if it does."""
     own = vars(program(plan.optim)).get("regimes")
     return own(spec, plan, trained) if own else {}
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Adds the two small all-reduces of a step: the counts of tokens and the wish to stop (four int64), and the squared
+    """Add the two small all-reduces of a step: the counts of tokens and the wish to stop (four int64), and the squared
     norm and the loss (two fp64), with what the loss reports and what is counted of experts (runtime/reduce.py)."""
     if plan.layout.world == 1:
         return sheet
@@ -114,8 +114,8 @@ def _sums(sheet: Sheet, plan: Plan) -> Iterator[Collective]:
 
 
 def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
-    """Bytes of weights and moments at the sheet's place, wherever moments are. FSDP2 pads weights; moments are not
-    padded. Each trained weight has a step count of 4 bytes."""
+    """Return the bytes of weights and moments at the sheet's place, wherever moments are. FSDP2 pads weights; moments
+    are not padded. Each trained weight has a step count of 4 bytes."""
     spec, found = plan.optim.spec, []
     number = spec.kept * BYTES[plan.optim.moments or plan.precision.weights]
     for unit, times in sheet.repeated():
@@ -130,7 +130,8 @@ def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
 def _state_bytes(unit: Unit, place: Place, number: int, packed: frozenset[str], factored: bool) -> tuple[int, int]:
-    """Count those of one unit; ``number``: bytes of the moments of an element, but of those of ``packed`` weights."""
+    """Count the bytes of one unit; ``number``: bytes of the moments of an element, but of those of ``packed``
+    weights."""
     weights = moments = 0
     for weight in unit.weights:
         weights += weight.local_numel(place, padded=True) * BYTES[weight.dtype]
@@ -143,7 +144,7 @@ def _state_bytes(unit: Unit, place: Place, number: int, packed: frozenset[str], 
 
 
 def settings(name: str, optim: OptimSection) -> Settings:
-    """Learning rate and weight decay of the parameter with this canonical ``name``."""
+    """Return the learning rate and weight decay of the parameter with this canonical ``name``."""
     decay = 0.0 if role(name) in UNDECAYED else optim.weight_decay
     for group in optim.groups:
         if fnmatchcase(name, group.pattern):
@@ -157,14 +158,14 @@ Updated = Callable[["nn.Parameter"], "nn.Parameter"]
 
 
 def itself(parameter: nn.Parameter) -> nn.Parameter:
-    """Nothing else."""
+    """Return the parameter: nothing else is updated in its place."""
     return parameter
 
 
 def grouped(parts: Sequence[nn.Module], optim: OptimSection, updated: Updated = itself) -> list[dict[str, Any]]:
-    """The trained parameters of ``parts``, or what is ``updated`` in their place, in groups that are trained alike.
-    Plain and sharded parameters are in separate ones: the fused kernel does not take both at once. Those that are
-    updated themselves come first: a GPU is then at work while the host updates others."""
+    """Return the trained parameters of ``parts``, or what is ``updated`` in their place, in groups that are trained
+    alike. Plain and sharded parameters are in separate ones: the fused kernel does not take both at once. Those that
+    are updated themselves come first: a GPU is then at work while the host updates others."""
     from torch.distributed.tensor import DTensor
 
     groups: dict[tuple[Settings, bool, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -185,21 +186,21 @@ def grouped(parts: Sequence[nn.Module], optim: OptimSection, updated: Updated = 
 def build(
     parts: Sequence[nn.Module], optim: OptimSection, plan: Plan, seed: int = 0, updated: Updated = itself
 ) -> Optimizer:
-    """The plan's optimizer over :func:`grouped` parameters, with what it keeps in place (zeros), so that a checkpoint
-    can be read into it. ``seed`` is for stochastic rounding."""
+    """Make the plan's optimizer over :func:`grouped` parameters, with what it keeps in place (zeros), so that a
+    checkpoint can be read into it. ``seed`` is for stochastic rounding."""
     made: Optimizer = program(plan.optim).build(grouped(parts, optim, updated), optim, plan, seed)
     return made
 
 
 def program(optim: Optim) -> ModuleType:
-    """The module that makes an optimizer: ``build(groups, section, plan, seed)``, and ``plain(groups, section)``, one
-    for whole weights in one process, whose steps proofs compare."""
+    """Return the module that makes an optimizer: ``build(groups, section, plan, seed)``, and ``plain(groups,
+    section)``, one for whole weights in one process, whose steps proofs compare."""
     file = optim.spec.file
     return import_module(file if "." in file else f"{__name__}.{file}")
 
 
 def fresh_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
-    """AdamW's state of one parameter before its first step, sharded as the parameter is."""
+    """Return AdamW's state of one parameter before its first step, sharded as the parameter is."""
     import torch
 
     return {
@@ -210,15 +211,15 @@ def fresh_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 
 def update(optimizer: Optimizer, skip: Tensor, factor: Tensor | None = None) -> None:
-    """One update with every gradient multiplied by ``factor``, or no update where ``skip`` is true. Both stay on the
-    device: the kernels read them as ``grad_scale`` and ``found_inf``."""
+    """Make one update with every gradient multiplied by ``factor``, or no update where ``skip`` is true. Both stay on
+    the device: the kernels read them as ``grad_scale`` and ``found_inf``."""
     optimizer.grad_scale = None if factor is None else factor.reciprocal().float()  # type: ignore[attr-defined]
     optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
     optimizer.step()
 
 
 def rehearse(optimizer: Optimizer, updates: int) -> None:
-    """An update of size zero, for the memory that it takes, where gradients are zero: neither weights nor moments
+    """Make an update of size zero, for the memory that it takes, where gradients are zero: neither weights nor moments
     change, which have seen so many ``updates``."""
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

@@ -45,7 +45,7 @@ class Factored(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. Like torch's fused AdamW, it divides gradients by
+        """Make one update of every parameter that has a gradient. Like torch's fused AdamW, it divides gradients by
         ``grad_scale``, and changes nothing if ``found_inf`` is 1."""
         updates: dict[dist.ProcessGroup | None, list[Iterator[Tensor]]] = {}
         for group in self.param_groups:
@@ -93,7 +93,7 @@ class Factored(Optimizer):
         state["step"] += ~found
 
     def _pieces(self, grad: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Rows, a few at a time, with their gradients."""
+        """Yield rows, a few at a time, with their gradients."""
         each = max(1, PIECE.get(grad.device.type, 2**22) // grad.shape[1])
         for first in range(0, len(grad), each):
             own = grad[first : first + each].to(wide)
@@ -105,12 +105,12 @@ class Factored(Optimizer):
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """A view with rows and columns, of a vector with one column."""
+    """Return a view with rows and columns, of a vector with one column."""
     return tensor if tensor.ndim == 2 else tensor.view(-1, 1)
 
 
 def _means(parameter: nn.Parameter, dim: int) -> Tensor:
-    """Zeros for the means over a dim of a parameter, cut as it is along the other; of a vector over none."""
+    """Return zeros for the means over a dim of a parameter, cut as it is along the other; of a vector over none."""
     if parameter.ndim < 2:
         return torch.zeros_like(parameter)
     held = local(parameter.detach())
@@ -124,7 +124,7 @@ def _means(parameter: nn.Parameter, dim: int) -> Tensor:
 
 
 def _holders(parameter: nn.Parameter) -> dist.ProcessGroup | None:
-    """The ranks that hold rows of a parameter; None where each has all."""
+    """Return the ranks that hold rows of a parameter; None where each has all."""
     axes = [axis for axis, _ in cuts(parameter)] if isinstance(parameter, DTensor) else []
     return parameter.device_mesh.get_group(axes[0]) if isinstance(parameter, DTensor) and axes else None
 

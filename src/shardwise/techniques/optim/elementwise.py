@@ -47,7 +47,7 @@ class Elementwise(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. Like torch's fused AdamW, it divides gradients by
+        """Make one update of every parameter that has a gradient. Like torch's fused AdamW, it divides gradients by
         ``grad_scale``, and changes nothing if ``found_inf`` is 1."""
         for group in self.param_groups:
             for parameter in group["params"]:

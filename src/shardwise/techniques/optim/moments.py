@@ -31,8 +31,8 @@ DECADES = 7
 
 
 def _sizes(signed: bool) -> list[float]:
-    """The values from 0 to 1, ascending: decade d of seven holds 2^d evenly spaced ones (unsigned: 2^(d+1)); 129 in all
-    (unsigned: 256)."""
+    """Return the values from 0 to 1, ascending: decade d of seven holds 2^d evenly spaced ones (unsigned: 2^(d+1)); 129
+    in all (unsigned: 256)."""
     values = [0.0]
     for decade in range(DECADES):
         edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
@@ -47,8 +47,8 @@ TABLE = {False: SIZES[False], True: [-size for size in SIZES[True][:1:-1]] + SIZ
 
 
 def encode(wide: Tensor, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Bytes of the shape of ``wide`` [rows, columns] in fp32, and scales [rows, ceil(columns / BLOCK)]. With numbers
-    from 0 to 65535 as ``random``, one an element, rounded stochastically; else to the nearest."""
+    """Return bytes of the shape of ``wide`` [rows, columns] in fp32, and scales [rows, ceil(columns / BLOCK)]. With
+    numbers from 0 to 65535 as ``random``, one an element, rounded stochastically; else to the nearest."""
     rows, columns = wide.shape
     blocks = nn.functional.pad(wide, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
     scales = blocks.abs().amax(-1)
@@ -68,12 +68,12 @@ def encode(wide: Tensor, signed: bool, random: Tensor | None = None) -> tuple[Te
 
 
 def _each(values: Tensor, index: Tensor) -> Tensor:
-    """``values[index]``, three times as fast on a CPU."""
+    """Return ``values[index]``, three times as fast on a CPU."""
     return values.index_select(0, index.reshape(-1)).view(index.shape)
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """The inverse of :func:`encode`, in fp32."""
+    """Undo :func:`encode`, in fp32."""
     rows, columns = codes.shape
     values = _each(constant(codes, ("moments", signed), TABLE[signed]), codes.int())
     blocks = nn.functional.pad(values, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
@@ -81,7 +81,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 
 def _scales(parameter: nn.Parameter) -> Tensor:
-    """Zeros, one for every block of a row, cut as the parameter is: between two blocks where its columns are."""
+    """Return zeros, one for every block of a row, cut as the parameter is: between two blocks where its columns are."""
     rows, columns = local(parameter.detach()).shape
     if columns % BLOCK and columns < parameter.shape[1]:
         raise ValueError(f"columns are cut into {columns}, which is no multiple of {BLOCK}: a block cannot be divided")
@@ -97,7 +97,7 @@ class AdamW8bit(RoundedAdamW):
     """AdamW over plain and sharded parameters; each rank updates its own rows, a block of rows at a time."""
 
     def fresh(self, parameter: nn.Parameter) -> Kept:
-        """Both moments at zero: codes and scales, or for a small parameter plain tensors."""
+        """Return both moments at zero: codes and scales, or for a small parameter plain tensors."""
         if not quantised(tuple(parameter.shape)):
             return {key: torch.zeros_like(parameter).detach() for key in ("exp_avg", "exp_avg_sq")}
         kept = {"exp_avg_scale": _scales(parameter), "exp_avg_sq_scale": _scales(parameter)}

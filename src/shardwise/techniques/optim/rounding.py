@@ -33,8 +33,8 @@ Kept = dict[str, Tensor]
 
 
 def noise(key: Tensor, slices: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
-    """48 random bits, the upper ones of an int64, for each element in ``slices`` of a tensor of ``shape``. They depend
-    on ``key`` (int64, no dims) and the element's place."""
+    """Return 48 random bits, the upper ones of an int64, for each element in ``slices`` of a tensor of ``shape``. They
+    depend on ``key`` (int64, no dims) and the element's place."""
     place = torch.zeros((), dtype=torch.int64, device=key.device)
     for span, size in zip(slices, shape, strict=True):
         place = (place * size).unsqueeze(-1) + torch.arange(span.start, span.stop, device=key.device)
@@ -45,15 +45,15 @@ def noise(key: Tensor, slices: tuple[slice, ...], shape: tuple[int, ...]) -> Ten
 
 
 def draw(random: Tensor, field: int) -> Tensor:
-    """16 of the bits of :func:`noise`, as an int32 from 0 to 65535; ``field`` 0, 1 or 2 says which. Not of tensors
-    without dims."""
+    """Return 16 of the bits of :func:`noise`, as an int32 from 0 to 65535; ``field`` 0, 1 or 2 says which. Not of
+    tensors without dims."""
     fields = random.view(torch.int16).unflatten(-1, (-1, 4))  # all machines of today are little-endian
     sixteen: Tensor = fields[..., field + 1]
     return sixteen.to(torch.int32, memory_format=torch.contiguous_format).bitwise_and_(0xFFFF)
 
 
 def stochastic(wide: Tensor, random: Tensor, field: int) -> Tensor:
-    """``wide`` (fp32) rounded to bf16, up or down with the probabilities that keep the mean. Values that bf16 can
+    """Round ``wide`` (fp32) to bf16, up or down with the probabilities that keep the mean. Values that bf16 can
     represent do not change, nor do infinity and NaN."""
     halves = draw(random, field).add_(wide.contiguous().view(torch.int32)).view(torch.int16).unflatten(-1, (-1, 2))
     rounded = halves[..., 1].view(torch.bfloat16)
@@ -88,11 +88,11 @@ class RoundedAdamW(Optimizer):
                 self.state[parameter] = {"step": step, **self.fresh(parameter)}
 
     def fresh(self, parameter: nn.Parameter) -> Kept:
-        """The moments of one parameter before its first step, sharded as it is."""
+        """Return the moments of one parameter before its first step, sharded as it is."""
         return {key: torch.zeros_like(parameter, dtype=self.moments).detach() for key in ("exp_avg", "exp_avg_sq")}
 
     def wide(self, kept: Kept) -> tuple[Tensor, Tensor]:
-        """First and second moments as new fp32 tensors."""
+        """Return first and second moments as new fp32 tensors."""
         first, second = (kept[key].to(torch.float32, copy=True) for key in ("exp_avg", "exp_avg_sq"))
         return first, second
 
@@ -108,14 +108,15 @@ class RoundedAdamW(Optimizer):
         target.copy_(value if skips is None else torch.where(skips, target, value))
 
     def _skips(self, device: torch.device) -> Tensor | None:
-        """Whether this step is skipped, on a device, to which that is copied once a step."""
+        """Return whether this step is skipped, on a device, to which that is copied once a step; None where none can
+        be."""
         if self.found_inf is not None and device not in self._told:
             self._told[device] = self.found_inf.to(device, non_blocking=True) > 0
         return self._told.get(device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. Like torch's fused AdamW, it divides gradients by
+        """Make one update of every parameter that has a gradient. Like torch's fused AdamW, it divides gradients by
         ``grad_scale``, and changes nothing if ``found_inf`` is 1."""
         self._told.clear()
         for group in self.param_groups:
@@ -145,7 +146,7 @@ class RoundedAdamW(Optimizer):
     def _rows(
         self, weight: Tensor, grad: Tensor, kept: Kept, random: Tensor, group: dict[str, Any], step: Tensor
     ) -> None:
-        """Weights and moments in place."""
+        """Update weights and moments in place."""
         wide, (first, second) = weight.to(torch.float32, copy=True), self.wide(kept)
         (beta1, beta2), grad, lr = group["betas"], grad.float(), group["lr"]
         if self.grad_scale is not None:

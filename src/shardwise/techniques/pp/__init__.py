@@ -47,9 +47,9 @@ first."""
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
-    """What the recipe pins; else no pipeline, unless :func:`pipelines` are asked for. Of the schedule, unless it is
-    pinned, every one that a rank's number of stages allows; stages are split evenly, unless the recipe says how many
-    blocks each has."""
+    """Yield the plan with the pipeline that the recipe pins; else without one, unless :func:`pipelines` are asked for.
+    Where the schedule is not pinned, every one that a rank's number of stages allows is tried; stages are split evenly,
+    unless the recipe says how many blocks each has."""
     ranks = (recipe.parallel.pp or 1) if pinned else 1
     if ranks == 1:
         yield plan
@@ -58,9 +58,9 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
 
 
 def pipelines(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
-    """Every pipeline that is tried where the recipe pins none: of GPUs, over 2, 4, 8, ... ranks that divide them, of
-    which each has a block. That a CPU's processes share its memory is no measure of links. A recipe that says how many
-    ranks are replicas or have slices means all ranks that tensor parallelism leaves."""
+    """Yield every pipeline that is tried where the recipe pins none: of GPUs, over 2, 4, 8, ... ranks that divide them,
+    of which each has a block. That a CPU's processes share its memory is no measure of links. A recipe that says how
+    many ranks are replicas or have slices means all ranks that tensor parallelism leaves."""
     ranks = 2
     if recipe.parallel.dp_shard or recipe.parallel.dp_replicate:
         return
@@ -71,7 +71,7 @@ def pipelines(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> 
 
 
 def _scheduled(recipe: Recipe, spec: ModelSpec, plan: Plan, ranks: int) -> Iterator[Plan]:
-    """The plan with a pipeline over so many ranks, under each schedule."""
+    """Yield the plan with a pipeline over so many ranks, under each schedule."""
     asked, given = recipe.parallel, recipe.parallel.pp == ranks
     tried: dict[tuple[ScheduleName, int], None] = {}
     for schedule, stages in AUTOMATIC if asked.schedule == "auto" else ((asked.schedule, 0),):
@@ -99,7 +99,7 @@ def _scheduled(recipe: Recipe, spec: ModelSpec, plan: Plan, ranks: int) -> Itera
 
 
 def even(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
-    """How many blocks each stage has where nobody says it; of more stages than blocks some would have none."""
+    """Return how many blocks each stage has where nobody says it; of more stages than blocks some have none."""
     if stages > spec.num_hidden_layers:
         return (1,) * spec.num_hidden_layers + (0,) * (stages - spec.num_hidden_layers)
     return split(spec, seq_len, stages)
@@ -176,7 +176,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Adds the sum of the gradients of tied ends, where two ranks have one each. What a step sends between stages, the
+    """Add the sum of the gradients of tied ends, where two ranks have one each. What a step sends between stages, the
     order of its actions says."""
     ends = [unit.weights for unit in (sheet.stem, sheet.tail) if unit.weights]
     if not sheet.copied or plan.layout.v_shaped or not ends or not (weight := ends[0][-1]).trained:
@@ -187,8 +187,8 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def orders(plan: Plan, trained: tuple[bool, ...]) -> Lists:
-    """What each rank of a pipeline does in a step, in its order. ``trained``: of each stage, whether any of its weights
-    is (split.trained_stages)."""
+    """Return the actions of each rank of a pipeline in a step, in order. ``trained``: of each stage, whether any of its
+    weights is (split.trained_stages)."""
     asked, ranks = plan.pipeline, plan.layout.pp
     return actions(asked.schedule, ranks, asked.stages_per_rank, plan.batch.accumulation, trained)
 
@@ -208,13 +208,13 @@ _LINES: WeakKeyDictionary[nn.Module, Line] = WeakKeyDictionary()
 
 
 def line_of(parts: Sequence[nn.Module]) -> Line | None:
-    """The pipeline in which these parts are stages; None of a whole model."""
+    """Return the pipeline in which these parts are stages; None of a whole model."""
     return _LINES.get(parts[0])
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Of the whole model, this rank's stages. Where embedding and output layer are tied, each of them is a weight of
-    its own stage from here on: copies, which begin alike and take the same steps."""
+    """Return this rank's stages of the whole model. Where embedding and output layer are tied, each of them is a weight
+    of its own stage from here on: copies, which begin alike and take the same steps."""
     import torch
 
     from shardwise.models.decoder import Decoder
@@ -238,7 +238,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> None:
-    """Adds the gradients of tied ends: over the two ranks that have them, or here where one has both."""
+    """Add the gradients of tied ends: over the two ranks that have them, or here where one has both."""
     from torch import distributed
 
     from shardwise.distributed.slices import local
@@ -259,7 +259,7 @@ def after_backward(parts: Sequence[nn.Module], plan: Plan, meshes: Meshes) -> No
 
 
 def tied_ends(parts: Sequence[nn.Module]) -> list[Tensor]:
-    """Of a model with tied ends, the weights of the embedding and of the output layer that these parts have."""
+    """Return the weights of the embedding and of the output layer that these parts have, of a model with tied ends."""
     if not spec_of(parts).tie_word_embeddings:
         return []
     named = {name: value for part in parts for name, value in part.named_parameters()}

@@ -1,5 +1,5 @@
-"""What each rank of a pipeline does, in order, under each schedule. The planner tells a step along these lists, and the
-runtime executes them.
+"""The actions of each rank of a pipeline, in order, under each schedule. The planner tells a step along these lists,
+and the runtime executes them.
 
     kind            of (stage, micro-batch)
     F, B            forward, and the whole backward
@@ -47,24 +47,24 @@ class Action(NamedTuple):
     peer: int = -1
 
     def __str__(self) -> str:
-        """``3F0``: stage, kind, micro-batch."""
+        """Return ``3F0``: stage, kind, micro-batch."""
         return f"{self.stage}{self.kind}{self.micro}"
 
     @property
     def computes(self) -> bool:
-        """Whether it is a computation, and not a send or receive."""
+        """Return whether it is a computation, and not a send or receive."""
         return self.kind in COMPUTATIONS
 
     @property
     def takes(self) -> Message | None:
-        """What a computation uses from a neighbouring stage (which the first and last stage do not have), or what a
-        receive brings."""
+        """The message that a computation uses from a neighbouring stage (which the first and last stage do not have),
+        or that a receive brings."""
         way = TAKEN.get(self.kind)
         return way and (way, self.stage, self.micro)
 
     @property
     def gives(self) -> Message | None:
-        """What a computation makes for a neighbouring stage, or what a send carries."""
+        """The message that a computation makes for a neighbouring stage, or that a send carries."""
         way = GIVEN.get(self.kind)
         return way and (way, self.stage + (1 if way == "F" else -1), self.micro)
 
@@ -79,7 +79,7 @@ class Illegal(NamedTuple):
 
 
 def illegal(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[Illegal]:
-    """What is wrong with these numbers; empty if nothing is."""
+    """Return what is wrong with these numbers; empty if nothing is."""
     facts, found = SCHEDULES[schedule], []
     least, most = facts.least_stages, facts.most_stages
     nearest = max(least, stages_per_rank if most is None else min(stages_per_rank, most))
@@ -94,7 +94,7 @@ def illegal(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int)
 
 
 def rank_of(schedule: str, stage: int, ranks: int) -> int:
-    """The pipeline rank that has a stage."""
+    """Return the pipeline rank that has a stage."""
     return stage_rank(Layout(pp=ranks, v_shaped=SCHEDULES[schedule].shape == "v"), stage)
 
 
@@ -102,8 +102,8 @@ def rank_of(schedule: str, stage: int, ranks: int) -> int:
 def actions(
     schedule: str, ranks: int, stages_per_rank: int, micro_batches: int, trained: tuple[bool, ...] = ()
 ) -> Lists:
-    """Each rank's actions in a training step. ``trained`` says of every stage, in order, whether it has weights to
-    train; if empty, all have. Stages before the first that has do no backward. Raises ValueError for illegal
+    """Return each rank's actions in a training step. ``trained`` says of every stage, in order, whether it has weights
+    to train; if empty, all have. Stages before the first that has do no backward. Raises ValueError for illegal
     numbers."""
     _refuse(illegal(schedule, ranks, stages_per_rank, micro_batches))
     stages = ranks * stages_per_rank
@@ -119,8 +119,8 @@ def actions(
 
 @lru_cache(maxsize=64)
 def forward_actions(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Lists:
-    """Each rank's actions in an evaluation: forward alone, of any number of micro-batches, which go through all of a
-    rank's stages in groups of as many as there are ranks. Raises ValueError for an illegal number of stages."""
+    """Return each rank's actions in an evaluation: forward alone, of any number of micro-batches, which go through all
+    of a rank's stages in groups of as many as there are ranks. Raises ValueError for an illegal number of stages."""
     _refuse(illegal(schedule, ranks, stages_per_rank, SCHEDULES[schedule].least_micro_batches(ranks)))
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     for first in range(0, micro_batches, ranks):
@@ -136,8 +136,8 @@ def _refuse(problems: Sequence[Illegal]) -> None:
 
 
 def _numbered(turns: Iterable[Turn]) -> list[Action]:
-    """Computations with their micro-batches: forward takes those of a stage in order, and so does backward, whole or in
-    parts. W completes the I that has waited longest."""
+    """Return computations with their micro-batches: forward takes those of a stage in order, and so does backward,
+    whole or in parts. W completes the I that has waited longest."""
     begun, waiting, order = Counter[tuple[bool, int]](), list[Action](), list[Action]()
     for kind, stage in turns:
         if kind == "W":
@@ -153,9 +153,9 @@ def _numbered(turns: Iterable[Turn]) -> list[Action]:
 
 
 def _needed(order: Iterable[Action], trained: Sequence[bool]) -> list[Action]:
-    """Without the backward of the stages before the first that is trained, and without the W of those that are not.
-    Nobody needs the gradient of that first stage's input: its I and W are one B, where I stood, so that its activations
-    and what it receives are not held any longer."""
+    """Leave out the backward of the stages before the first that is trained, and the W of those that are not. Nobody
+    needs the gradient of that first stage's input: its I and W are one B, where I stood, so that its activations and
+    what it receives are not held any longer."""
     first, kept = trained.index(True) if True in trained else len(trained), []
     for action in order:
         if action.kind == "F" or (action.stage > first and (action.kind != "W" or trained[action.stage])):
@@ -166,9 +166,9 @@ def _needed(order: Iterable[Action], trained: Sequence[bool]) -> list[Action]:
 
 
 def _with_transfers(orders: Sequence[Sequence[Action]]) -> Lists:
-    """Computations, with sends right after what made their tensors, and receives posted one computation before their
-    use. What one rank sends another is received in the order of the sends: where a tensor that is sent later is used
-    earlier, those before it are posted earlier too."""
+    """Return the computations, with sends right after what made their tensors, and receives posted one computation
+    before their use. What one rank sends another is received in the order of the sends: where a tensor that is sent
+    later is used earlier, those before it are posted earlier too."""
     users = {
         message: (rank, place)
         for rank, order in enumerate(orders)

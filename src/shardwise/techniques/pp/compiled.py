@@ -30,9 +30,9 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """``code``: of a computation its rank, which of ``kinds`` it is, from where it takes something and where it leaves
-    something; of a message its channel, -1 less the number of the end behind which it is received, and the same two.
-    ``last``: of each rank the stage that it computes last."""
+    """A schedule, ready to be timed. ``code``: of a computation its rank, which of ``kinds`` it is, from where it takes
+    something and where it leaves something; of a message its channel, -1 less the number of the end behind which it is
+    received, and the same two. ``last``: of each rank the stage that it computes last."""
 
     kinds: tuple[Computation, ...]
     code: tuple[tuple[int, int, int, int], ...]

@@ -38,8 +38,8 @@ class WeightGradients:
         self.open: list[LaterProduct] = []
 
     def watch(self, part: nn.Module) -> None:
-        """From here on linear layers of the blocks put the gradients of their weights off. A block watches itself, so
-        that it does when it runs again during backward, in whatever thread that is."""
+        """Have linear layers of the blocks put the gradients of their weights off, from here on. A block watches
+        itself, so that it does when it runs again during backward, in whatever thread that is."""
         for block in blocks(part):
             surround(block, partial(partial, _watched, self))
 

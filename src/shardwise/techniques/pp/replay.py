@@ -1,5 +1,5 @@
-"""When each rank of a pipeline computes and when it idles, and what it holds: a list of actions, replayed with the
-seconds of each."""
+"""The times at which each rank of a pipeline computes and idles, and what it holds: a list of actions, replayed with
+the seconds of each."""
 
 from __future__ import annotations
 
@@ -74,13 +74,14 @@ class Replay:
 
     @property
     def bubble(self) -> float:
-        """The same over all ranks."""
+        """The part of the makespan in which a rank computes nothing, on average over all ranks."""
         return sum(self.idle_shares) / len(self.idle_shares)
 
 
 @dataclass
 class _Channel:
-    """What one rank sends another: one transfer at a time, in order, each once it is sent and its receive is posted."""
+    """The transfers from one rank to another: one at a time, in order, each once it is sent and its receive is
+    posted."""
 
     sends: deque[tuple[float, Message]] = field(default_factory=deque)
     receives: deque[tuple[float, Message]] = field(default_factory=deque)
@@ -105,7 +106,7 @@ class _Progress:
         self.awake = dict.fromkeys(range(len(lists)))  # ranks that may go on, in order: what they wait for may be there
 
     def finish(self) -> None:
-        """All ranks do what they can. Raises ValueError where that is not everything."""
+        """Have all ranks do what they can. Raises ValueError where that is not everything."""
         while self.awake:
             del self.awake[rank := next(iter(self.awake))]
             self.advance(rank)
@@ -113,7 +114,7 @@ class _Progress:
             raise ValueError("; ".join(left))
 
     def advance(self, rank: int) -> None:
-        """The rank does what it can."""
+        """Have the rank do what it can."""
         order, moved, place = self.lists[rank], self.moved[rank], self.place[rank]
         while place < len(order):
             action, (takes, gives) = order[place], moved[place]
@@ -125,7 +126,7 @@ class _Progress:
         self.place[rank] = place
 
     def compute(self, rank: int, action: Action, takes: Message | None, gives: Message | None) -> bool:
-        """Whether all that the computation needs will have come, so that it could be timed."""
+        """Time a computation, if all that it needs will have come, and return whether it could be timed."""
         ready_s = self.ready_s[rank]
         if takes in self.given and takes not in ready_s:
             return False
@@ -140,7 +141,7 @@ class _Progress:
         return True
 
     def transfer(self, rank: int, peer: int, wanted: Message | None, sent: Message | None) -> None:
-        """One side of a transfer; if the other was there before, when the tensor arrives."""
+        """Post one side of a transfer; if the other was there before, find when the tensor arrives."""
         now_s = self.clock_s[rank]
         source, to = (rank, peer) if sent else (peer, rank)
         channel = self.channels[source, to]
@@ -158,7 +159,7 @@ class _Progress:
                 self.awake[to] = None
 
     def left(self) -> list[str]:
-        """What the ranks could not do."""
+        """Return what the ranks could not do."""
         waits = [
             f"rank {rank} waits at {order[place]}"
             for rank, (order, place) in enumerate(zip(self.lists, self.place, strict=True))
@@ -177,10 +178,10 @@ def replay(
     after: Seconds | None = None,
     begin_s: Sequence[float] = (),
 ) -> Replay:
-    """A step in which each computation takes ``seconds(action)`` and each transfer ``transfer_s``. What a computation
-    gives is there, and leaves, ``after(action)`` before it ends, or at its end. ``begin_s``: before when each rank does
-    nothing. Sends never block; a rank waits only for what its next computation takes. Raises ValueError where ranks
-    wait for ever, where the two sides of a channel have different orders, or where one side is missing."""
+    """Replay a step in which each computation takes ``seconds(action)`` and each transfer ``transfer_s``. What a
+    computation gives is there, and leaves, ``after(action)`` before it ends, or at its end. ``begin_s``: before when
+    each rank does nothing. Sends never block; a rank waits only for what its next computation takes. Raises ValueError
+    where ranks wait for ever, where the two sides of a channel have different orders, or where one side is missing."""
     run = _Progress(lists, seconds, transfer_s, after or (lambda action: 0.0))
     run.clock_s = [*begin_s] or run.clock_s
     run.finish()
@@ -193,7 +194,8 @@ def replay(
 
 
 def _held(order: Sequence[Action]) -> tuple[int, int, int]:
-    """The most at any moment, on the rank of this list: alive, alive to the gradient of the input, receive buffers."""
+    """Return the most at any moment, on the rank of this list: alive, alive to the gradient of the input, receive
+    buffers."""
     backward = [action for action in order if action.kind in ("B", "I", "W")]
     last = {(action.stage, action.micro): action for action in backward}
     received = {action.takes for action in order if action.kind in ("RECV_F", "RECV_B")}
@@ -212,8 +214,8 @@ def _held(order: Sequence[Action]) -> tuple[int, int, int]:
 
 
 def gathers(order: Sequence[Action], stage: int, *, keep: bool, last_only: bool) -> int:
-    """All-gathers a step of one unit of a stage, whose weights F, B and I read and W does not. ``keep``: the unit stays
-    whole after a forward. ``last_only``: only the step's last backward shards it again, not each."""
+    """Count the all-gathers a step of one unit of a stage, whose weights F, B and I read and W does not. ``keep``: the
+    unit stays whole after a forward. ``last_only``: only the step's last backward shards it again, not each."""
     readers = [action.kind for action in order if action.stage == stage and action.kind in ("F", "B", "I")]
     backwards = len(readers) - readers.count("F")
     count, whole = 0, False

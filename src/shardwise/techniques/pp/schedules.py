@@ -32,7 +32,7 @@ def turns(spec: PipelineSpec, at: Corner) -> list[Turn]:
 
 
 def rounds_of(spec: PipelineSpec, ranks: int, micro_batches: int) -> list[int]:
-    """How many micro-batches go through a rank's stages together, round after round."""
+    """Return how many micro-batches go through a rank's stages together, round after round."""
     count = 1 if spec.alive is None else max(1, micro_batches // ranks)
     return [micro_batches // count + (i < micro_batches % count) for i in range(count)]
 

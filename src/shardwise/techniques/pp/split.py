@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: whole blocks, so that the slowest stage is as fast as it can be."""
+"""The cut of a model into stages: of whole blocks, so that the slowest stage is as fast as it can be."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardwise.techniques.states import frozen
 
 @lru_cache(maxsize=64)
 def work(spec: ModelSpec, seq_len: int) -> tuple[tuple[int, ...], int]:
-    """Floating-point operations a token of the forward pass of each block, and of the output layer: of its products,
-    and of attention over half a causal sequence, or a window."""
+    """Return the floating-point operations a token of the forward pass of each block, and of the output layer: of its
+    products, and of attention over half a causal sequence, or a window."""
     kinds, order = layer_kinds(spec)
     each = [0] * spec.num_hidden_layers
     for name, shape in parameter_shapes(spec).items():
@@ -31,8 +31,8 @@ def work(spec: ModelSpec, seq_len: int) -> tuple[tuple[int, ...], int]:
 
 @lru_cache(maxsize=256)
 def split(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
-    """How many blocks each of so many stages has, the output layer weighed in with the last: so that the largest stage
-    does as little as it can, and the others are as even as that allows. Raises ValueError for more stages than
+    """Return how many blocks each of so many stages has, the output layer weighed in with the last: so that the largest
+    stage does as little as it can, and the others are as even as that allows. Raises ValueError for more stages than
     blocks."""
     blocks, head = work(spec, seq_len)
     if stages > len(blocks):
@@ -57,7 +57,7 @@ def split(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
 
 
 def _smallest_largest(blocks: Sequence[int], head: int, stages: int) -> int:
-    """The least that the largest of so many stages can do."""
+    """Return the least that the largest of so many stages can do."""
     low, high = max(*blocks, blocks[-1] + head), sum(blocks) + head
     while low < high:
         middle = (low + high) // 2
@@ -69,7 +69,7 @@ def _smallest_largest(blocks: Sequence[int], head: int, stages: int) -> int:
 
 
 def _stages_needed(blocks: Sequence[int], head: int, most: int) -> int:
-    """How many stages there must be where none does more than ``most``."""
+    """Return how many stages there must be where none does more than ``most``."""
     count, load = 1, 0
     for size in (*blocks[:-1], blocks[-1] + head):
         if load + size > most:
@@ -80,7 +80,7 @@ def _stages_needed(blocks: Sequence[int], head: int, most: int) -> int:
 
 @lru_cache(maxsize=1024)
 def trained_stages(spec: ModelSpec, plan: Plan) -> tuple[bool, ...]:
-    """Of each stage, whether any of its weights is trained."""
+    """Return for each stage whether any of its weights is trained."""
     stages = plan.stages(spec.num_hidden_layers)
     if plan.lora is not None:
         ends = {0: plan.lora.saves("embed.weight"), len(stages) - 1: plan.lora.saves("head.weight")}
