@@ -62,8 +62,8 @@ LEAST_TOKENS = 8_192
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
-    """The pinned degree; else 1, and where rows are long all that leave each rank ``LEAST_TOKENS``. The kind that is
-    asked for, else those that the heads allow."""
+    """Yield the plan with the pinned degree; else with 1, and where rows are long with all that leave each rank
+    ``LEAST_TOKENS``. The kind is the one that is asked for, else each that the heads allow."""
     asked, length, others = recipe.parallel.cp, recipe.train.seq_len, cluster.world // plan.layout.tp // plan.layout.pp
     degrees = [1]
     if length >= 2 * LEAST_TOKENS and not _apart(spec):
@@ -78,8 +78,8 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
 
 
 def _of_degree(spec: ModelSpec, cluster: Cluster, plan: Plan, ranks: int, kinds: Sequence[CpKind]) -> Iterator[Plan]:
-    """The plan with each of these kinds, and of several those alone that the heads allow; nested, which takes as many
-    neighbours in a node as can share heads, only where ulysses cannot do the same."""
+    """Yield the plan with each of these kinds, and of several those alone that the heads allow; nested, which takes as
+    many neighbours in a node as can share heads, only where ulysses cannot do the same."""
     tp, per_node = plan.layout.tp, cluster.devices_per_node
     sharing = [n for n in divisors(ranks)[1:] if not _odd(spec, tp, n)]
     neighbours = max((n for n in sharing if n < ranks and n * tp <= per_node), default=2)
@@ -122,7 +122,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
 
 
 def _apart(spec: ModelSpec) -> str:
-    """What of a model mixes tokens in a way of its own; empty where all its layers have the seam."""
+    """Return what of a model mixes tokens in a way of its own; empty where all its layers have the seam."""
     if spec.hf_model is not None:
         return "runs in transformers' own modules with their attention"
     return next((f"has the mixer {mixer.name}" for mixer in mixers_of(spec) if not mixer.sequence), "")
@@ -139,7 +139,7 @@ def _heads(spec: ModelSpec, plan: Plan) -> list[Problem]:
 
 
 def _odd(spec: ModelSpec, tp: int, ranks: int) -> str:
-    """Why so many ranks cannot share the heads that a rank has; empty where they can."""
+    """Return why so many ranks cannot share the heads that a rank has; empty where they can."""
     heads, key_heads = spec.attention.num_attention_heads // tp, max(1, spec.attention.num_key_value_heads // tp)
     if heads % ranks:
         return f"{ranks} does not divide {heads} query heads"
@@ -149,7 +149,8 @@ def _odd(spec: ModelSpec, tp: int, ranks: int) -> str:
 
 
 def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
-    """How keys come round a ring, what a window leaves of them, and heads and pieces that ranks do not share evenly."""
+    """Say how keys come round a ring, what a window leaves of them, and which heads and pieces ranks do not share
+    evenly."""
     layout, rows, ring = plan.layout, WholeRows(plan.batch.seq_len), plan.layout.ring
     windows = {kind.window for kind in layer_kinds(spec)[0]}
     heads = max(1, spec.attention.num_key_value_heads // layout.tp)
@@ -175,7 +176,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """In a block: ``c`` ranks of a ring, ``u`` that exchange heads; other symbols are of one rank."""
+    """Give a block its symbols: ``c`` ranks of a ring, ``u`` that exchange heads; other symbols are of one rank."""
     layout, exchanging = plan.layout, 1
     if made.variant.what != "block":
         return made
@@ -192,8 +193,8 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 
 
 def _exchanging(made: Traced, spec: ModelSpec, plan: Plan) -> tuple[int, Traced]:
-    """The ranks that stand for those that exchange heads, and a model whose heads they can share. Where these are
-    fewer than ranks, each goes to ``m`` of them. As elsewhere, a rank's single head is no symbol."""
+    """Return the ranks that stand for those that exchange heads, and a model whose heads they can share. Where these
+    are fewer than ranks, each goes to ``m`` of them. As elsewhere, a rank's single head is no symbol."""
     model, ranks, tp = made.variant.model, plan.layout.ulysses, made.variant.plan.layout.tp
     atoms, rules, few = (
         dict(made.variant.atoms),
@@ -229,7 +230,7 @@ WITHIN: Mapping[str, Callable[[Op, At], Within]] = {
 
 
 def steps_of(operation: str) -> Callable[..., Any] | None:
-    """What an operation of this technique's own does, operation by operation."""
+    """Return what an operation of this technique's own does, operation by operation."""
     if operation == "shardwise::exchange":
         from shardwise.techniques.cp.ulysses import swapped
 
@@ -242,7 +243,7 @@ def steps_of(operation: str) -> Callable[..., Any] | None:
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Replaces the attention of every layer, and tells layers with experts that rows are cut."""
+    """Replace the attention of every layer, and tell layers with experts that rows are cut."""
     from shardwise.models.attention import Attention
     from shardwise.models.moe import MoE
 
@@ -256,7 +257,8 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 def _share_rows(module: MoE, meshes: Meshes) -> None:
-    """Of each row the ranks have a part each; among those of sequence parallelism that is cut already."""
+    """Tell a layer that the ranks have a part each of each row; among those of sequence parallelism that is cut
+    already."""
     from shardwise.distributed.collectives import summed
 
     own, beside, ranks, group = module.rows_of, module.over_rows, meshes.size("cp"), meshes.groups["cp"]

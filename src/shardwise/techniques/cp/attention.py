@@ -57,7 +57,7 @@ class CutRule(NamedTuple):
         )
 
     def part(self, part: KernelCall, device: torch.device) -> tuple[Any, ...]:
-        """The mask of one call of a kernel."""
+        """Return the mask of one call of a kernel."""
         bounds = _bounds(part.lengths, device) if part.lengths else None
         longest = max(part.lengths, default=0)
         causal = self.causal and part.apart is None
@@ -76,7 +76,7 @@ _RULE = (
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *cut: Any) -> tuple[Tensor, Tensor]:
-    """What :func:`attention_over_ranks` does, operation by operation."""
+    """Compute what :func:`attention_over_ranks` returns, operation by operation."""
     rule, count, wide = CutRule(*cut), q.shape[0], accumulation_dtype(q.dtype)
     exchange = rule.exchange(count)
     out = torch.zeros_like(q if k.shape == v.shape else _as_wide_as(v, q), dtype=wide)
@@ -99,7 +99,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *cut: Any) -> tuple[Tensor, Tensor]
 
 
 def backward(grad: Tensor, *saved_and_cut: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What :func:`attention_over_ranks_backward` does, operation by operation."""
+    """Compute what :func:`attention_over_ranks_backward` returns, operation by operation."""
     saved, rule = Saved(*saved_and_cut[:5]), CutRule(*saved_and_cut[5:])
     q, k, v, out, lse = saved
     count, wide = q.shape[0], lse.dtype
@@ -131,7 +131,8 @@ def backward(grad: Tensor, *saved_and_cut: Any) -> tuple[Tensor, Tensor, Tensor,
 
 
 def _shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """Of keys and values as one tensor: one behind the other, or, of unlike width, beside each other."""
+    """Return the shape of keys and values as one tensor: one behind the other, or, of unlike width, beside each
+    other."""
     return (2, *k.shape) if k.shape == v.shape else (1, *k.shape[:-1], k.shape[-1] + v.shape[-1])
 
 
@@ -140,7 +141,7 @@ def _together(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _apart(both: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """The two views."""
+    """Return the two views of keys and values as one tensor."""
     if both.shape[0] == 2:
         return both[0], both[1]
     width = k.shape[-1]
@@ -148,13 +149,13 @@ def _apart(both: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _as_wide_as(v: Tensor, q: Tensor) -> Tensor:
-    """Laid out as queries are, as wide as values."""
+    """Return a tensor laid out as queries are, as wide as values."""
     b, h, s, _ = q.shape
     return q.new_empty(b, s, h, v.shape[-1]).transpose(1, 2)
 
 
 def _places(part: KernelCall) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Where its queries and its keys are."""
+    """Return where the queries of a call and its keys are."""
     return (slice(*part.rows), slice(None), slice(*part.queries)), (slice(*part.rows), slice(None), slice(*part.keys))
 
 

@@ -1,8 +1,8 @@
-"""How keys and values come to the ranks of a group, and how the sums of their gradients come home.
+"""The ways in which keys and values come to the ranks of a group, and the sums of their gradients home.
 
-Around a *ring* (Liu et al., "Ring Attention with Blockwise Transformers", 2023) those of one rank at a time, while the
-device computes with those that came before; their gradients follow them. *Gathered*, those of all ranks at once, and
-the gradients of all are scattered at once. Keys and values are one tensor [2,b,hk,s,e].
+Around a *ring* (Liu et al., "Ring Attention with Blockwise Transformers", 2023) those of one rank come at a time, while
+the device computes with those that came before; their gradients follow them. *Gathered*, those of all ranks come at
+once, and the gradients of all are scattered at once. Keys and values are one tensor [2,b,hk,s,e].
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Passing:
     sent: Tensor | None = None
 
     def add(self, to_sums: Tensor | None, to_home: Tensor) -> None:
-        """Waits, and adds what has come."""
+        """Wait, and add what has come."""
         for work in self.works:
             work.wait()
         if self.sums is not None and to_sums is not None:
@@ -44,7 +44,7 @@ class Passing:
 
 
 class RingExchange:
-    """Those of one rank at a time, of ``count`` rows of a micro-batch."""
+    """An exchange of the keys of one rank at a time, of ``count`` rows of a micro-batch."""
 
     def __init__(self, group: Group, rows: WholeRows, count: int, sees: Sees) -> None:
         self.group, self.rank, self.steps = group, dist.get_rank(group), dist.get_world_size(group)
@@ -52,8 +52,8 @@ class RingExchange:
         self.hops = hops(needs(rows, count, self.steps, sees.causal, sees.window), self.rank)
 
     def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor | None]]:
-        """First this rank's ``own``, then those of each other rank, whose number they come with; None where this rank
-        sees nothing of them."""
+        """Yield first this rank's ``own``, then those of each other rank, whose number they come with; None where this
+        rank sees nothing of them."""
         owner: int = self.rank
         keys: Tensor | None = own
         for hop in self.hops:
@@ -65,8 +65,8 @@ class RingExchange:
             owner, keys = hop.owner, coming
 
     def passed(self, step: int, sums: Tensor | None, like: Tensor) -> Passing:
-        """Begins to pass on the gradients ``sums`` of the keys of the step before. Complete when it has been waited
-        for: what others have summed for those of this ``step``, and what comes home. ``like``: sums of any keys."""
+        """Begin to pass on the gradients ``sums`` of the keys of the step before. Complete when it has been waited for:
+        what others have summed for those of this ``step``, and what comes home. ``like``: sums of any keys."""
         hop = self.hops[step - 1] if step else Hop(self.rank)
         sums_so_far = None if hop.sums_from is None else torch.empty_like(like)
         home = None if hop.home_from is None else torch.empty_like(like)
@@ -84,7 +84,7 @@ class RingExchange:
 
 
 class GatherExchange:
-    """Those of all ranks at once."""
+    """An exchange of the keys of all ranks at once."""
 
     def __init__(self, group: Group, rows: WholeRows, count: int) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
@@ -92,7 +92,7 @@ class GatherExchange:
         self.alike = [TokenRun(0, count)] if rows.bounds is None else [TokenRun(row, row + 1) for row in range(count)]
 
     def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor | None]]:
-        """First this rank's ``own``, then those of ``ALL``, in the order of the rows."""
+        """Yield first this rank's ``own``, then those of ``ALL``, in the order of the rows."""
         flat = own.new_empty(self.ranks * own.numel())
         work = all_gather(flat, own.flatten(), group=self.group, async_op=True)
         yield self.rank, own
@@ -102,7 +102,8 @@ class GatherExchange:
         yield ALL, whole
 
     def passed(self, step: int, sums: Tensor | None, like: Tensor) -> Passing:
-        """As of a :class:`RingExchange`: after the last step, what all ranks have summed is scattered."""
+        """Pass gradients on as a :class:`RingExchange` does: after the last step, what all ranks have summed is
+        scattered."""
         if sums is None:
             return Passing([])
         apart, home = like.new_empty(self.ranks, *like.shape), torch.empty_like(like)
@@ -120,7 +121,7 @@ class GatherExchange:
         return whole
 
     def _places(self) -> Iterator[tuple[int, Index, Index]]:
-        """Of each piece of each rank, where it is in what the rank holds, and where in the rows."""
+        """Yield each rank for each of its pieces, with where that is in what the rank holds, and where in the rows."""
         for alike in self.alike:
             for rank, pieces in enumerate(held(self.rows, alike.start, self.ranks)):
                 for run, at in placed(pieces):

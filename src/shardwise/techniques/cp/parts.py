@@ -1,4 +1,4 @@
-"""What a rank computes of attention when the keys of another rank are there, piece by piece. No torch.
+"""The parts of attention that a rank computes when the keys of another rank are there, piece by piece. No torch.
 
 Places are those in what a rank holds: of its queries, and of the keys that have come to it.
 """
@@ -35,14 +35,15 @@ class Sees(NamedTuple):
 
 
 def copies(key_heads: int, ranks: int) -> int:
-    """To how many of the ranks that exchange tokens for heads each key head goes: where these are fewer, to several."""
+    """Return to how many of the ranks that exchange tokens for heads each key head goes: to several, where heads are
+    fewer."""
     return ranks // key_heads if key_heads < ranks else 1
 
 
 @lru_cache(maxsize=1024)
 def parts(rows: WholeRows, count: int, ring: tuple[int, int], other: int, sees: Sees) -> tuple[KernelCall, ...]:
-    """What rank ``ring[1]`` of ``ring[0]`` computes of ``count`` rows with the keys of an ``other`` rank, or of itself.
-    Where rows are documents, all of them at once."""
+    """Return what rank ``ring[1]`` of ``ring[0]`` computes of ``count`` rows with the keys of an ``other`` rank, or of
+    itself. Where rows are documents, all of them at once."""
     ranks, rank = ring
     if other == rank and sees.window is None:  # in their order, tokens see each other as if they stood side by side
         whole = TokenRun(0, rows.length // ranks)
@@ -53,7 +54,7 @@ def parts(rows: WholeRows, count: int, ring: tuple[int, int], other: int, sees: 
 
 
 def _of_rows(rows: WholeRows, alike: TokenRun, ring: tuple[int, int], other: int, sees: Sees) -> list[KernelCall]:
-    """Of rows whose documents are the same."""
+    """Return the calls of a kernel for rows whose documents are the same."""
     mine, ends, found = held(rows, alike.start, ring[0])[ring[1]], rows.ends(alike.start), list[KernelCall]()
     coming = placed(held(rows, alike.start, ring[0])[other]) if other != ALL else _gaps(mine, rows.length)
     for queries, at in placed(mine):
@@ -70,25 +71,25 @@ def _of_rows(rows: WholeRows, alike: TokenRun, ring: tuple[int, int], other: int
 
 
 def placed(runs: tuple[TokenRun, ...]) -> list[tuple[TokenRun, int]]:
-    """Runs that lie one behind the other, each with its place."""
+    """Return runs that lie one behind the other, each with its place."""
     return [(run, sum(before.length for before in runs[:number])) for number, run in enumerate(runs)]
 
 
 def _gaps(mine: tuple[TokenRun, ...], length: int) -> list[tuple[TokenRun, int]]:
-    """What a row has besides these runs, in the order and at the places of the row."""
+    """Return what a row has besides these runs, in the order and at the places of the row."""
     ends = [0, *(end for run in mine for end in run), length]
     return [(TokenRun(start, stop), start) for start, stop in zip(ends[::2], ends[1::2], strict=True) if start < stop]
 
 
 def _lengths(rows: WholeRows, row: int, runs: tuple[TokenRun, ...]) -> Iterator[int]:
-    """How many tokens of each document are in the runs, in their order."""
+    """Yield how many tokens of each document are in the runs, in their order."""
     for start, stop in pairwise((0, *rows.ends(row))):
         if length := sum(run.within(start, stop).length for run in runs):
             yield length
 
 
 def _joined(pairs: Iterable[tuple[TokenRun, TokenRun]]) -> list[tuple[TokenRun, TokenRun]]:
-    """Pairs with the same second run as one where their first runs lie side by side. Without a window, how far apart
+    """Join pairs with the same second run where their first runs lie side by side. Without a window, how far apart
     tokens are does not matter."""
     found: list[tuple[TokenRun, TokenRun]] = []
     for run, other in sorted(pairs, key=lambda pair: (pair[1], pair[0])):

@@ -1,5 +1,6 @@
-"""From tokens to heads and back: each of the ranks has some tokens of all heads, or all tokens of some heads (Jacobs et
-al., "DeepSpeed Ulysses", 2023). One operation, ``shardwise::exchange``, whose backward is the other way."""
+"""The exchange of tokens for heads and back: each of the ranks has some tokens of all heads, or all tokens of some
+heads (Jacobs et al., "DeepSpeed Ulysses", 2023). One operation, ``shardwise::exchange``, whose backward is the other
+way."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ def heads_for_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
 
 
 def tokens_for_heads(x: Tensor, group: str, ranks: int) -> Tensor:
-    """The inverse, where no head goes to several."""
+    """Undo :func:`heads_for_tokens`, where no head goes to several."""
     swapped: Tensor = exchange(x, group, ranks, TOKENS, HEADS)
     return swapped
 
 
 def swapped(x: Tensor, group: str, ranks: int, split: int, join: int) -> Tensor:
-    """What :func:`exchange` does, operation by operation: buffers are made and filled whatever the sizes, so that it
-    does the same for one head, or one row, as for many."""
+    """Compute what :func:`exchange` returns, operation by operation: buffers are made and filled whatever the sizes, so
+    that it does the same for one head, or one row, as for many."""
     split, join = _INSIDE[split], _INSIDE[join]
     given = x.transpose(HEADS, TOKENS).unflatten(split, (ranks, -1)).movedim(split, 0)
     parts, out = x.new_empty(given.shape), x.new_empty(given.shape)

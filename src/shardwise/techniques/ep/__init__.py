@@ -46,7 +46,8 @@ of what is sent and what comes the larger is counted."""
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
-    """The pinned degree; else 1, and every number of ranks that divides the experts and the devices of a stage."""
+    """Yield the plan with the pinned degree; else with 1, and every number of ranks that divides the experts and the
+    devices of a stage."""
     asked, ranks = recipe.parallel.ep, cluster.world // plan.layout.pp
     degrees = divisors(gcd(spec.experts.num_experts, ranks)) if spec.experts else (1,)
     imbalance = recipe.parallel.expert_imbalance or plan.expert_imbalance
@@ -103,7 +104,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
 
 
 def _cut_rows(spec: ModelSpec, plan: Plan) -> Problem | None:
-    """Refuses a capacity where a rank does not have the whole rows that it is counted by."""
+    """Refuse a capacity where a rank does not have the whole rows that it is counted by."""
     what = "`model.expert_capacity` is counted by whole rows, and {} cuts them"
     if spec.experts.expert_capacity is None:
         return None
@@ -126,8 +127,8 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """In a block with experts: ``x`` ranks, of which each has ``E`` experts and gets ``R`` rows, as many as it
-    sends."""
+    """Give a block with experts its symbols: ``x`` ranks, of which each has ``E`` experts and gets ``R`` rows, as many
+    as it sends."""
     ranks, model = plan.layout.ep, made.variant.model
     if not model.experts:
         return made
@@ -149,7 +150,7 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 
 
 def steps_of(operation: str) -> Callable[..., Any] | None:
-    """What an operation of this technique's own does, operation by operation."""
+    """Return what an operation of this technique's own does, operation by operation."""
     if operation == "shardwise::start_rows":
         from shardwise.techniques.ep.dispatch import started
 
@@ -158,7 +159,7 @@ def steps_of(operation: str) -> Callable[..., Any] | None:
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Gives each rank its experts, and has rows sent to where theirs are."""
+    """Give each rank its experts, and have rows sent to where theirs are."""
     from shardwise.models.moe import Experts, Stacked
     from shardwise.techniques.product import product_of
 

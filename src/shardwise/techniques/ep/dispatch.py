@@ -24,8 +24,8 @@ Products = Callable[[Tensor, Tensor], Tensor]
 
 
 class Dispatch(NamedTuple):
-    """Between the ``ranks`` of the group with this name. ``imbalance``: in a fake world, where nothing comes, how many
-    times the rows that it sends a rank is taken to get; None in a real one."""
+    """The exchange of rows between the ``ranks`` of the group with this name. ``imbalance``: in a fake world, where
+    nothing comes, how many times the rows that it sends a rank is taken to get; None in a real one."""
 
     group: str
     ranks: int
@@ -62,8 +62,8 @@ def computed_elsewhere(
 
 
 def splits(by_rank: Tensor, of_rank: Tensor) -> tuple[list[int], list[int]]:
-    """How many rows go to each rank, and come from each: of counts [ranks,E/ranks] for the experts of each rank, and
-    from each rank for this one's. The one place where the host waits for the device."""
+    """Return how many rows go to each rank, and come from each: of counts [ranks,E/ranks] for the experts of each rank,
+    and from each rank for this one's. The one place where the host waits for the device."""
     sent, come = torch.stack([by_rank.sum(1), of_rank.sum(1)]).tolist()
     return sent, come
 
@@ -91,8 +91,8 @@ class _Permuted(torch.autograd.Function):
 
 @dataclass
 class Way:
-    """From each rank of a group to each: how many rows are ``sent`` to each, one after another, and how many ``come``
-    from it. ``home``: in backward, where the gradients of those that were sent will be."""
+    """The rows from each rank of a group to each: how many are ``sent`` to each, one after another, and how many
+    ``come`` from it. ``home``: in backward, where the gradients of those that were sent will be."""
 
     group: str
     sent: list[int]
@@ -123,7 +123,7 @@ class _Started(torch.autograd.Function):
 
 
 class _Arrived(torch.autograd.Function):
-    """What :class:`_Started` returned, once the rows are there. Backward begins to send their gradients home."""
+    """The result of :class:`_Started`, once the rows are there. Backward begins to send their gradients home."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
@@ -142,7 +142,7 @@ UNDER_WAY: dict[int, tuple[dist.Work | None, Tensor]] = {}
 
 
 def started(x: Tensor, group: str, sent: list[int], come: list[int]) -> Tensor:
-    """What ``start_rows`` does, operation by operation."""
+    """Begin an exchange of rows as ``start_rows`` does, operation by operation."""
     out, x = x.new_empty(sum(come), *x.shape[1:]), x.contiguous()
     work = dist.all_to_all_single(out, x, come, sent, group=group_named(group), async_op=True)
     UNDER_WAY[out.untyped_storage()._cdata] = work, x
@@ -160,7 +160,7 @@ def _(x: Tensor, group: str, sent: list[int], come: list[int]) -> Tensor:
 
 
 def waited(x: Tensor) -> None:
-    """What ``wait_rows`` does: it fills what ``start_rows`` returned. Where that has been waited for, nothing:
+    """Wait as ``wait_rows`` does, which fills what ``start_rows`` returned. Where that has been waited for, do nothing:
     recomputation that saves what came starts nothing."""
     work, _ = UNDER_WAY.pop(x.untyped_storage()._cdata, (None, None))
     if work is not None:

@@ -55,7 +55,7 @@ _HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
 def settings(asked: LoraSection, precision: Precision) -> Lora | None:
-    """What the recipe asks for, in the plan's words; None without adapters."""
+    """Return what the recipe asks for, in the plan's words; None without adapters."""
     if asked.rank is None:
         return None
     default: Dtype = "bf16" if precision.compute == "bf16" else precision.weights
@@ -69,7 +69,7 @@ def settings(asked: LoraSection, precision: Precision) -> Lora | None:
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
-    """What the recipe says."""
+    """Yield the plan with the adapters that the recipe asks for."""
     precision = Precision(chosen_dtype(recipe, cluster)[0], recipe.precision.weights)
     yield dataclasses.replace(plan, lora=settings(recipe.lora, precision))
 
@@ -85,12 +85,12 @@ def targets(lora: Lora, weight: str) -> bool:
 
 
 def scale(lora: Lora) -> float:
-    """What B A x is multiplied by."""
+    """Return the factor by which B A x is multiplied."""
     return lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank)
 
 
 def adapters(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter that the adapters add, by canonical name."""
+    """Return the shape of every parameter that the adapters add, by canonical name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(spec).items():
         if len(shape) == 2 and targets(lora, name):
@@ -100,13 +100,14 @@ def adapters(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
 
 
 def trained(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter that is trained: the adapters', and what is trained whole beside them."""
+    """Return the shape of every parameter that is trained: the adapters', and what is trained whole beside them."""
     whole = {name: shape for name, shape in parameter_shapes(spec).items() if lora.saves(name)}
     return adapters(spec, lora) | whole
 
 
 def _added(layer: str, shape: tuple[int, ...], lora: Lora, ranks: int) -> dict[str, tuple[int, ...]]:
-    """What an adapter adds to the layer whose weight is [out, in]. A has so many rows."""
+    """Return the shapes of what an adapter adds to the layer whose weight is [out, in]. A has so many rows
+    (``ranks``)."""
     wide_out, wide_in = shape
     sizes: dict[str, tuple[int, ...]] = {f"{layer}.lora_m": (wide_out,)} if lora.dora else {}
     return sizes | {f"{layer}.lora_a.weight": (ranks, wide_in), f"{layer}.lora_b.weight": (wide_out, lora.rank)}
@@ -114,7 +115,7 @@ def _added(layer: str, shape: tuple[int, ...], lora: Lora, ranks: int) -> dict[s
 
 @lru_cache(maxsize=64)
 def _roles(spec: ModelSpec) -> tuple[str, ...]:
-    """Of linear layers."""
+    """Return the roles of linear layers."""
     return tuple(dict.fromkeys(role(name) for name in parameter_shapes(spec) if is_adaptable(name)))
 
 
@@ -158,7 +159,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def _check_whole(spec: ModelSpec, lora: Lora) -> Iterator[Problem]:
-    """What of ``modules_to_save`` cannot be trained whole."""
+    """Refuse what of ``modules_to_save`` cannot be trained whole."""
     key, ours = "lora.modules_to_save", tuple(_WHOLE.values())
     for name in lora.modules_to_save:
         if name not in ours:
@@ -170,7 +171,8 @@ def _check_whole(spec: ModelSpec, lora: Lora) -> Iterator[Problem]:
 
 
 def _stacks(spec: ModelSpec) -> dict[str, list[str]]:
-    """The layers that the family's files store as one: its name there (``qkv``), and the roles of the layers in it."""
+    """Return the layers that the family's files store as one: its name there (``qkv``), and the roles of the layers in
+    it."""
     found: dict[str, list[str]] = {}
     for ours, theirs in () if spec.hf_model is not None else FAMILIES[spec.family].names.items():
         if isinstance(theirs, str):  # in the others are experts
@@ -180,14 +182,14 @@ def _stacks(spec: ModelSpec) -> dict[str, list[str]]:
 
 
 def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
-    """Rounds in which norms of rows are made."""
+    """Say whether norms of rows are made in rounds."""
     shapes = [shape for name, shape in parameter_shapes(spec).items() if plan.lora and targets(plan.lora, name)]
     dora = plan.lora is not None and plan.lora.dora
     return {"norms of rows in rounds": dora and any(nf4_rows_at_once(*shape) < shape[0] for shape in shapes)}
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """Of a block, which layers have adapters and of what kind; their rank is a symbol."""
+    """Say which layers of a block have adapters, and of what kind; their rank is a symbol."""
     lora = plan.lora
     if lora is None or made.variant.what != "block":
         return made
@@ -208,7 +210,7 @@ WITHIN: Mapping[str, Callable[[Op, At], Within]] = {
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Gives each targeted layer two more, ``lora_a`` and ``lora_b``, whose product is added to what it returns."""
+    """Give each targeted layer two more, ``lora_a`` and ``lora_b``, whose product is added to what it returns."""
     if plan.lora is None:
         return parts
     from torch import nn
@@ -224,7 +226,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 def wanted(slices: dict[str, Slices], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slices]:
-    """DoRA's magnitudes follow from whole rows of the weights beside them."""
+    """Ask for whole rows of weights in place of DoRA's magnitudes beside them, which follow from these."""
     found = {name: part for name, part in slices.items() if not name.endswith(".lora_m")}
     for name in slices.keys() - found.keys():
         weight = name.removesuffix("lora_m") + "weight"
@@ -236,8 +238,8 @@ def wanted(slices: dict[str, Slices], shapes: Mapping[str, tuple[int, ...]]) -> 
 def store(
     parameters: Mapping[str, Tensor], name: str, part: Slices, values: Callable[[], Tensor]
 ) -> Callable[[], Tensor]:
-    """A magnitude begins as the norms of its weight's rows, of which this rank holds the same: B is zero at first, so
-    the layer is what it was."""
+    """Have a magnitude begin as the norms of its weight's rows, of which this rank holds the same: B is zero at first,
+    so the layer is what it was."""
     magnitude = parameters.get(name.removesuffix("weight") + "lora_m")
     if magnitude is not None:
         import torch
@@ -251,7 +253,7 @@ def store(
 
 
 def merge(parts: Iterable[nn.Module], lora: Lora) -> tuple[int, list[str]]:
-    """Add every adapter into its layer's weight and take it away. Returns how many there were, and the layers whose
+    """Add every adapter into its layer's weight and take it away. Return how many there were, and the layers whose
     weight is what it was although the adapter is not zero: its dtype has rounded the product away."""
     import torch
 

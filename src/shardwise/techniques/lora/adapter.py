@@ -1,4 +1,4 @@
-"""What an adapter computes: ``targets`` beside it says of which layers."""
+"""The product that an adapter adds to a layer: ``targets`` beside it says to which layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Norms = Callable[[nn.Module, float, LayerShare], torch.Tensor]
 
 
 def attach(module: nn.Linear | Stacked, lora: Lora, factor: float, norms_of: Norms = row_norms) -> RemovableHandle:
-    """Gives the layer its adapter, by whose handle it can be removed; ``factor`` is what B A x is multiplied by. Of a
+    """Give the layer its adapter, by whose handle it can be removed; ``factor`` is what B A x is multiplied by. Of a
     matrix of experts each has an adapter of its own: A [E*r,k], B [E*n,r]."""
     like: dict[str, Any] = {"device": module.weight.device, "dtype": module.weight.dtype}
     if lora.dora:
@@ -63,8 +63,8 @@ def attach(module: nn.Linear | Stacked, lora: Lora, factor: float, norms_of: Nor
 
 
 def merged(module: nn.Module, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """``factor`` B A, computed in fp32 or wider, and the weight that computes what the layer does with its adapter, in
-    the dtype of its weight."""
+    """Return ``factor`` B A, computed in fp32 or wider, and the weight that computes what the layer does with its
+    adapter, in the dtype of its weight."""
     weight = module.get_parameter("weight")
     kind = accumulation_dtype(weight.dtype)
     down, up = (module.get_parameter(f"{name}.weight").to(kind) for name in ("lora_a", "lora_b"))
@@ -76,6 +76,6 @@ def merged(module: nn.Module, factor: float) -> tuple[torch.Tensor, torch.Tensor
 
 
 def product(up: torch.Tensor, down: torch.Tensor, experts: int) -> torch.Tensor:
-    """B A [E*n,k] of B [E*n,r] and A [E*r,k], each of so many experts."""
+    """Return B A [E*n,k] of B [E*n,r] and A [E*r,k], each of so many experts."""
     each = torch.bmm(up.unflatten(0, (experts, -1)), down.unflatten(0, (experts, -1)))
     return each.flatten(0, 1)

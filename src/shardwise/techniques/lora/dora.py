@@ -13,8 +13,8 @@ from shardwise.techniques.share import WHOLE, LayerShare
 
 @torch.no_grad()
 def row_norms(module: nn.Module, factor: float, share: LayerShare = WHOLE) -> Tensor:
-    """The norm [out] of each row of W + ``factor`` B A, in fp32 or wider; treated as a constant in the gradient, as in
-    the paper (section 4.3). Computed some rows at a time."""
+    """Return the norm [out] of each row of W + ``factor`` B A, in fp32 or wider; treated as a constant in the gradient,
+    as in the paper (section 4.3). Computed some rows at a time."""
     dequantised = vars(module).get("dequantised")  # how a layer that has no weight makes it
     weight = dequantised() if dequantised else local(module.get_parameter("weight"))[share.rows]
     down, up = (local(module.get_parameter(f"{name}.weight")) for name in ("lora_a", "lora_b"))

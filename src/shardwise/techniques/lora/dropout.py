@@ -20,8 +20,8 @@ _PLACES = 2**20
 
 
 def dropped(x: Tensor, share: float, place: int | None = None) -> Tensor:
-    """``x`` with a ``share`` of its elements zeroed, the others scaled up. ``place``: the rank's number, where ranks
-    hold different parts of one tensor; None where all hold the same."""
+    """Return ``x`` with a ``share`` of its elements zeroed, the others scaled up. ``place``: the rank's number, where
+    ranks hold different parts of one tensor; None where all hold the same."""
     if place is None:
         out: Tensor = torch.native_dropout(x, share, True)[0]
         return out
@@ -32,8 +32,8 @@ def dropped(x: Tensor, share: float, place: int | None = None) -> Tensor:
 
 @torch.library.custom_op("shardwise::dropout", mutates_args=())
 def drop(x: Tensor, drawn: Tensor, share: float, place: int) -> tuple[Tensor, Tensor]:
-    """Like aten's native_dropout: the result, and the mask of elements that are not zeroed. ``drawn`` is an int64
-    number on the host."""
+    """Return, like aten's native_dropout, the result and the mask of elements that are not zeroed. ``drawn`` is an
+    int64 number on the host."""
     generator = torch.Generator(x.device).manual_seed(int(drawn) * _PLACES + place)
     kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - share, generator=generator)
     return (x * kept).mul_(1 / (1 - share)), kept

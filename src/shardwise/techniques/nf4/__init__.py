@@ -61,12 +61,12 @@ def quantised(name: str) -> bool:
 
 
 def matrices(name: str, rows_of: Callable[[str], int]) -> int:
-    """How many matrices the weight with this name is: one for each expert, as many as the router has rows."""
+    """Return how many matrices the weight with this name is: one for each expert, as many as the router has rows."""
     return rows_of(router_of(name)) if is_stacked(name) else 1
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
-    """Nothing of its own: it is a setting of the adapters."""
+    """Yield the plan as it is: 4 bits are a setting of the adapters."""
     yield plan
 
 
@@ -106,7 +106,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """The groups of each matrix of a block, which are as many as its codes make: a sum, and no product. A plan's
+    """Count the groups of each matrix of a block, which are as many as its codes make: a sum, and no product. A plan's
     adapters say the rest."""
     lora = made.variant.plan.lora
     if lora is None or not lora.nf4 or made.variant.concrete:
@@ -128,7 +128,7 @@ WITHIN: Mapping[str, Callable[[Op, At], Within]] = {
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Replaces each weight by parameters of bytes, which :func:`store` fills."""
+    """Replace each weight by parameters of bytes, which :func:`store` fills."""
     if plan.lora is None or not plan.lora.nf4:
         return parts
     from torch import nn
@@ -143,7 +143,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 def wanted(slices: dict[str, Slices], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slices]:
-    """It takes the whole weight, or all of an expert's, to find the groups' scales and their mean."""
+    """Ask for the whole weight, or all of an expert's, which it takes to find the groups' scales and their mean."""
     found = {name: part for name, part in slices.items() if name.rpartition(".")[2] not in NF4_PARTS}
     for name in slices.keys() - found.keys():
         layer, _, word = name.rpartition(".")
@@ -161,7 +161,7 @@ def wanted(slices: dict[str, Slices], shapes: Mapping[str, tuple[int, ...]]) -> 
 def store(
     parameters: Mapping[str, torch.Tensor], name: str, part: Slices, values: Callable[[], torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
-    """Quantises the weight into the parameters that replace it, and hands on what they stand for."""
+    """Quantise the weight into the parameters that replace it, and hand on what they stand for."""
     layer = name.removesuffix("weight")
     if f"{layer}codes" not in parameters:
         return values
@@ -200,7 +200,7 @@ def _replace(module: nn.Linear | Stacked) -> None:
 
 
 def _of_experts(module: Stacked) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The product with matrices in 4 bits, of the experts that this rank has."""
+    """Return the product with matrices in 4 bits, of the experts that this rank has."""
     from shardwise.distributed.slices import local
     from shardwise.models.moe import of_owners, taken
     from shardwise.techniques.nf4.fourbit import stacked
@@ -214,7 +214,7 @@ def _of_experts(module: Stacked) -> Callable[[torch.Tensor, torch.Tensor], torch
 
 
 def _linear(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The product with a matrix in 4 bits, of which the layer can also give the values (``dequantised``)."""
+    """Return the product with a matrix in 4 bits, of which the layer can also give the values (``dequantised``)."""
     import torch
 
     from shardwise.distributed.slices import local

@@ -55,14 +55,15 @@ def quantise(weight: Tensor) -> Kept:
 
 
 def quantise_each(weight: Tensor, experts: int) -> Kept:
-    """As :func:`quantise` of the matrix of each of so many experts, whose rows follow each other in ``weight``, as they
-    do in what is returned."""
+    """Quantise as :func:`quantise` does the matrix of each of so many experts, whose rows follow each other in
+    ``weight``, as they do in what is returned."""
     codes, absmax, groups = zip(*map(quantise, weight.chunk(experts)), strict=True)
     return torch.cat(codes), torch.cat(absmax), torch.cat(groups)
 
 
 def _nearest(blocks: Tensor, absmax: Tensor, values: Tensor) -> Tensor:
-    """For each element of ``blocks`` [.., k], divided by its scale, the index of the nearest value [n]."""
+    """Return for each element of ``blocks`` [.., k], divided by its scale, the index of the nearest of the ``values``
+    [n]."""
     unit = (blocks * (1.0 / absmax.clamp_min(1e-38)).unsqueeze(-1)).clamp_(-1, 1)
     return torch.bucketize(unit, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
 
@@ -70,15 +71,15 @@ def _nearest(blocks: Tensor, absmax: Tensor, values: Tensor) -> Tensor:
 def dequantise(
     codes: Tensor, absmax: Tensor, group_absmax: Tensor, dtype: torch.dtype, piece: MatrixPiece | None = None
 ) -> Tensor:
-    """The matrix [out, in] from the result of :func:`quantise`, computed in fp32, some rows at a time; or a ``piece``
-    of the matrix, with the groups of the whole one."""
+    """Return the matrix [out, in] from the result of :func:`quantise`, computed in fp32, some rows at a time; or a
+    ``piece`` of the matrix, with the groups of the whole one."""
     place = None if piece is None else (piece.row, piece.column // NF4_BLOCK, piece.columns // NF4_BLOCK)
     made: Tensor = _dequantise(codes, absmax, group_absmax, dtype, place, 1)
     return made
 
 
 def dequantise_each(kept: Kept, experts: int, dtype: torch.dtype) -> Tensor:
-    """The matrices [E*out, in] from the result of :func:`quantise_each`."""
+    """Return the matrices [E*out, in] from the result of :func:`quantise_each`."""
     made: Tensor = _dequantise(*kept, dtype, None, experts)
     return made
 
@@ -117,8 +118,8 @@ def _(codes: Tensor, absmax: Tensor, group_absmax: Tensor, dtype: torch.dtype, p
 
 
 def _of(absmax: Tensor, of_group: Tensor, row: int, block: int, row_blocks: int) -> Tensor:
-    """For each block of a piece, the scale of its group. The piece begins at this row and block of a matrix that has
-    so many blocks in a row."""
+    """Return for each block of a piece the scale of its group. The piece begins at this row and block of a matrix that
+    has so many blocks in a row."""
     rows, blocks = (torch.arange(count, device=absmax.device) for count in absmax.shape)
     place = (rows + row).unsqueeze(1) * row_blocks + (blocks + block)
     return of_group[(place // NF4_GROUP).view(-1)]
@@ -166,14 +167,14 @@ class _ProductOfExperts(torch.autograd.Function):
 
 
 def _matrices(kept: Any, rows: int, dtype: torch.dtype) -> Tensor:
-    """[E, out, in]."""
+    """Return the matrices [E, out, in]."""
     codes, absmax, group_absmax = kept
     whole = dequantise_each((codes, absmax, group_absmax), codes.shape[0] // rows, dtype)
     return whole.unflatten(0, (-1, rows))
 
 
 def _dynamic() -> tuple[float, ...]:
-    """256 values from -1 to 1: 0 and 1, and in decade d of seven 2^d evenly spaced values on each side."""
+    """Return 256 values from -1 to 1: 0 and 1, and in decade d of seven 2^d evenly spaced values on each side."""
     values = [0.0, 1.0]
     for decade in range(7):
         with outside_modes():
