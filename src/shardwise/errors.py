@@ -68,12 +68,12 @@ class ShardwiseError(Exception):
         return type(self), self.problems  # so that one rank can tell the others
 
     def as_dict(self) -> dict[str, object]:
-        """The same as an object, for ``--json``."""
+        """Return the error as an object, for ``--json``."""
         return {"exit_code": self.exit_code, "problems": [asdict(problem) for problem in self.problems]}
 
 
 def first_line(error: BaseException, most: int = 160) -> str:
-    """What an exception says, its first line cut short; where it says nothing, as MemoryError does, its class."""
+    """Return an exception's first line, cut short; where it says nothing, as MemoryError does, its class."""
     lines = str(error).strip().splitlines()
     return lines[0][:most] if lines else type(error).__name__
 

@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What forward saves for backward."""
+    """The tensors that forward saves for backward."""
 
     q: Tensor
     k: Tensor

@@ -1,10 +1,10 @@
-"""How many tokens an expert takes of a row at most, and which of those that chose it find no room.
+"""The room that an expert has for the tokens of a row, and the choice of those that find none.
 
-An expert keeps those with the largest router weights, of equal ones the earlier: weights are compared as rounded to
-bf16, so that another layout or micro-batch, whose sums round otherwise, reorders none that are alike. Padding takes no
-room: it would be alike in hundreds. What is dropped is neither sent nor
-computed: it adds nothing to its token from this expert, and the weights of the token's other experts stay what they
-are. A row is counted by itself, so that the same tokens are dropped in any layout (docs/decisions/0021).
+An expert keeps the tokens with the largest router weights, of equal ones the earlier: weights are compared as rounded
+to bf16, so that another layout or micro-batch, whose sums round otherwise, reorders none that are alike. Padding takes
+no room: it would be alike in hundreds. What is dropped is neither sent nor computed: it adds nothing to its token from
+this expert, and the weights of the token's other experts stay what they are. A row is counted by itself, so that the
+same tokens are dropped in any layout (docs/decisions/0021).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def _tokens_first(rule: Rule, *tensors: Tensor) -> list[Tensor]:
 
 
 def _places(documents: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """For every token, its document and its position in it."""
+    """Return for every token its document and its position in it."""
     flat = torch.arange(tokens, dtype=documents.dtype, device=documents.device)
     document = torch.bucketize(flat, documents, right=True) - 1
     return document, flat - documents[document]

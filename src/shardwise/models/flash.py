@@ -99,8 +99,8 @@ def _tokens_first(rule: Rule, *tensors: Tensor) -> list[Tensor]:
 
 
 def _window(rule: Rule, queries: int, keys: int) -> dict[str, int]:
-    """How many keys a query sees before and after its own position; of those apart the kernel takes the last query to
-    stand at the last key."""
+    """Return a window as the kernel's arguments: how many keys a query sees before and after its own position. Where
+    keys are apart, the kernel takes the last query to stand at the last key."""
     if rule.window is None:
         return {}
     before = after = rule.window - 1

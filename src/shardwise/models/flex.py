@@ -46,8 +46,8 @@ def _compiled() -> Any:
 
 
 def block_mask(q: Tensor, rule: Rule) -> BlockMask:
-    """Which blocks are computed, from positions in the row alone, so that nothing is read back from the device. Within
-    them the mask decides element by element."""
+    """Return the blocks that are computed, found from positions in the row alone, so that nothing is read back from the
+    device. Within them the mask decides element by element."""
     s = q.shape[2]
     count, reach = -(-s // BLOCK), blockwise.reach(rule, s)
     place = torch.arange(count, device=q.device, dtype=torch.int32)

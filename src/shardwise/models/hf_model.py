@@ -349,8 +349,8 @@ def _described(whole: Any, config: dict[str, Any], places: list[tuple[str, str]]
 
 
 def _drawn(whole: Any) -> dict[str, tuple[float, float] | None]:
-    """How transformers initialises each parameter: mean and deviation of a normal distribution (deviation 0 for a
-    constant), or None for any other way. Changes to a part of it (a row of zeros for padding) are ignored."""
+    """Return how transformers initialises each parameter: mean and deviation of a normal distribution (deviation 0 for
+    a constant), or None for any other way. Changes to a part of it (a row of zeros for padding) are ignored."""
     with _Operations() as operations, torch.no_grad():
         for module in reversed(list(whole.modules())):  # as it does itself: what is inside comes first
             whole._init_weights(module)
@@ -363,7 +363,7 @@ def _drawn(whole: Any) -> dict[str, tuple[float, float] | None]:
 
 
 def _plain(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is a matrix, or the weight or bias of a norm or a layer."""
+    """Return whether a parameter is a matrix, or the weight or bias of a norm or a layer."""
     word = name.rpartition(".")[2]
     return word in ("weight", "bias") and (len(shape) == 1) == (role(name) in ("norm", "bias"))
 

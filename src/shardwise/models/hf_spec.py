@@ -1,4 +1,4 @@
-"""What is known of a model that runs in transformers' own modules. No torch."""
+"""The facts of a model that runs in transformers' own modules. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which kernel computes attention: a table, and the function that reads it. Imports no torch, since plans ask it too.
+"""The choice of the kernel that computes attention: a table, and the function that reads it. Imports no torch, since
+plans ask it too.
 
     flash      FlashAttention 2, which ships with torch, on CPUs and CUDA
     fa3        FlashAttention 3 for Hopper, if `flash_attn_interface` is installed
@@ -34,10 +35,10 @@ TRAITS = ("documents", "window", "soft_cap", "positions", "odd_length", "apart",
 
 @dataclass(frozen=True)
 class Case:
-    """What a kernel must support: the device (``device``: cpu, cuda or rocm; ``capability``: CUDA's), the dtype, the
-    size of heads and the mask. ``documents``: rows hold several. ``odd_length``: 64 does not divide the length of rows,
-    as in generation, where a kernel that is compiled for each length would be compiled for every token. ``apart``: keys
-    are of other tokens than queries. ``deterministic``: bitwise the same result in every run."""
+    """A case that a kernel must support: the device (``device``: cpu, cuda or rocm; ``capability``: CUDA's), the dtype,
+    the size of heads and the mask. ``documents``: rows hold several. ``odd_length``: 64 does not divide the length of
+    rows, as in generation, where a kernel that is compiled for each length would be compiled for every token.
+    ``apart``: keys are of other tokens than queries. ``deterministic``: bitwise the same result in every run."""
 
     device: str
     dtype: str

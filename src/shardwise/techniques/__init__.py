@@ -77,7 +77,7 @@ def choices(
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
-    """By the recipe's key, what the plan has and what the recipe asks for; ``auto`` agrees with anything."""
+    """Return by the recipe's key what the plan has and what the recipe asks for; ``auto`` agrees with anything."""
     return {key: pair for technique in ORDER for key, pair in technique.pins(recipe, plan).items()}
 
 
@@ -111,7 +111,7 @@ def _unserved(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Problem | None:
 
 
 def acting(plan: Plan, function: str, order: Sequence[ModuleType] | None = None) -> list[ModuleType]:
-    """Those of all techniques, or of ``order``, that the plan uses and that have the function."""
+    """Return the techniques, of all or of ``order``, that the plan uses and that have the function."""
     return [one for one in (ORDER if order is None else order) if function in vars(one) and _uses(plan, one)]
 
 
@@ -121,8 +121,8 @@ def _uses(plan: Plan, technique: ModuleType) -> bool:
 
 
 def regimes(spec: ModelSpec, plan: Plan, order: Sequence[ModuleType] | None = None) -> dict[str, bool]:
-    """By name, whether the code of a technique that the plan uses takes the path that it takes at some sizes only; of
-    all techniques, or of ``order``."""
+    """Return by name whether the code of a technique that the plan uses takes the path that it takes at some sizes
+    only; of all techniques, or of ``order``."""
     every = parameter_shapes(spec) | (lora.adapters(spec, plan.lora) if plan.lora else {})
     trained, found = {name: shape for name, shape in every.items() if not frozen(name, plan)}, dict[str, bool]()
     for technique in acting(plan, "regimes", order):
@@ -131,7 +131,7 @@ def regimes(spec: ModelSpec, plan: Plan, order: Sequence[ModuleType] | None = No
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """What the whole plan makes of a unit of a model: a template becomes the variant that is to be traced."""
+    """Return what the whole plan makes of a unit of a model: a template becomes the variant that is to be traced."""
     for technique in acting(plan, "traced"):
         before, made = made.variant, technique.traced(made, spec, plan, place)
         if made.variant != before:
@@ -140,7 +140,8 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 
 
 def within(op: Op, at: At) -> Within | None:
-    """What an operation of a technique's own does besides reading and making what it does; None of any other."""
+    """Return what an operation holds and sends while it runs, if it is a technique's own, or attention whose values are
+    narrower than its keys; None of any other."""
     if op.name in ("shardwise.attention", "shardwise.attention_backward"):
         return _widened(op, at)
     does = _within(ORDER).get(op.name)
@@ -148,8 +149,9 @@ def within(op: Op, at: At) -> Within | None:
 
 
 def _widened(op: Op, at: At) -> Within | None:
-    """Of attention whose values are narrower than its keys: copies as wide as keys of the values and the output; in
-    backward of these, of the output's gradient and of that of the values (models/attention.py)."""
+    """Return what attention holds meanwhile where its values are narrower than its keys, else None: copies as wide as
+    keys of the values and the output; in backward of these, of the output's gradient and of that of the values
+    (models/attention.py)."""
     heads, tokens, _, width, key_heads, value_width = (number(dim, (at.b, at.s)) for dim in op.dims)
     if width == value_width:
         return None
@@ -165,8 +167,8 @@ def _within(order: tuple[ModuleType, ...]) -> dict[str, Callable[[Op, At], Withi
 
 
 def steps_of(operation: str) -> Callable[..., Any] | None:
-    """What an operation of a technique's own does, operation by operation, by torch's name for it; None of any
-    other."""
+    """Return the function that does, operation by operation, what an operation of a technique's own does, by torch's
+    name for it; None for any other."""
     found = (technique.steps_of(operation) for technique in ORDER if "steps_of" in vars(technique))
     return next(filter(None, found), None)
 
@@ -212,8 +214,8 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 
 def cuts(sheet: Sheet, plan: Plan) -> dict[str, set[int]]:
-    """By the name of a group, the sizes of dims that are cut over it, of a sheet that ``plan`` has rewritten. All that
-    tensor parallelism cuts, but the vocabulary, it cuts evenly."""
+    """Return by the name of a group the sizes of dims that are cut over it, of a sheet that ``plan`` has rewritten. All
+    that tensor parallelism cuts, but the vocabulary, it cuts evenly."""
     found: dict[str, set[int]] = {}
     for unit in sheet.units:
         for group, size in _cuts(unit):
@@ -260,13 +262,13 @@ def _applied(order: Sequence[ModuleType], parts: list[nn.Module], plan: Plan, me
 
 
 def apply_inside(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """The same without what acts on whole units."""
+    """Apply the whole plan but what acts on whole units, and return the parts."""
     return _applied([technique for technique in ORDER if technique is not shard], parts, plan, meshes)
 
 
 def wanted(parameters: Mapping[str, Tensor], spec: ModelSpec, plan: Plan) -> dict[str, tuple[slice, ...]]:
-    """By the name of each weight that is read or drawn, what of it this rank must be given to fill its ``parameters``:
-    what it holds, and more where a technique stores what follows from more."""
+    """Return by the name of each weight that is read or drawn what of it this rank must be given to fill its
+    ``parameters``: what it holds, and more where a technique stores what follows from more."""
     from shardwise.distributed.slices import local_slice
 
     slices, shapes = {name: local_slice(parameter) for name, parameter in parameters.items()}, parameter_shapes(spec)

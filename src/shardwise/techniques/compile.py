@@ -47,7 +47,7 @@ NO_REGIMES = "proofs compute blocks as they are written"
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
-    """What the recipe says; else on for GPUs, unless :func:`check` finds a reason against it."""
+    """Yield the plan as the recipe has it; else on for GPUs, unless :func:`check` finds a reason against it."""
     on, reason = recipe.compile, "pinned"
     if on == "auto" and cluster.kind == "cpu":
         on, reason = False, "default: off; see docs/techniques/compile.md"
@@ -63,7 +63,7 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
-    """Whether the weights, the devices and this machine allow compilation."""
+    """Return what in the plan, the model, the devices and this machine is against compilation."""
     device, problems = cluster.device, []
     if plan.compile and plan.lora is not None and plan.lora.nf4:
         what = "nf4 does not work with compiled blocks yet"
@@ -142,7 +142,7 @@ def _switched(plain: Callable[..., Any], *, ours: bool) -> Switched:
 
 
 class Switched:
-    """What is compiled, and the same eager: a block's forward, or the loss."""
+    """A function that is compiled, and the same eager: a block's forward, or the loss."""
 
     suspended = False
 

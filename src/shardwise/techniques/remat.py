@@ -154,7 +154,7 @@ def _nothing_saved() -> Any:
 
 
 class _Chosen:
-    """Whether the result of each operation of a pass, one after another, is saved."""
+    """A choice of the operations of a pass, given one after another, whose results are saved."""
 
     PRODUCTS = frozenset({"aten::mm", "aten::addmm", "shardwise::grouped", "shardwise::two_products"})
     OTHERS = frozenset(

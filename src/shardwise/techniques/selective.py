@@ -36,6 +36,7 @@ class _Again(TorchDispatchMode):
 
 
 def saving(forward: Chooses, again: Chooses) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Those of forward and of recomputation, whose choices must be the same. Other operations may differ."""
+    """Return the contexts of forward and of recomputation, whose choices must be the same. Other operations may
+    differ."""
     kept: deque[Any] = deque()
     return _Saving(forward, kept), _Again(again, kept)

@@ -126,7 +126,7 @@ def _cut_over_ranks(unit: Unit, *, spread: bool) -> Unit:
 
 
 def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
-    """What does not divide into slices, and how gradients of replicas fill buckets."""
+    """Return what does not divide into slices, and how gradients of replicas fill buckets."""
     layout, of = plan.layout, (division(spec, plan), plan)
     last = Place(layout, layout.rank({"dp_shard": layout.dp_shard - 1, "cp": layout.cp - 1}))
     every = one_of_each({**parameter_shapes(spec), **trained} if plan.sharded else {})
@@ -281,7 +281,7 @@ def _without_backward(part: nn.Module) -> list[nn.Module]:
 
 
 def _activate(part: nn.Module, *, last: bool) -> None:
-    """Whether gradients of replicas are summed as they arrive."""
+    """Set whether gradients of replicas are summed as they arrive."""
     for replicas in _REPLICAS.get(part, ()):
         replicas.active = last
 
@@ -314,7 +314,7 @@ def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) ->
 
 
 def before_input_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
-    """Of the first half of a backward FSDP2 reduces nothing yet."""
+    """Have FSDP2 reduce nothing yet in the first half of a backward."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in parts:

@@ -1,4 +1,4 @@
-"""How the devices of a cluster can be split among the axes, given what a recipe pins."""
+"""The ways to split the devices of a cluster among the axes, given what a recipe pins."""
 
 from __future__ import annotations
 

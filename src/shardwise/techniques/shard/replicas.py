@@ -48,7 +48,7 @@ def _block(name: str) -> str:
 
 
 def blocks_of_bucket(block_bytes: int, bucket_bytes: int) -> int:
-    """How many blocks of this size fill a bucket."""
+    """Return how many blocks of this size fill a bucket."""
     return max(1, ceil(bucket_bytes / max(1, block_bytes)))
 
 

@@ -1,4 +1,4 @@
-"""What the units of a sharded plan gather and reduce, in bytes."""
+"""The bytes that the units of a sharded plan gather and reduce."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class UnitBytes:
     kept_bytes: int
 
     def reduces_of(self, names: Set[str]) -> tuple[GroupCall, ...]:
-        """What is reduced where only the weights of these names have gradients."""
+        """Return the calls that reduce gradients where only the weights of these names have any."""
         sizes = ((over, sum(size for name, size in call if name in names)) for over, call in self.gradients)
         return tuple(GroupCall(over.group, size, size // over.ranks) for over, size in sizes if size)
 
@@ -56,7 +56,7 @@ class UnitBytes:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of what is gathered, what comes from other ranks."""
+        """The bytes of the gathers to which other ranks add a part."""
         return sum(call.bytes for call in self.gathers if call.part < call.bytes)
 
 
@@ -79,7 +79,7 @@ def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, UnitBytes]:
 
 
 def _apart(weights: tuple[Tensor, ...], plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Those of a block, and those that are cut over other ranks."""
+    """Return the weights of a block that are cut, and apart the experts that are cut over other ranks."""
     spread = plan.layout.ep > 1
     weights = tuple(weight for weight in weights if is_cut(weight.name, len(weight.shape)))
     own = tuple(weight for weight in weights if not (spread and is_expert(weight.name)))
