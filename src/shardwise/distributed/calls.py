@@ -1,4 +1,4 @@
-"""Which operations of torch are collectives, over which group, and how much they send."""
+"""The operations of torch that are collectives, each with its group and how much it sends."""
 
 from __future__ import annotations
 

@@ -37,11 +37,11 @@ class Rows:
 
     @property
     def held(self) -> int:
-        """How many of this rank's rows are not padding."""
+        """The number of this rank's rows that are not padding."""
         return self.stop - self.first
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """For each id its row on this rank, or 0; and whether this rank holds it."""
+        """Return for each id its row on this rank, or 0; and whether this rank holds it."""
         mine = (ids >= self.first) & (ids < self.stop)
         return (ids - self.first).masked_fill_(~mine, 0), mine
 

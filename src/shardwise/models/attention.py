@@ -22,7 +22,7 @@ from shardwise.models.layers import RMSNorm, Rotary, accumulation_dtype, rotate
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """Who sees whom. A query sees a key when all that is given here allows it.
+    """A rule of who sees whom: a query sees a key when all that is given here allows it.
 
     causal: no key after the query. window: only the last ``window`` positions, its own included.
     documents: int32 cumulative boundaries over the flattened b*s tokens, those of rows included: no sight across.
@@ -72,7 +72,7 @@ CUDNN_VERSION = 91_500
 
 
 def device_case(device: torch.device, dtype: torch.dtype, head_dim: int) -> kernels.Case:
-    """What attention of this dtype on this device asks of a kernel, before its mask."""
+    """Return what attention of this dtype on this device asks of a kernel, before its mask."""
     dtype_name, certain = _DTYPES[dtype], torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda":
         return kernels.Case("cpu", dtype_name, head_dim, deterministic=certain)
@@ -83,7 +83,8 @@ def device_case(device: torch.device, dtype: torch.dtype, head_dim: int) -> kern
 
 
 def present(device: torch.device, pin: str) -> frozenset[str]:
-    """Which of kernels.OPTIONAL this process has; cuDNN of a version that torch does not prefer, when it is pinned."""
+    """Return those of kernels.OPTIONAL that this process has; cuDNN of a version that torch does not prefer, when it is
+    pinned."""
     version = torch.backends.cudnn.version() if device.type == "cuda" else None
     found = {"cudnn"} if version is not None and (version > CUDNN_VERSION or pin == "cudnn") else set()
     return frozenset(found | {"fa3"} if torch.nn.attention.current_flash_attention_impl() == "FA3" else found)
@@ -99,7 +100,7 @@ def prepare(device: torch.device, pin: str) -> None:
 
 
 def case_of(q: Tensor, rule: Rule) -> kernels.Case:
-    """What is asked of a kernel."""
+    """Return what attention of these queries under this rule asks of a kernel."""
     return replace(
         device_case(q.device, q.dtype, q.shape[-1]),
         documents=rule.documents is not None,
@@ -112,7 +113,7 @@ def case_of(q: Tensor, rule: Rule) -> kernels.Case:
 
 
 def _kernel(q: Tensor, rule: Rule) -> tuple[Any, Rule]:
-    """What computes attention under this rule, and the rule as it is told."""
+    """Return the module that computes attention under this rule, and the rule as it is told."""
     if q.device.type != "cpu" and rule.documents is not None and rule.documents.shape[0] - 1 == q.shape[0]:
         rule = rule._replace(documents=None)  # every row's end is a boundary, so each row is one document
     return _COMPUTED_BY[kernels.choose(case_of(q, rule), rule.kernel, present(q.device, rule.kernel))], rule
@@ -157,7 +158,7 @@ def attention_backward(grad: Tensor, *saved_and_mask: Any) -> tuple[Tensor, Tens
 
 
 def _heads_inside(x: Tensor) -> Tensor:
-    """The same values laid out as [b,s,h,e], which is how the projections make and read them."""
+    """Return the same values laid out as [b,s,h,e], which is how the projections make and read them."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

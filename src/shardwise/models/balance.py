@@ -24,9 +24,9 @@ from shardwise.distributed.torch_private import in_backward
 
 
 class Routing(NamedTuple):
-    """Of n tokens: the ``ids`` [n,k] of their experts, the ``weights`` [n,k] of what these make, and ``counts`` [E]:
-    how many tokens go to each expert. What they follow from: the router's ``logits`` and ``scores`` [n,E]. ``kept``:
-    how many ids are those of an expert, where others are dropped and are E; None: all of them."""
+    """The experts of n tokens: their ``ids`` [n,k], the ``weights`` [n,k] of what they make, and ``counts`` [E]: how
+    many tokens go to each expert. What they follow from: the router's ``logits`` and ``scores`` [n,E]. ``kept``: how
+    many ids are those of an expert, where others are dropped and are E; None: all of them."""
 
     ids: Tensor
     weights: Tensor
@@ -37,7 +37,7 @@ class Routing(NamedTuple):
 
 
 class RowPlaces(NamedTuple):
-    """Where the tokens of a pass are among its ``rows``, of each of which this rank and those beside it have ``length``
+    """The places of a pass's tokens among its ``rows``, of each of which this rank and those beside it have ``length``
     tokens, laid row after row. This rank's begin at ``first``; behind the last row may come padding. ``ranks``: over
     how many ranks each row was cut before, of which these have one part. ``filled`` [rows]: how many tokens of each row
     are more than padding at its end; None: all."""
@@ -49,7 +49,8 @@ class RowPlaces(NamedTuple):
     filled: Tensor | None = None
 
     def of(self, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Of this rank's tokens the row of each, int64 [tokens], and 1 or, of padding, 0, in the dtype of ``like``."""
+        """Return the row of each of this rank's tokens, int64 [tokens], and with it 1 or, for padding, 0, in the
+        dtype of ``like``."""
         place = torch.arange(self.first, self.first + tokens, device=like.device)
         inside = (place < self.rows * self.length).to(like.dtype)
         return place.div(self.length, rounding_mode="floor").clamp_(max=self.rows - 1), inside
@@ -57,10 +58,10 @@ class RowPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """What a layer with experts is told in a training step, and where it counts, all in fp64. ``loads`` [E] and
-    ``losses`` [2] are added to: tokens of this rank, and auxiliary loss and z-loss, summed over rows; ``factors`` [2]
-    are what these sums are multiplied by in the loss of the step. ``dropped`` [1], of layers with a capacity: how many
-    times a token found no room in one of its experts."""
+    """A record of what a layer with experts is told in a training step, and where it counts, all in fp64. ``loads`` [E]
+    and ``losses`` [2] are added to: tokens of this rank, and auxiliary loss and z-loss, summed over rows; ``factors``
+    [2] are what these sums are multiplied by in the loss of the step. ``dropped`` [1], of layers with a capacity: how
+    many times a token found no room in one of its experts."""
 
     loads: Tensor
     losses: Tensor
@@ -116,8 +117,8 @@ class _WithLoss(torch.autograd.Function):
 
 
 def row_counts(ids: Tensor, row: Tensor, inside: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """How many tokens of each row go to each expert, [rows,E], of which ``sizes`` says how many there are: of experts
-    ``ids`` [n,k], of tokens in these rows [n] or, where ``inside`` is 0, in none."""
+    """Return how many tokens of each row go to each expert, [rows,E], of which ``sizes`` has both numbers. ``ids``
+    [n,k] are the experts of each token, and ``row`` [n] is its row; where ``inside`` [n] is 0, it is in none."""
     rows, experts = sizes
     chosen = (row.unsqueeze(-1) * experts + ids).flatten()
     tokens = inside.unsqueeze(-1).expand_as(ids).flatten()

@@ -110,7 +110,7 @@ class Decoder(Part):
         return hidden if factor == 1.0 else hidden * rounded(factor, hidden.dtype)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the output layer multiplies, [b,s,d]: the logits' divisor is in it."""
+        """Return what the output layer multiplies, [b,s,d]: the logits' divisor is in it."""
         hidden = self.norm(hidden)
         return hidden if self.spec.logits_scaling == 1.0 else hidden / self.spec.logits_scaling
 
@@ -125,8 +125,8 @@ class Decoder(Part):
         return [made[kind.local] if kind.rotated else None for kind in kinds]
 
     def masks(self, kinds: tuple[LayerKind, ...], length: int, mask: MaskSpec) -> list[MaskSpec]:
-        """What each kind of layer sees. A window at least as long as every document is dropped, so that
-        the fast kernels can be used."""
+        """Return the mask of each kind of layer. A window at least as long as every document is dropped, so that the
+        fast kernels can be used."""
         whole = length if mask.row_length is None else mask.row_length
         longest = whole if mask.documents is None else mask.longest
         mask = mask if self.kernel == "auto" else replace(mask, kernel=self.kernel)

@@ -31,7 +31,7 @@ def sorting(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def served(x: Tensor, columns: int) -> bool:
-    """Whether one call computes x [R,k] times matrices of so many columns."""
+    """Return whether one call computes x [R,k] times matrices of so many columns."""
     whole = all(size * x.element_size() % ALIGNMENT_BYTES == 0 for size in (x.shape[-1], columns))
     return whole and x.dtype in SERVED.get(x.device.type, ()) and x.shape[0] > 0
 

@@ -20,7 +20,7 @@ FUSED_NORM = ("cuda",)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over ``dtype`` are kept in: fp32, and fp64 for fp64."""
+    """Return the dtype in which sums over ``dtype`` are kept: fp32, and fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -43,8 +43,8 @@ def returned(x: Tensor) -> Tensor:
 
 
 def _fused(x: Tensor) -> bool:
-    """Whether torch's own operator computes the norm, which reads and writes each element once. What is compiled is
-    left in its parts, which the compiler joins with what stands around them."""
+    """Return whether torch's own operator computes the norm, which reads and writes each element once. What is compiled
+    is left in its parts, which the compiler joins with what stands around them."""
     return x.device.type in FUSED_NORM and not torch.compiler.is_compiling()
 
 
@@ -262,8 +262,8 @@ class Head(nn.Linear):
         super().__init__(size, vocabulary, bias=False)
 
     def forward(self, hidden: Tensor, finish: Finish | None = None) -> Tensor:
-        """What ``finish`` makes of hidden and the weight [V,d] as it is, if there is one; else the product, in hidden's
-        dtype."""
+        """Return what ``finish`` makes of hidden and the weight [V,d] as it is, if there is one; else the product, in
+        hidden's dtype."""
         if finish is not None:
             return finish(hidden, self.weight)
         return nn.functional.linear(hidden, self.weight.to(hidden.dtype))

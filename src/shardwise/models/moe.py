@@ -71,7 +71,7 @@ class Router(nn.Module):
 
 
 def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What a router computes with these weights."""
+    """Return the logits that a router computes with these weights."""
     found: Tensor = _RouterProduct.apply(x, weight)
     return found if bias is None else found + bias.to(found.dtype)
 
@@ -92,7 +92,7 @@ class Stacked(nn.Module):
 
 
 def stacked(x: Tensor, counts: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """What :class:`Stacked` computes with these weights; under autocast, as a linear layer, in its dtype."""
+    """Return what :class:`Stacked` computes with these weights; under autocast, as a linear layer, in its dtype."""
     x = taken(x)
     out = grouped(x, weight.to(x.dtype).unflatten(0, (-1, rows)), counts)
     return out if bias is None else out + of_owners(bias, counts, out)
@@ -130,7 +130,7 @@ def unsorted(rows: Tensor, order: Tensor | None, inverse: Tensor) -> Tensor:
 
 
 def added_up(rows: Tensor, order: Tensor | None, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Of each token the rows, which were sorted, of its ``places`` [n,k], weighted and added up."""
+    """Return for each token the weighted sum of the rows, which were sorted, of its ``places`` [n,k]."""
     if order is not None and order.shape[0] < places.numel():
         rows = unsorted(rows, order, places.flatten())
         places = torch.arange(rows.shape[0], device=rows.device).view_as(places)
@@ -203,7 +203,7 @@ LEAST_SUM = 1e-20
 
 @dataclass
 class Lazy:
-    """What is computed when it is first asked for, once."""
+    """A tensor that is computed when it is first asked for, once."""
 
     compute: Callable[[], Tensor]
     made: Tensor | None = None
@@ -240,7 +240,7 @@ class Experts(nn.Module):
         return self.products(rows, counts)
 
     def products(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """What the experts that this rank has make of their rows."""
+        """Return what the experts that this rank has make of their rows."""
         return self.expert_down(self.gated(self.expert_gate(rows, counts), self.expert_up(rows, counts)), counts)
 
 
@@ -270,7 +270,7 @@ class MoE(nn.Module):
         return out if common is None else out + common()
 
     def common(self, shared: MLP, x: Tensor) -> Tensor:
-        """What the MLP that all tokens share makes of x [..,d], by its gate."""
+        """Return what the MLP that all tokens share makes of x [..,d], times its gate where it has one."""
         out: Tensor = shared(x)
         return out if self.shared_gate is None else out * torch.sigmoid(self.shared_gate(x))
 
@@ -286,8 +286,8 @@ class MoE(nn.Module):
         return Routing(ids, weights, counted(ids, scores.shape[-1]), found, scores)
 
     def by_sigmoids(self, found: Tensor, how: SigmoidRouting) -> Routing:
-        """The same of a router that chooses by the sigmoids of its logits [n,E]. In the loss that balances experts,
-        the scores of a token add up to one, as DeepSeek-V3 has it."""
+        """Return the routing where experts are chosen by the sigmoids of the logits ``found`` [n,E]. In the loss
+        that balances experts, the scores of a token add up to one, as DeepSeek-V3 has it."""
         scores = found.sigmoid()
         ids = choose(scores.detach(), self.router.correction, how.groups, how.kept_groups, self.top)
         weights = scores.gather(-1, ids)
@@ -317,7 +317,7 @@ class MoE(nn.Module):
 
 
 def counted(ids: Tensor, experts: int) -> Tensor:
-    """How many of the ids [n,k] are each expert's, int64 [E]."""
+    """Return how many of the ids [n,k] are each expert's, int64 [E]."""
     chosen = ids.flatten()
     return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(0, chosen, torch.ones_like(chosen))
 

@@ -73,8 +73,8 @@ def _yarn_ramp(spec: ModelSpec, frequencies: Tensor, scaling: RopeScaling) -> Te
 
 
 def _reached(positions: Tensor, documents: Tensor | None) -> Tensor:
-    """How long the sequence is that each token is in, [b,s] or [b,1]: its document where the batch tells documents, or
-    else its row. So packing changes nothing, nor does the rest of a micro-batch."""
+    """Return the length of the sequence that each token is in, [b,s] or [b,1]: of its document where the batch tells
+    documents, or else of its row. So packing changes nothing, nor does the rest of a micro-batch."""
     if documents is None:
         return positions.amax(1, keepdim=True) + 1
     bounds = documents.long()

@@ -82,7 +82,8 @@ class Storages:
 
 
 def _held(tensor: Tensor) -> Tensor:
-    """Of a DTensor what this rank holds; with a grad mode, asking would be an operation of its own."""
+    """Return what this rank holds of a DTensor, or any other tensor as it is; with a grad mode, asking would be an
+    operation of its own."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():

@@ -25,7 +25,7 @@ class Symbols:
 
     @classmethod
     def of(cls, variant: Variant, sums: Mapping[str, int]) -> Symbols:
-        """That of a variant, whose ``sums`` came to these numbers."""
+        """Return the symbols of a variant, whose ``sums`` came to these numbers."""
         return cls((*sums.items(), *variant.atoms), variant.rules, own=variant.concrete or not variant.atoms)
 
     @cached_property

@@ -87,8 +87,8 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Runnable:
-    """What is to be run: the unit's ``parameters`` by their names in it, ``call``, the ``leaf`` that enters, and what
-    is there before. ``unsaved``: of what the stem makes for the blocks, what none of them saves for backward."""
+    """A pass that is to be run: the unit's ``parameters`` by their names in it, ``call``, the ``leaf`` that enters, and
+    what is there before. ``unsaved``: of what the stem makes for the blocks, what none of them saves for backward."""
 
     parameters: Mapping[str, nn.Parameter]
     call: Call
@@ -269,8 +269,8 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _Naming:
-    """How what was recorded is told: sizes as products, process groups as axes; keys come from a ``ring`` of so many
-    ranks."""
+    """The terms in which a record is told: sizes as products, process groups as axes; keys come from a ``ring`` of so
+    many ranks."""
 
     reading: Symbols
     axes: Mapping[str, str]
@@ -342,7 +342,8 @@ class _Naming:
 
 
 def _dims(name: str, event: RecordedOp, size: Callable[[int], Dim]) -> tuple[Dim, ...]:
-    """Of an operation that takes memory meanwhile: the rows and columns of its matrix, and what else it is sized by."""
+    """Return the rows and columns of the matrix of an operation that takes memory meanwhile, and what else it is sized
+    by; nothing of any other."""
     if name == "shardwise.dequantise":
         rows, half = event.shapes[0]
         return size(rows), size(2 * half)

@@ -1,4 +1,4 @@
-"""What of a model changes the program of its units, and what only the sizes in it. No torch.
+"""The variants of a model's units: which of its features change their program, and which only sizes in it. No torch.
 
 A variant (techniques/variant.py) begins as a *template*: a ModelSpec with the model's features, and in the place of its
 numbers distinct primes. What techniques do inside the unit is added by ``techniques.traced``.
@@ -49,7 +49,7 @@ def _spec(numbers: Sizes, **features: Any) -> ModelSpec:
 
 
 def sizes(spec: ModelSpec, unit: int | str = 0) -> Sizes:
-    """What a unit of a model (``stem``, ``tail`` or a block's number) binds to the symbols."""
+    """Return the numbers that a unit of a model (``stem``, ``tail`` or a block's number) binds to the symbols."""
     mixer = mixer_of(spec, unit if isinstance(unit, int) else 0)
     own = {
         "V": spec.vocab_size,
@@ -68,7 +68,7 @@ def sizes(spec: ModelSpec, unit: int | str = 0) -> Sizes:
 
 
 def _sums(mixer: Mixer, numbers: Sizes) -> Sizes:
-    """What is computed with and is no product of symbols: what of a head is not rotated, and the mixer's own."""
+    """Return the sizes that are no products of symbols: what of a head is not rotated, and the mixer's own."""
     return {"e-2p": numbers["e"] - 2 * numbers["p"], **mixer.sums(dict(numbers))}
 
 

@@ -30,7 +30,7 @@ class TokenRun(NamedTuple):
         return TokenRun(self.start + by, self.stop + by)
 
     def within(self, start: int, stop: int) -> TokenRun:
-        """What of it lies between the two; empty where nothing does."""
+        """Return the part between ``start`` and ``stop``; empty where there is none."""
         first = max(self.start, start)
         return TokenRun(first, max(first, min(self.stop, stop)))
 
@@ -53,7 +53,7 @@ class WholeRows:
     bounds: tuple[int, ...] | None = None
 
     def ends(self, row: int) -> tuple[int, ...]:
-        """Where the documents of a row end, counted from its start."""
+        """Return where the documents of a row end, counted from its start."""
         return _ends(self, row)
 
 
@@ -65,8 +65,8 @@ def _ends(rows: WholeRows, row: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RowShare:
-    """Which tokens of every row a rank has: ``index`` is its number among the ranks with tokens of the same rows, which
-    are rings of ``ring`` across groups of ``ulysses`` neighbours."""
+    """The share of a rank in the tokens of every row: ``index`` is its number among the ranks with tokens of the same
+    rows, which are rings of ``ring`` across groups of ``ulysses`` neighbours."""
 
     ring: int = 1
     ulysses: int = 1
@@ -77,7 +77,7 @@ class RowShare:
         return self.ring * self.ulysses
 
     def runs(self, rows: WholeRows, row: int) -> list[TokenRun]:
-        """Its tokens of a row, in its order."""
+        """Return the rank's tokens of a row, in its order."""
         pieces = held(rows, row, self.ring)[self.index // self.ulysses]
         size, found = rows.length // self.ranks, list[TokenRun]()
         first = self.index % self.ulysses * size
@@ -89,13 +89,13 @@ class RowShare:
 
 
 def parts_of(ring: int, ulysses: int) -> int:
-    """What the length of a row must be a multiple of."""
+    """Return what the length of a row must be a multiple of."""
     return ring * ulysses if ring == 1 or ulysses % 2 == 0 else 2 * ring * ulysses
 
 
 @lru_cache(maxsize=256)
 def held(rows: WholeRows, row: int, ring: int) -> tuple[tuple[TokenRun, ...], ...]:
-    """By rank of a ring its pieces of a row, in the order of the row; of a ring of one, the row."""
+    """Return for each rank of a ring its pieces of a row, in the order of the row; for a ring of one, the row."""
     if ring == 1:
         return ((TokenRun(0, rows.length),),)
     size = rows.length // (2 * ring)
@@ -105,7 +105,7 @@ def held(rows: WholeRows, row: int, ring: int) -> tuple[tuple[TokenRun, ...], ..
 
 
 def _pairs(piece: TokenRun, ends: Sequence[int]) -> int:
-    """How many keys the queries of a piece see together: each those of its document up to itself."""
+    """Return how many keys the queries of a piece see together: each sees those of its document up to itself."""
     total = 0
     for start, stop in pairwise((0, *ends)):
         own = piece.within(start, stop)
@@ -116,8 +116,8 @@ def _pairs(piece: TokenRun, ends: Sequence[int]) -> int:
 def sights(
     queries: TokenRun, keys: TokenRun, ends: Sequence[int], *, causal: bool = True, window: int | None = None
 ) -> Iterator[Sight]:
-    """What a run of queries sees of a run of keys, which is the same run or has no token of it: of each of the two at
-    most one document has tokens in both."""
+    """Yield what a run of queries sees of a run of keys, which is the same run or has no token of it: of each of the
+    two at most one document has tokens in both."""
     if queries == keys:
         yield Sight(queries, keys, own=True)
         return
@@ -143,8 +143,8 @@ def _document(token: int, ends: Sequence[int]) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def needs(rows: WholeRows, count: int, ring: int, causal: bool, window: int | None) -> tuple[tuple[bool, ...], ...]:
-    """For each rank of a ring, and each other one: whether it sees any of the other's keys in ``count`` rows. Of its
-    own it always does."""
+    """Say for each rank of a ring, and each other one, whether it sees any of the other's keys in ``count`` rows. Its
+    own it always sees."""
 
     def sees(rank: int, other: int) -> bool:
         return any(
@@ -159,8 +159,8 @@ def needs(rows: WholeRows, count: int, ring: int, causal: bool, window: int | No
 
 
 class Hop(NamedTuple):
-    """What a rank of a ring does with its neighbours before it computes with the keys of ``owner``, in the order of
-    time; None: nothing. Keys come ``keys_from`` the rank before it, or where that one does not see them from their
+    """The exchange of a rank of a ring with its neighbours before it computes with the keys of ``owner``, in the order
+    of time; None: nothing. Keys come ``keys_from`` the rank before it, or where that one does not see them from their
     owner; the keys that it holds go on to the next, ``held_to``; its own go directly ``own_to`` a rank that the one
     before does not pass them on to. Gradients of keys go the same way behind them, and from the last that saw the keys
     home: ``sums_from`` has begun those of these keys; ``sums_to`` gets those of the keys before; ``home_from`` comes

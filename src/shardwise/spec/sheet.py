@@ -75,8 +75,8 @@ CONTROL_BYTES = 64
 
 
 def is_control(kind: str, size: int) -> bool:
-    """Whether a collective of so many bytes counts as ``control``; an all-to-all never does, which has the counts of
-    experts' rows."""
+    """Return whether a collective of so many bytes counts as ``control``; an all-to-all never does, which has the
+    counts of experts' rows."""
     return size <= CONTROL_BYTES and kind != "all_to_all"
 
 
@@ -97,17 +97,17 @@ class Tensor:
     symbols: tuple[Dim, ...] = ()
 
     def typed(self, dtype: str, used_as: str) -> Tensor:
-        """The same tensor in other types. Written out, as :meth:`cut` is, since ``replace`` takes four times as long
+        """Return the tensor in other types. Written out, as :meth:`cut` is, since ``replace`` takes four times as long
         and every plan rewrites hundreds of tensors."""
         return Tensor(self.name, self.shape, dtype, self.category, self.shards, used_as, self.trained, self.symbols)
 
     def cut(self, *shards: tuple[str, int]) -> Tensor:
-        """The same tensor, cut along these dims over these groups, and no others."""
+        """Return the tensor, cut along these dims over these groups, and no others."""
         kept = (self.used_as, self.trained, self.symbols)
         return Tensor(self.name, self.shape, self.dtype, self.category, shards, *kept)
 
     def bound(self, sizes: Sizes) -> Tensor:
-        """The same tensor with the numbers that its symbols stand for."""
+        """Return the tensor with the numbers that its symbols stand for."""
         if not self.symbols:
             return self
         shape = tuple(dim if dim in ("b", "s", "b*s") else size_of(dim, sizes) for dim in self.symbols)
@@ -159,13 +159,14 @@ class Op:
     written: tuple[Dim, ...] = ()
 
     def freeing(self, frees: tuple[int, ...]) -> Op:
-        """The same operation with these tensors freed after it. Written out for the reason that :meth:`Tensor.typed`
+        """Return the operation with these tensors freed after it. Written out for the reason that :meth:`Tensor.typed`
         is."""
         kept = (self.weight, self.flops, self.per, self.symbols, self.writes, self.axis)
         return Op(self.kind, self.name, self.allocates, frees, self.reads, *kept, self.dims, self.read, self.written)
 
     def bound(self, sizes: Sizes) -> Op:
-        """The same operation with the numbers that its symbols stand for, and the matrix of one that is no product."""
+        """Return the operation with the numbers that its symbols stand for, and the matrix of one that is no
+        product."""
         if self.dims and self.kind == "elementwise":
             return replace(self, dims=tuple(size_of(dim, sizes) for dim in self.dims))
         if not self.symbols:
@@ -185,8 +186,8 @@ class Cut(NamedTuple):
 
 
 class At(NamedTuple):
-    """Where an operation runs: of ``b`` rows ``s`` tokens each, in numbers of so many bytes (``width``), in a unit with
-    this ``window``; rows are ``cut``."""
+    """The place where an operation runs: on ``b`` rows of ``s`` tokens each, in numbers of so many bytes (``width``),
+    in a unit with this ``window``; rows are ``cut``."""
 
     b: int
     s: int
@@ -204,8 +205,8 @@ class SentMeanwhile(NamedTuple):
 
 
 class Within(NamedTuple):
-    """What an operation of a technique's own does besides reading and making what it does: so many bytes are held
-    meanwhile, and messages sent along its axis."""
+    """The memory and the messages of an operation besides what it reads and makes: so many bytes are held meanwhile,
+    and messages sent along its axis."""
 
     workspace: int = 0
     sent: tuple[SentMeanwhile, ...] = ()
@@ -251,7 +252,7 @@ class Unit:
     stays: bool = False
 
     def bound(self, sizes: Sizes) -> Unit:
-        """The same unit with the numbers that its symbols stand for."""
+        """Return the unit with the numbers that its symbols stand for."""
         weights, tensors = (tuple(tensor.bound(sizes) for tensor in each) for each in (self.weights, self.tensors))
         passes = (self.forward, self.forward_plain, self.backward)
         forward, plain, backward = (tuple(op.bound(sizes) for op in ops) for ops in passes)
@@ -264,7 +265,8 @@ NO_TAIL = Unit("tail")
 
 @lru_cache(maxsize=KEPT_UNITS)
 def tables_alone(stem: Unit) -> Unit:
-    """Of the unit before the blocks what makes the rotation tables, which every stage does for itself."""
+    """Return the part of the unit before the blocks that makes the rotation tables, which every stage does for
+    itself."""
     freed = {tensor for op in stem.forward for tensor in op.frees}
     used = {tensor for op in stem.backward for tensor in (*op.reads, *op.frees)}
     wanted = {tensor for op in stem.forward for tensor in op.allocates} - freed - used - {stem.output}

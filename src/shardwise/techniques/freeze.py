@@ -39,7 +39,7 @@ INSIDE = ("techniques/freeze.py", "techniques/states.py")
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
-    """What the recipe says."""
+    """Yield the plan with the frozen weights that the recipe names."""
     yield dataclasses.replace(plan, frozen=tuple(recipe.model.frozen))
 
 
@@ -91,7 +91,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
-    """Which of the unit's weights are frozen, and whether anything before it is trained."""
+    """Tell which of the unit's weights are frozen, and whether anything before it is trained."""
     if made.variant.plan.lora is None:  # else all but the adapters
         made = made.applied(frozen=tuple(told for name, told in made.names(spec).items() if frozen(name, plan)))
     if made.unit == "stem":
@@ -115,7 +115,7 @@ def _first_trained(spec: ModelSpec, patterns: tuple[str, ...], lora: Lora | None
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Where no block's backward rotates, the tables are not saved."""
+    """Leave the rotation tables unsaved where no block's backward rotates."""
     if any(_rotates_back(block) for block in sheet.blocks):
         return sheet
     return dataclasses.replace(sheet, stem=_without_tables(sheet.stem))
@@ -128,7 +128,7 @@ def _without_tables(stem: Unit) -> Unit:
 
 @lru_cache(maxsize=KEPT_UNITS)
 def _rotates_back(block: Unit) -> bool:
-    """Whether the gradient of q or k is used, for which backward needs the rotation tables."""
+    """Return whether the gradient of q or k is used, for which backward needs the rotation tables."""
     rotated = {tensor for op in block.backward if op.kind == "attention" for tensor in op.allocates[:2]}
     return any(not rotated.isdisjoint(op.reads) for op in block.backward)
 

@@ -43,7 +43,7 @@ NO_REGIMES = "a module's name alone decides the dtype that it computes in"
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
-    """What the recipe says; what it leaves out follows from the device."""
+    """Yield the plan in the dtypes that the recipe names; what it leaves out follows from the device."""
     asked = recipe.precision
     compute, reason = chosen_dtype(recipe, cluster)
     why = {"precision.compute": reason, "precision.weights": "recipe: planning never changes the master weights"}
@@ -102,7 +102,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def _beyond_llama(spec: ModelSpec) -> bool:
-    """Whether blocks, stem or tail have operations that no test has seen under it."""
+    """Return whether blocks, stem or tail have operations that no test has seen under ``precision.modules``."""
     multipliers = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
     norms = spec.attention.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
     mixers = {mixer.name for mixer in mixers_of(spec)} != {"softmax"} or spec.attention.attention_sinks
@@ -182,7 +182,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
 
 def _cast_parameters(module: nn.Module, inside: torch.dtype) -> None:
-    """For any other module: during its forward, its parameters appear in the dtype of its input."""
+    """Have the parameters of any other module appear in the dtype ``inside`` during its forward."""
     from torch.func import functional_call
 
     if any(parameter.dtype != inside for parameter in module.parameters(recurse=False)):

@@ -1,4 +1,5 @@
-"""How a layer computes on a rank: one seam, of which techniques set fields, each its own, in whatever order.
+"""The way in which a layer computes on a rank: one seam, of which techniques set fields, each its own, in whatever
+order.
 
     precision   inside, outside     the dtypes that it computes in and returns
     tp          inside, outside; the layer's share; a norm that is cut multiplies in its own way
@@ -26,8 +27,8 @@ from shardwise.techniques.share import WHOLE, LayerShare
 
 @dataclass(eq=False)
 class LayerProduct:
-    """What a layer computes. ``multiply`` is given the layer's input in the dtype ``inside`` (and of a matrix of
-    experts the counts); what it returns comes out in the dtype ``outside``. None: the dtype that it has."""
+    """The product that a layer computes. ``multiply`` is given the layer's input in the dtype ``inside`` (and of a
+    matrix of experts the counts); what it returns comes out in the dtype ``outside``. None: the dtype that it has."""
 
     multiply: Callable[..., Tensor]
     inside: torch.dtype | None = None
@@ -63,7 +64,7 @@ def bias_of(layer: nn.Linear, dtype: torch.dtype) -> Tensor | None:
 
 
 def _multiply(layer: nn.Module) -> Callable[..., Tensor]:
-    """How a layer multiplies by the weight that it stores, of which it may have a slice."""
+    """Return the function that multiplies by the weight that a layer stores, of which it may have a slice."""
     own: dict[type, Callable[..., Tensor]]
     own = {nn.Linear: _linear, nn.Embedding: _rows, Stacked: _of_experts, Router: _routed}
     return own[type(layer)] if type(layer) in own else type(layer).forward

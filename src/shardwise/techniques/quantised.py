@@ -1,5 +1,5 @@
-"""What is stored in 8 and in 4 bits, and how many bytes it takes: the facts that moments.py, fourbit.py and plans
-share."""
+"""The facts that moments.py, fourbit.py and plans share: what is stored in 8 and in 4 bits, and how many bytes it
+takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NF4_WIDE = 2**22
 
 
 def quantised(shape: tuple[int, ...]) -> bool:
-    """Whether the moments of a parameter of this (global) shape are stored in 8 bits."""
+    """Return whether the moments of a parameter of this (global) shape are stored in 8 bits."""
     return len(shape) == 2 and prod(shape) >= LEAST
 
 
@@ -36,7 +36,7 @@ def nf4_shapes(rows: int, columns: int, experts: int = 1) -> dict[str, tuple[int
 
 
 def nf4_rows_at_once(rows: int, columns: int) -> int:
-    """How many rows at a time are dequantised."""
+    """Return how many rows are dequantised at a time."""
     return min(rows, max(1, NF4_WIDE // columns))
 
 
@@ -49,7 +49,7 @@ def dequantise_bytes(rows: int, columns: int) -> int:
 
 
 def row_norms_bytes(rows: int, columns: int, rank: int) -> int:
-    """The same of dora.py's operation: the product of a round, and where A and B are converted to fp32 (``rank`` is
-    else 0), A and the round's rows of B."""
+    """Return the most that dora.py's operation holds besides what it is given and returns: the product of a round, and
+    where A and B are converted to fp32 (``rank`` is else 0), A and the round's rows of B."""
     at_once = nf4_rows_at_once(rows, columns)
     return 4 * (at_once * columns + rank * (columns + at_once))

@@ -1,4 +1,4 @@
-"""Which part of a layer a rank computes with: tp says it, and techniques that change the layer's product read it, as
+"""The part of a layer that a rank computes with: tp says it, and techniques that change the layer's product read it, as
 ``module.share``. No torch."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MatrixPiece:
-    """Where in the whole matrix a rank's piece begins, and how many columns a whole row has."""
+    """The place in the whole matrix at which a rank's piece begins, and how many columns a whole row has."""
 
     row: int
     column: int

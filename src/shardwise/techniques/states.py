@@ -1,4 +1,4 @@
-"""What ranks hold of each parameter on each axis, and how its gradient comes: one table, and what follows from it.
+"""The table of what ranks hold of each parameter on each axis, and how its gradient comes; and what follows from it.
 
 On an axis a parameter is cut along a dim, or every rank holds it whole; and what a rank computes of its gradient is all
 of it, or a part of a sum over the ranks. From these two follow the sums after backward, how often each element is held
@@ -76,14 +76,14 @@ _ROWS, _FEW, _PROJECTION = (_indexed(rows) for rows in (TABLE, FEW_KEY_HEADS, PR
 
 
 def adapted(weight: str, lora: Lora) -> bool:
-    """Whether the linear layer, or the experts, with this weight (canonical name) get an adapter. A router and the gate
-    of a shared MLP never do."""
+    """Return whether the linear layer, or the experts, with this weight (canonical name) get an adapter. A router and
+    the gate of a shared MLP never do."""
     return is_adaptable(weight) and (not lora.targets or role(weight) in lora.targets)
 
 
 def frozen(name: str, plan: Plan) -> bool:
-    """Whether no gradient changes the parameter with this canonical name: with adapters all but theirs and what is
-    trained whole beside them, else what ``model.frozen`` names; and what follows from counts."""
+    """Return whether no gradient changes the parameter with this canonical name: with adapters all but theirs and what
+    is trained whole beside them, else what ``model.frozen`` names; and what follows from counts."""
     if is_counted(name):
         return True
     if plan.lora is not None:
@@ -92,8 +92,8 @@ def frozen(name: str, plan: Plan) -> bool:
 
 
 class Division(NamedTuple):
-    """What decides how a model is divided among the ``ranks`` of an axis. ``heads_apart``: queries and keys are
-    normalised head by head, not over the whole projection."""
+    """The facts that decide how a model is divided among the ``ranks`` of an axis. ``heads_apart``: queries and keys
+    are normalised head by head, not over the whole projection."""
 
     ranks: int
     key_heads: int
@@ -103,8 +103,8 @@ class Division(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """Of a parameter on one axis: the ``dim`` that is cut over the ranks, None if each holds it whole; ``partial``:
-    what each rank computes of its gradient is a part of the sum over the ranks."""
+    """The state of a parameter on one axis: the ``dim`` that is cut over the ranks, None if each holds it whole;
+    ``partial``: what each rank computes of its gradient is a part of the sum over the ranks."""
 
     dim: int | None = None
     partial: bool = False
@@ -115,7 +115,7 @@ States = Mapping[str, State]
 
 
 def division(spec: ModelSpec, plan: Plan) -> Division:
-    """How ``plan`` divides a model among tensor-parallel ranks."""
+    """Return how ``plan`` divides a model among tensor-parallel ranks."""
     return Division(
         plan.layout.tp,
         spec.attention.num_key_value_heads,
@@ -125,13 +125,13 @@ def division(spec: ModelSpec, plan: Plan) -> Division:
 
 
 def division_on_paper(sheet: Sheet, plan: Plan) -> Division:
-    """The same from the model's sheet."""
+    """Return how ``plan`` divides the model of a sheet among tensor-parallel ranks."""
     return Division(plan.layout.tp, sheet.key_heads, sheet.heads_apart, plan.sequence_parallel)
 
 
 def use(name: str, how: Division) -> Use:
-    """How tensor-parallel ranks use the parameter with this canonical name. Raises ValueError where no row of the table
-    has it."""
+    """Return how tensor-parallel ranks use the parameter with this canonical name. Raises ValueError where no row of
+    the table has it."""
     layer, _, word = name.rpartition(".")
     if layer.endswith((".lora_a", ".lora_b")):
         layer, _, word = layer.rpartition(".")
@@ -152,8 +152,8 @@ def state(name: str, how: Division) -> State:
 
 
 def is_cut(name: str, dims: int) -> bool:
-    """Whether a sharded strategy cuts a parameter of so many ``dims``: along dim 0, which a scalar does not have; what
-    follows from counts is whole on every rank."""
+    """Return whether a sharded strategy cuts a parameter of so many ``dims``: along dim 0, which a scalar does not
+    have; what follows from counts is whole on every rank."""
     return dims > 0 and not is_counted(name)
 
 
@@ -170,7 +170,7 @@ def states(name: str, dims: int, how: Division, plan: Plan) -> States:
 
 
 def one_of_each(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Of parameters that are alike in several blocks those of one."""
+    """Return the shapes with, of parameters that are alike in several blocks, only those of one."""
     kinds = {(name.split(".", 2)[-1] if name.startswith("layers.") else name, shapes[name]): name for name in shapes}
     return {name: shapes[name] for name in kinds.values()}
 
@@ -196,19 +196,19 @@ def summed_over(name: str, plan: Plan) -> str:
 
 
 def sums(of: States) -> dict[str, str]:
-    """By group, what makes a gradient whole: an all-reduce where every rank holds the parameter, a reduce-scatter where
-    each holds a piece; nothing where its own part is all of it."""
+    """Return by group the collective that makes a gradient whole: an all-reduce where every rank holds the parameter, a
+    reduce-scatter where each holds a piece; nothing where its own part is all of it."""
     kinds = {group: "all_reduce" if state.dim is None else "reduce_scatter" for group, state in of.items()}
     return {group: kind for group, kind in kinds.items() if of[group].partial}
 
 
 def copies(of: States, layout: Layout) -> int:
-    """On how many ranks of a stage each element is held: what its square is divided by in the norm."""
+    """Return on how many ranks of a stage each element is held, by which its square is divided in the norm."""
     return prod(layout.size(group) for group, state in of.items() if state.dim is None)
 
 
 def uncovered(names: Iterable[str], how: Division) -> list[str]:
-    """Those of the parameters of which no row says what ranks hold."""
+    """Return the parameters of which no row says what ranks hold."""
     found = []
     for name in names:
         try:

@@ -45,14 +45,14 @@ class Variant:
 
     @property
     def concrete(self) -> bool:
-        """Whether sizes are the model's own: of transformers' modules only batch and sequence are symbols."""
+        """True where sizes are the model's own: of transformers' modules only batch and sequence are symbols."""
         return self.model.hf_model is not None
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What a plan makes of one unit of a model: its variant, the ``numbers`` of the variant's symbols, and the dtypes
-    for which others stand in it. ``unit``: ``stem``, ``tail`` or a block's number."""
+    """A unit of a model as a plan makes it: its variant, the ``numbers`` of the variant's symbols, and the dtypes for
+    which others stand in it. ``unit``: ``stem``, ``tail`` or a block's number."""
 
     variant: Variant
     unit: int | str
@@ -60,20 +60,21 @@ class Traced:
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def applied(self, **settings: Any) -> Traced:
-        """With these settings of the plan that acts inside the unit."""
+        """Return the unit with these settings of the plan that acts inside it."""
         return self.told(plan=replace(self.variant.plan, **settings))
 
     def told(self, **fields: Any) -> Traced:
-        """With these fields of the variant."""
+        """Return the unit with these fields of its variant."""
         return replace(self, variant=replace(self.variant, **fields))
 
     def bound(self, **numbers: int) -> Traced:
-        """With these numbers of symbols more."""
+        """Return the unit with these numbers of symbols added."""
         return replace(self, numbers={**self.numbers, **numbers})
 
     def spread(self, tokens: int, ranks: int, prime: int) -> Traced:
-        """With the ``tokens`` of a micro-batch split over the ``ranks`` of an axis, for which ``prime`` and the symbol
-        ``t`` stand already: between units a rank has its own ``n`` of the stream, as many as others or rounded up."""
+        """Return the unit with the ``tokens`` of a micro-batch split over the ``ranks`` of an axis, for which ``prime``
+        and the symbol ``t`` stand already: between units a rank has its own ``n`` of the stream, as many as others or
+        rounded up."""
         atoms, rules, batch = dict(self.variant.atoms), self.variant.rules, self.variant.plan.batch
         if tokens % ranks:
             batch = replace(batch, micro_batch_size=ODD_ROWS)

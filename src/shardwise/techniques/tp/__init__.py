@@ -123,7 +123,7 @@ def _names(spec: ModelSpec, adapted: bool) -> list[str]:
 
 
 def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
-    """Which sizes of the model cannot be divided among the ranks."""
+    """Return why sizes of the model cannot be divided among the ranks, a reason for each."""
     heads, key_heads, ids = spec.attention.num_attention_heads, spec.attention.num_key_value_heads, spec.vocab_size
     found = []
     if heads % ranks:
@@ -144,8 +144,8 @@ def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
 
 
 def _blocks(spec: ModelSpec, plan: Plan, layer: str, columns: int) -> dict[str, int]:
-    """What stores one scale per block of columns of ``layer``, whose columns are cut; and the block's length. A cut
-    within a block would change the scales, and make results depend on the layout."""
+    """Return what stores one scale per block of columns of ``layer``, whose columns are cut; and the block's length. A
+    cut within a block would change the scales, and make results depend on the layout."""
     lora, found = plan.lora, {}
     if lora is not None and lora.nf4:
         found["nf4 stores rows"] = NF4_BLOCK
@@ -156,7 +156,7 @@ def _blocks(spec: ModelSpec, plan: Plan, layer: str, columns: int) -> dict[str, 
 
 
 def _trains(spec: ModelSpec, plan: Plan, layer: str) -> bool:
-    """Whether what reads the cut columns of ``layer`` is trained in any block: of an adapter, A does."""
+    """Return whether what reads the cut columns of ``layer`` is trained in any block: of an adapter, A does."""
     if plan.lora is not None:
         return not plan.lora.targets or layer in plan.lora.targets
     names = (name for name in parameter_shapes(spec) if name.endswith(f".{layer}.weight"))
@@ -224,7 +224,7 @@ def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
 
 
 def _summed(name: str, how: Division, plan: Plan) -> bool:
-    """Whether a gradient is summed over the ranks after the last backward of a step."""
+    """Return whether a gradient is summed over the ranks after the last backward of a step."""
     if plan.layout.ep > 1 and is_expert(name):
         return False
     return "tp" in sums({"tp": state(name, how)})
