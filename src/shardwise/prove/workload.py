@@ -154,7 +154,7 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
 
 
 def read_of(recipe: Recipe, plan: Plan) -> Read | str:
-    """What a run of ``recipe`` reads, where its data are prepared or small; else why that is not known."""
+    """Return what a run of ``recipe`` reads, where its data are prepared or small; else why that is not known."""
     if recipe.data.streaming:
         return "the data are streamed"
     try:
