@@ -145,7 +145,7 @@ def test_other_versions_and_other_code(certificate: Path, checked: Checked, monk
     monkeypatch.setattr(basis, "version", lambda name: "9.9")
     code, told = checked(str(certificate))
     assert code == 1
-    assert names(told) == {"versions": {"torch"}, "code": {found[0][0], found[-1][0], "new.py"}}
+    assert names(told) == {"versions": {"torch", "transformers"}, "code": {found[0][0], found[-1][0], "new.py"}}
     assert told["changed"]["code"]["new.py"] == {"then": "not there", "now": "1"}
 
 

@@ -110,7 +110,7 @@ def test_a_machine_too_small_for_the_ranks(
     assert main(["prove", made, *SETTINGS]) == 0
     told = capfd.readouterr().out
     assert "what could be shown holds" in told
-    assert "all proofs but drift: 2 ranks are the fewest with this layout" in told
+    assert "all proofs but drift and data: 2 ranks are the fewest with this layout" in told
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def test_problems_are_named_the_cause_first() -> None:
     found = Rounding(2.0, each, 9.0, updates, ["?"], SHARED)
     assert [line.partition(":")[0] for line in found.problems()] == [
         "?",
-        "first gradient of layers.0.mlp.up.weight",
-        "first gradients",
+        "gradient of layers.0.mlp.up.weight",
+        "gradients",
         "loss",
         "update of norm.weight from what float64 makes of the run's own gradients",
     ]

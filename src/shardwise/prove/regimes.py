@@ -51,8 +51,7 @@ def stated(spec: ModelSpec, plan: Plan) -> list[tuple[ModuleType, Callable[[Mode
 
 
 def held(spec: ModelSpec, plan: Plan, asked: Container[ModuleType] | None = None) -> frozenset[str]:
-    """The names of the paths that code takes, of those that ``asked`` state. Moments that are rounded are not, in a
-    proof."""
+    """Return the names of the paths that code takes, of those that ``asked`` state; moments are not rounded."""
     plan = replace(plan, optim=plan.optim.exact)
     each = (says(spec, plan) for who, says in stated(spec, plan) if asked is None or who in asked)
     return frozenset(name for found in each for name, holds in found.items() if holds)

@@ -113,9 +113,7 @@ class Rounding:
         if worst and not self.each[worst] <= self.most.alone:
             found.append(f"gradient of {worst}: {self.each[worst]:.2g} {far}, at most {self.most.alone:g}")
         if not self.together <= self.most.together:
-            found.append(
-                f"first gradients: {self.together:.2g} {far}, at most {self.most.together:g}; most of all {worst}"
-            )
+            found.append(f"gradients: {self.together:.2g} {far}, at most {self.most.together:g}; most of all {worst}")
         if not self.loss <= self.most.loss:
             found.append(f"loss: {self.loss:.2g} {far}, at most {self.most.loss:g}")
         missed = {name: error for name, (error, most) in self.updates.items() if not error <= most}
