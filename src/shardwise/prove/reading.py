@@ -39,7 +39,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Row:
+class StoredRow:
     """The ids, labels and positions of a row, and where its documents begin, if they do not see each other."""
 
     ids: NDArray[np.int64]
@@ -108,7 +108,7 @@ def _place(plan: Plan, rank: int) -> tuple[int, int]:
     return replica * plan.layout.dp_shard + shard, cp
 
 
-def stored(windows: Windows | Packs, number: int) -> Row:
+def stored(windows: Windows | Packs, number: int) -> StoredRow:
     """Return a row by what the store holds: tokens that follow each other, or whole samples, of which some tokens are
     learnt; and end-of-text."""
     store, length = windows.store, windows.seq_len
@@ -132,13 +132,17 @@ def stored(windows: Windows | Packs, number: int) -> Row:
     return _row(ids, labels, [*starts, *[at] * (at < length)])
 
 
-def _row(ids: NDArray[np.int64], labels: NDArray[np.int64], starts: list[int]) -> Row:
+def _row(ids: NDArray[np.int64], labels: NDArray[np.int64], starts: list[int]) -> StoredRow:
     lengths = np.diff([*starts, len(ids)])
-    return Row(ids, labels, np.arange(len(ids)) - np.repeat(starts, lengths), starts)
+    return StoredRow(ids, labels, np.arange(len(ids)) - np.repeat(starts, lengths), starts)
 
 
 def _step(
-    windows: Windows | Packs, known: list[int], rows: Sequence[Row], found: Sequence[Row], steps: Sequence[StepBatch]
+    windows: Windows | Packs,
+    known: list[int],
+    rows: Sequence[StoredRow],
+    found: Sequence[StoredRow],
+    steps: Sequence[StepBatch],
 ) -> Iterator[str]:
     """Yield what is wrong with the ``steps`` of ranks that have tokens of the same rows: those that are ``found`` have
     to be the ``known`` ones, in their order, and padding."""
@@ -163,7 +167,7 @@ def _step(
         yield f"the loss is a mean over {terms} {'pairs' if pairs else 'tokens'}, and {counted} are counted"
 
 
-def _joined(shares: Sequence[Share], steps: Sequence[StepBatch], row: int) -> Row:
+def _joined(shares: Sequence[Share], steps: Sequence[StepBatch], row: int) -> StoredRow:
     """Put the tokens that ranks have of a row of their step back to their places."""
     size = shares[0].micro_batch_size
     parts, row = [step.micro_batches[row // size] for step in steps], row % size
@@ -175,7 +179,7 @@ def _joined(shares: Sequence[Share], steps: Sequence[StepBatch], row: int) -> Ro
         places = [at for run in share.row.runs(rows, row) for at in range(*run)]
         joined[:, places] = np.stack([each[row].numpy() for each in (part.ids, part.labels, part.positions)])
     ends = [end for end in rows.ends(row) if end < length]
-    return Row(joined[0], joined[1], joined[2], [0, *ends])
+    return StoredRow(joined[0], joined[1], joined[2], [0, *ends])
 
 
 def _alike(one: StepBatch, other: StepBatch) -> bool:
