@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.methods import loss
+from shardwise.models import layers
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import reduce
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Optim, Plan, Precision
+from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision
 from shardwise.techniques import optim
 from shardwise.techniques.optim import moments
 from shardwise.techniques.optim.moments import AdamW8bit
@@ -53,10 +54,20 @@ def of_the_block_before(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     return decode(codes, scales.roll(1, 0), signed)
 
 
-wide = AdamW8bit.wide
+def never(optimizer: Optimizer, skip: Tensor, factor: Tensor | None = None) -> None:
+    """No weight moves."""
+
+
+def of_bf16(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
+    return norm(x, weight, eps, plus_one).bfloat16().to(x.dtype)
+
+
+wide, norm = AdamW8bit.wide, layers.rms_norm
 BF16 = Plan(Layout(), Batch(2, 2, 12), precision=Precision("bf16"))
 EIGHT = Plan(Layout(), Batch(2, 1, 12), precision=Precision("bf16"), optim=Optim("adamw8bit"))
 FP16 = Plan(Layout(), Batch(2, 1, 12), precision=Precision("fp16"))
+NARROW = Plan(Layout(), Batch(2, 1, 12), precision=Precision("bf16", "bf16"))
+OVER_BF16 = Plan(Layout(), Batch(2, 1, 12), precision=Precision("fp32"), lora=Lora(4, frozen="bf16"))
 Planted = Callable[[], AbstractContextManager[Any]]
 
 FAULTS: dict[str, tuple[Planted, ModelSpec, Plan, str]] = {
@@ -83,6 +94,13 @@ FAULTS: dict[str, tuple[Planted, ModelSpec, Plan, str]] = {
         UNTIED,
         BF16,
         "update of ",
+    ),
+    "weights in bf16 are not updated": (lambda: patch.object(optim, "update", never), UNTIED, NARROW, "update of "),
+    "norms round to bf16 over frozen weights in bf16": (
+        lambda: patch.object(layers, "rms_norm", of_bf16),
+        UNTIED,
+        OVER_BF16,
+        "gradients: ",
     ),
     "the norm is added up in bf16": (
         lambda: patch.object(reduce, "combine", of_bf16_squares),

@@ -65,6 +65,9 @@ WHOLE, SHARED = Times(1.3, 2.0, 2.0), Times(1.5, 3.0, 4.0)
 from the weights that they belong to. Right runs show at most 1.0, 1.1 and 0.9; and 1.2, 2.0 and 2.1."""
 UPDATE, MOMENTS = 1e-4, {"bf16": 0.01, "8 bits": 0.05}
 """Relative, of an update, with moments in the dtype of fp32 weights or in fewer bits. Right runs show a third of it."""
+ROUNDS: dict[Dtype, float] = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 2**-11, "bf16": 2**-8}
+"""Relative, of a gradient: in small models, whose weights are drawn large, so much may come of the order of sums, and
+of adapters that stand beside their weights."""
 NORM = 1e-5
 """Relative, of the norm before clipping, of the gradients that it is of."""
 SMALL, TINY = 1e-4, 1e-30
@@ -333,10 +336,10 @@ def _apart(found: Tensor | None, right: Tensor | None, least: float = TINY) -> f
 
 
 def _least(plan: Plan) -> float:
-    """Return by how much a gradient may be off where one process rounds nothing: what a sum over ranks and
-    micro-batches rounds in a coarser dtype than one process computes in, and half a unit."""
+    """Return by how much a gradient may be off where one process rounds less: some units of what is computed in, and
+    what a sum over ranks and micro-batches rounds in a coarser dtype."""
     computed, every = coarsest(plan, computed=True), coarsest(plan)
-    return _unit(computed) / 2 + (4 * _unit(every) if every != computed else 0.0)
+    return ROUNDS[computed] + (4 * _unit(every) if every != computed else 0.0)
 
 
 def _moments_most(plan: Plan) -> float:
