@@ -76,9 +76,10 @@ def _annotations(node: ast.AST) -> list[ast.AST]:
 def _mutant(file: str, source: str, place: int, line: int) -> Mutant:
     tree = ast.parse(source)
     node = list(ast.walk(tree))[place]
-    before = ast.unparse(node)
+    before = ast.unparse(node).partition("\n")[0]
     _changed(node)
-    return Mutant(file, line, f"{before}  ->  {ast.unparse(node) or 'nothing'}", ast.unparse(tree))
+    after = ast.unparse(node).partition("\n")[0]
+    return Mutant(file, line, f"{before}  ->  {after or 'nothing'}", ast.unparse(tree))
 
 
 def _changed(node: ast.AST) -> bool:
@@ -125,7 +126,7 @@ def subjects() -> dict[str, Any]:
             llama,
             Plan(Layout(cp=2, ulysses=2), batch, precision=bf16, cp_kind="ulysses", lora=Lora(8, nf4=True, dora=True)),
         ),
-        "pairs": (qwen, Plan(Layout(dp_shard=2), batch, Shard("zero1"), bf16, method=dpo.spec)),
+        "pairs": (qwen, Plan(Layout(dp_shard=2), batch, Shard("zero1"), bf16, loss="dpo")),
     }
     made = {}
     for name, (spec, plan) in plans.items():

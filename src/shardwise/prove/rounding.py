@@ -345,7 +345,7 @@ def _least(plan: Plan) -> float:
 def _moments_most(plan: Plan) -> float:
     if plan.optim.spec.packed:
         return MOMENTS["8 bits"]
-    return MOMENTS.get(plan.optim.moments or "", UPDATE)
+    return MOMENTS.get(plan.optim.moments or plan.precision.weights, UPDATE)
 
 
 def _unit(dtype: Dtype) -> float:
