@@ -16,7 +16,6 @@ from shardwise.models.balance import Routing
 from shardwise.models.config import ModelSpec
 from shardwise.models.layers import RMSNorm
 from shardwise.models.moe import MoE
-from shardwise.prove.pool import PATIENCE_S, RankPool
 from shardwise.spec.plan import Plan, Shard
 from shardwise.techniques import cp
 from tests.parity.cases import FP64, GEMMA, UNTIED
@@ -90,14 +89,3 @@ def leaking(rank: int, world: int, name: str, work: Callable[..., Any], given: t
     """``work`` with the leak in this rank's code."""
     with LEAKS[name].planted():
         return work(rank, world, *given)
-
-
-@dataclass
-class LeakingRanks:
-    """Ranks of a pool with a leak in their code."""
-
-    pool: RankPool
-    name: str
-
-    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = PATIENCE_S) -> list[Any]:
-        return self.pool.run(leaking, self.name, fn, args, world=world, timeout_s=timeout_s)

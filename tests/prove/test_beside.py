@@ -19,11 +19,15 @@ from shardwise.models.families import FAMILIES
 from shardwise.models.known import configs
 from shardwise.models.load import load_spec
 from shardwise.models.moe import MoE
-from shardwise.prove import beside, slopes
+from shardwise.prove import beside, certify, slopes
+from shardwise.prove.certificate import mark, result
+from shardwise.prove.pool import RankPool
 from shardwise.prove.shrink import shrink
+from shardwise.prove.smallest import Outcome, smallest
 from shardwise.prove.workload import Setting, Workload, job_of, random_everywhere
 from shardwise.spec.plan import Batch, Layout, Plan, Precision
 from tests.models.families import CONFIGS, spec_of
+from tests.prove.test_certify import subject_of
 
 ONE = Plan(Layout(), Batch(2, 1, 4096))
 FP64 = Precision("fp64", "fp64", "fp64")
@@ -88,6 +92,30 @@ def test_what_no_config_says_is_told() -> None:
     other = with_fields(LLAMA, attention_sinks=True)
     assert "attention_sinks" in str(beside.counterpart(other))
     assert "own modules" in str(beside.counterpart(spec_of_gpt2()))
+
+
+def test_what_is_not_compared_is_left_out_and_said(ranks: RankPool) -> None:
+    """Of what no config says, and of a class that cannot be made; what is wrong here is no reason."""
+    subject = subject_of(with_fields(LLAMA, attention_sinks=True), ONE)
+    check = certify.run(subject, "model", 0, ranks)
+    assert not check.problems and "attention_sinks" in check.left_out
+    assert mark(check) == "left out" and result(check) == check.left_out
+    with patch.object(beside, "_theirs", side_effect=ImportError("no such class")):
+        assert "no such class" in beside.on_rank(0, 1, job(LLAMA)).why
+    with patch.object(beside.hf, "assembled", side_effect=KeyError("a name")), pytest.raises(KeyError, match="a name"):
+        beside.on_rank(0, 1, job(LLAMA))
+
+
+def test_a_case_that_nothing_is_compared_with_is_no_smaller_one() -> None:
+    """Gemma without its windows has no config: they stay, and are not said to be needed."""
+    small = subject_of(GEMMA, ONE).small
+    assert small is not None
+
+    def outcome(spec: ModelSpec, plan: Plan) -> Outcome:
+        return "cannot be" if isinstance(beside.counterpart(spec), str) else "fails"
+
+    found = smallest(small.spec, small.plan, outcome)
+    assert "window" in found.words and not found.needed and not found.changing
 
 
 def spec_of_gpt2() -> ModelSpec:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +32,7 @@ from tests.parity.cases import plan as plan_of
 from tests.parity.test_tp import EVEN
 from tests.parity.test_tp import plan as tp_plan
 from tests.prove.certified_ranks import FIELD, faulty
+from tests.prove.faulty_ranks import FaultyRanks
 from tests.prove.planted import DRIFT, RESUME
 
 DRAWN = Recipe(data=Data(path="nothing-here.jsonl"))
@@ -42,17 +43,6 @@ def subject_of(spec: ModelSpec, plan: Plan, recipe: Recipe = DRAWN) -> Certifica
     found = certify.subject_of(recipe, spec, plan, 16)
     assert found.small is not None, found.why
     return found
-
-
-@dataclass
-class FaultyRanks:
-    """Ranks of a pool with a fault in their code."""
-
-    pool: RankPool
-    name: str
-
-    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = PATIENCE_S) -> list[Any]:
-        return self.pool.run(faulty, self.name, fn, args, world=world, timeout_s=timeout_s)
 
 
 SUMMED = "the optimizer on the host and sums of gradients on the host"
@@ -119,7 +109,7 @@ def failed(checks: list[Check]) -> list[Check]:
 @pytest.mark.rare(20)
 @pytest.mark.parametrize("name", CASES)
 def test_a_planted_fault_is_found_and_its_smallest_layout_is_right(ranks: RankPool, name: str) -> None:
-    subject, broken = subject_of(*CASES[name]), FaultyRanks(ranks, name)
+    subject, broken = subject_of(*CASES[name]), FaultyRanks(ranks, name, faulty)
     proof = "checkpoint" if name in RESUME else "parity"
     check = certify.run(subject, proof, 0, broken)
     assert check.problems
@@ -201,7 +191,7 @@ FIELD_CASES: dict[str, tuple[ModelSpec, Plan, str, tuple[str, ...]]] = {
 def test_what_was_wrong_elsewhere_is_found(ranks: RankPool, name: str) -> None:
     """Megatron-LM#7452: T6 and T11 by parity, K3 by the checkpoint. (C2 and E7 are of axes that are not there yet.)"""
     spec, plan, named, needed = FIELD_CASES[name]
-    subject, broken = subject_of(spec, plan), FaultyRanks(ranks, name)
+    subject, broken = subject_of(spec, plan), FaultyRanks(ranks, name, faulty)
     checks = failed([certify.run(subject, proof, 0, broken) for proof in ("parity", "checkpoint")])
     assert any(named in line for check in checks for line in check.problems), checks
     found = certify.smallest_failing(subject, checks[0], broken)

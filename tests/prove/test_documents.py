@@ -22,7 +22,8 @@ from tests.parity.cases import plan as plan_of
 from tests.parity.experts import MOE
 from tests.parity.rings import DENSE
 from tests.parity.test_cp_faults import ring
-from tests.prove.leaks import LEAKS, LeakingRanks
+from tests.prove.faulty_ranks import FaultyRanks
+from tests.prove.leaks import LEAKS, leaking
 from tests.prove.test_certify import DRAWN, subject_of
 
 OFF = DRAWN.model_copy(update={"data": DRAWN.data.model_copy(update={"mask_documents": False})})
@@ -32,7 +33,7 @@ SEEN_FIRST = "a norm looks at the row"
 
 def planted(ranks: RankPool, name: str) -> None:
     leak = LEAKS[name]
-    subject, broken = subject_of(leak.spec, leak.plan), LeakingRanks(ranks, name)
+    subject, broken = subject_of(leak.spec, leak.plan), FaultyRanks(ranks, name, leaking)
     check = certify.run(subject, "documents", 0, broken)
     assert check.problems and not check.raised, check
     assert check.figures["document"] > documents.OF_EXPERTS

@@ -3,9 +3,7 @@ one of them is seen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,13 +16,14 @@ from shardwise.prove import certify, regimes
 from shardwise.prove.certificate import Certificate, Facts
 from shardwise.prove.further import further
 from shardwise.prove.kept import Command
-from shardwise.prove.pool import PATIENCE_S, RankPool
+from shardwise.prove.pool import RankPool
 from shardwise.prove.shrink import shrink
 from shardwise.prove.workload import Workload, idle, random_everywhere
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Remat, Shard
 from tests.planner import test_generated_plans as searched
 from tests.prove import drawn
+from tests.prove.faulty_ranks import FaultyRanks
 from tests.prove.planted_sizes import FAULTS, LARGE, LLAMA, MOE, faulty
 from tests.prove.test_certify import subject_of
 
@@ -34,17 +33,6 @@ LONG = RopeScaling("longrope", 32.0, original_max_position_embeddings=4096, **FA
 PHI = with_fields(load_spec("Phi-3-mini-4k"), rope_scaling=LONG)
 MOST_RANKS = 16
 COUNT = 200
-
-
-@dataclass
-class FaultyRanks:
-    """Ranks of a pool with a fault in their code."""
-
-    pool: RankPool
-    name: str
-
-    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = PATIENCE_S) -> list[Any]:
-        return self.pool.run(faulty, self.name, fn, args, world=world, timeout_s=timeout_s)
 
 
 @pytest.mark.prove
@@ -57,7 +45,7 @@ def test_a_fault_at_some_sizes_only_is_seen(ranks: RankPool, name: str) -> None:
     assert subject.small is not None and not subject.lost and not subject.others
     assert (subject.small.plan.layout.world, subject.small.lost) == (fault.world, frozenset())
     assert not certify.run(subject, "parity", 0, ranks).problems, "without the fault"
-    found = certify.run(subject, "parity", 0, FaultyRanks(ranks, name))
+    found = certify.run(subject, "parity", 0, FaultyRanks(ranks, name, faulty))
     assert found.problems and (found.raised or "relative error" in found.problems[0]), found
 
 
@@ -75,7 +63,7 @@ def test_without_that_path_the_same_fault_is_not_seen(ranks: RankPool, name: str
     blind = shrink(fault.spec, fault.plan, wanted=frozenset())
     assert fault.regime in regimes.lost(regimes.held(fault.spec, fault.plan), (blind.spec, blind.plan))
     subject = replace(subject_of(fault.spec, fault.plan), small=blind)
-    assert not certify.run(subject, "parity", 0, FaultyRanks(ranks, name)).problems
+    assert not certify.run(subject, "parity", 0, FaultyRanks(ranks, name, faulty)).problems
 
 
 def staged(schedule: str, each: int, split: tuple[int, ...], count: int) -> Plan:

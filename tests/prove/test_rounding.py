@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 
 from shardwise.prove import rounding
-from shardwise.prove.pool import PATIENCE_S, RankPool
+from shardwise.prove.pool import RankPool
 from shardwise.prove.rounding import SHARED, Rounding
 from shardwise.prove.workload import Setting, random_everywhere
+from tests.prove.faulty_ranks import FaultyRanks
 from tests.prove.planted_rounding import FAULTS, faulty
 
 SETTING = Setting(draw=random_everywhere)
-
-
-@dataclass
-class FaultyRanks:
-    """Ranks of a pool with a fault in their code."""
-
-    pool: RankPool
-    name: str
-
-    def run(self, fn: Callable[..., Any], *args: Any, world: int = 2, timeout_s: float = PATIENCE_S) -> list[Any]:
-        return self.pool.run(faulty, self.name, fn, args, world=world, timeout_s=timeout_s)
 
 
 @pytest.mark.matrix(4)
@@ -33,7 +19,7 @@ class FaultyRanks:
 def test_what_rounds_too_much_is_seen(ranks: RankPool, name: str) -> None:
     _, spec, plan, said = FAULTS[name]
     assert not rounding.prove(ranks, spec, plan, SETTING).problems(), "without the fault"
-    found = rounding.prove(FaultyRanks(ranks, name), spec, plan, SETTING).problems()
+    found = rounding.prove(FaultyRanks(ranks, name, faulty), spec, plan, SETTING).problems()
     assert any(said in line for line in found), found
 
 

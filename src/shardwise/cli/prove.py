@@ -51,9 +51,10 @@ COLOURS = {"fails": "red", "holds": "green"}
 class Options(Foreign, Common):
     """Prove a recipe and its layout on this machine, without GPUs, and write a certificate.
 
-    What its ranks send and hold is compared with the plan at its own size, in a fake world; what they compute, with one
-    process, on CPU ranks at a small size; gradients, with differences of the loss; a checkpoint is loaded under another
-    layout. Exit code 1 if anything differs; of --check, if the certificate does not hold, or is of something else.
+    What its ranks send and hold is compared with the plan at its own size, in a fake world, and what they read with the
+    data; what they compute, with one process, on CPU ranks at a small size, and the model with transformers' own;
+    gradients, with differences of the loss; a checkpoint is loaded under another layout. Exit code 1 if anything
+    differs; of --check, if the certificate does not hold, or is of something else.
     """
 
     arguments: RecipeWords = field(default_factory=list)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.data.batch import collate
-from shardwise.errors import first_line
+from shardwise.errors import ShardwiseError, first_line
 from shardwise.methods.loss import mask
 from shardwise.models import hf
 from shardwise.models.config import ModelSpec, flat, from_hf, parameter_shapes, to_hf, with_fields
@@ -61,8 +61,8 @@ def counterpart(spec: ModelSpec) -> ModelSpec | str:
         return "it runs in transformers' own modules"
     try:
         told = from_hf(to_hf(with_fields(spec, **dict.fromkeys(ENDS))), spec.name)
-    except Exception as error:  # each family's own code says what its config has no words for
-        return f"no config of {spec.family} says what it has ({error})"
+    except (ShardwiseError, ValueError) as error:
+        return f"no config of {spec.family} says what it has ({first_line(error)})"
     known, read = flat(spec), flat(told)
     if other := [key for key in known if known[key] != read[key] and key not in FOLLOWING]:
         return f"configs of {spec.family} do not say `{other[0]}: {known[other[0]]}`"

@@ -229,9 +229,14 @@ def held(state: TrainState) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for name, parameter in each_named(state.parts):
         piece = ", ".join(f"{part.start}:{part.stop}" for part in local_slice(parameter))
-        stored = local(kept(parameter)).cpu().flatten().clone().view(torch.uint8)  # numpy's memory cannot be resized
-        found.setdefault(f"{name}[{piece}]", []).append(xxh3_64_intdigest(stored.numpy().tobytes()))
+        found.setdefault(f"{name}[{piece}]", []).append(digest(kept(parameter)))
     return found
+
+
+def digest(tensor: Tensor) -> int:
+    """Return a digest of the bits of what this rank holds of a tensor."""
+    stored = local(tensor).detach().cpu().flatten().clone().view(torch.uint8)  # numpy's memory cannot be resized
+    return xxh3_64_intdigest(stored.numpy().tobytes())
 
 
 def whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
