@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.prove import rounding
 from shardwise.prove.pool import RankPool
 from shardwise.prove.rounding import SHARED, Rounding
 from shardwise.prove.workload import Setting, random_everywhere
+from shardwise.spec.plan import Optim, Precision
 from tests.prove.faulty_ranks import FaultyRanks
-from tests.prove.planted_rounding import FAULTS, faulty
+from tests.prove.planted_rounding import FAULTS, NARROW, UNTIED, faulty
 
 SETTING = Setting(draw=random_everywhere)
 
@@ -21,6 +24,15 @@ def test_what_rounds_too_much_is_seen(ranks: RankPool, name: str) -> None:
     assert not rounding.prove(ranks, spec, plan, SETTING).problems(), "without the fault"
     found = rounding.prove(FaultyRanks(ranks, name, faulty), spec, plan, SETTING).problems()
     assert any(said in line for line in found), found
+
+
+@pytest.mark.prove
+def test_updates_that_storing_hides_are_counted(ranks: RankPool) -> None:
+    """Plain descent changes weights in bf16 by less than they round: nothing of it can be judged."""
+    plan = replace(NARROW, optim=Optim("sgd"))
+    found = rounding.prove(ranks, UNTIED, plan, SETTING)
+    assert not found.problems() and found.blind > len(found.updates) / 2
+    assert not rounding.prove(ranks, UNTIED, replace(NARROW, precision=Precision("bf16")), SETTING).blind
 
 
 def test_problems_are_named_the_cause_first() -> None:
