@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwise.models.config import parameter_count
+from shardwise.prove.asked import TOLERANCE as RATE_TOLERANCE
 from shardwise.prove.basis import Basis, digest, digests
 from shardwise.prove.beside import TOLERANCE as MODEL_TOLERANCE
 from shardwise.prove.certify import Certification, Check, Effort, micro_batches, places
@@ -22,7 +23,7 @@ from shardwise.prove.smallest import Smallest
 from shardwise.spec.units import counted, markdown_table, show_bytes, show_count, show_seconds
 
 MARKS = {"fails": "**fails**", "left out": "left out", "holds": "holds"}
-ALWAYS_UNSEEN = "that training goes well: learning rate, length and what the texts say are not looked at"
+ALWAYS_UNSEEN = "that training goes well: how large the learning rate is, how long, and what the texts say"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Certificate:
         """Return what the certificate does not show."""
         plan, small = self.subject.plan, self.subject.small
         looked = len(places(plan.layout, self.facts.effort))
-        found = [f"all proofs but drift and data: {self.subject.why}"] if small is None else []
+        found = [f"all proofs but drift, data and recipe: {self.subject.why}"] if small is None else []
         if looked < plan.layout.world:
             found.append(f"drift on {plan.layout.world - looked:,} of {plan.layout.world:,} ranks")
         if (run := micro_batches(plan)) < plan.batch.accumulation:
@@ -77,6 +78,9 @@ class Certificate:
                 found.append(f"derivatives along {missed} of {of}: the loss is not smooth in any direction tried")
             if check.left_out:
                 found.append(f"the {check.proof} beside transformers' class: {check.left_out}")
+            if asked := self.subject.asked if check.proof == "recipe" else None:
+                found += [f"rates of the warm-up `{asked.optim.warmup_shape}`"] * (asked.rise() is None)
+                found += [f"rates of the schedule `{asked.optim.schedule}`"] * (asked.fall() is None)
             if looked := int(check.figures.get("ranks", 0)):
                 ranks, most = int(check.figures["of ranks"]), few(plan).accumulation
                 found += [f"what is read on {ranks - looked} of {ranks} data-parallel ranks"] * (looked < ranks)
@@ -161,7 +165,7 @@ class Certificate:
     def smaller(self, small: Shrunk) -> str:
         """Return what the small runs were of."""
         blocks = ", ".join(map(str, small.blocks))
-        lines = ["For all proofs but drift and data:", "", *(f"* {line}" for line in small.changed)]
+        lines = ["For all proofs but drift, data and recipe:", "", *(f"* {line}" for line in small.changed)]
         lines += [f"* the small model's {len(small.blocks)} blocks stand for the model's blocks {blocks}"]
         for one, _ in self.subject.others:
             axes = ", ".join(f"{axis} {ranks}" for axis, ranks in one.plan.layout.axes())
@@ -179,6 +183,7 @@ TOLERANCES = f"""\
 * drift: every collective, byte of state and saved byte is equal; a peak of {show_bytes(PEAK_FROM_BYTES)} and more is
   within {100 * PEAK_TOLERANCE:g} %
 * data: which rows a rank reads, their tokens, labels and documents are equal to what is stored
+* recipe: rates within {RATE_TOLERANCE:g} of the full one
 * derivatives: within {SLOPE_TOLERANCE:g} (relative to the gradient), and what rounding of the loss makes of its
   differences
 * model: logits and gradients within {MODEL_TOLERANCE:g} (relative) of those of transformers' class
@@ -213,6 +218,10 @@ def result(check: Check) -> str:
         rows = counted(int(found["rows"]), "row")
         tokens, of = show_count(int(found.get("tokens", 0))), counted(int(found["of ranks"]), "data-parallel rank")
         return f"{rows} once each; {tokens} tokens on {int(found['ranks'])} of {of} as they are stored"
+    if check.proof == "recipe":
+        looked, pairs = int(found["steps"]), int(found.get("pairs", 0))
+        pulled = f"; {counted(pairs, 'pair')} of answers pulled apart, the chosen ones up" if pairs else ""
+        return f"{looked:,} of {int(found['of steps']):,} rates within {found['rate']:.0e} of transformers'{pulled}"
     if check.proof == "derivatives":
         missed = int(found["not judged"])
         judged = counted(int(found["tensors"]) - missed, "tensor") + f", {missed} more not judged" * (missed > 0)

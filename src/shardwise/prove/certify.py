@@ -2,6 +2,7 @@
 
 ``drift``: at the plan's own degrees and dimensions, in a fake world, what its ranks send, hold and save, against what
 the plan says. ``data``: at this size too, that ranks read the recipe's rows once, each its part (prove/reading.py).
+``recipe``: that rates of steps, and which way pairs of answers pull, are what it asks for (prove/asked.py).
 ``derivatives``: of the plan's model made small (prove/shrink.py), the plain loop's gradients against differences of its
 loss, in float64. ``model``: this model beside transformers' own class (prove/beside.py). ``parity``: the small plan and
 model, trained on CPU ranks in float64, against this plain loop in one process; and small plans of one axis
@@ -24,7 +25,8 @@ from typing import Literal
 
 from shardwise.errors import ShardwiseError, first_line
 from shardwise.models.config import ModelSpec
-from shardwise.prove import beside, documents, moves, parity, reading, rounding, slopes
+from shardwise.prove import asked, beside, documents, moves, parity, reading, rounding, slopes
+from shardwise.prove.asked import Asked
 from shardwise.prove.drift import drift
 from shardwise.prove.further import further
 from shardwise.prove.moves import SavedRun
@@ -33,7 +35,7 @@ from shardwise.prove.pool import RankFailure, Ranks
 from shardwise.prove.reading import Read
 from shardwise.prove.shrink import Shrunk, real_name, shrink
 from shardwise.prove.smallest import Outcome, Smallest, smallest
-from shardwise.prove.workload import STEPS, Setting, job_of, read_of, setting_of
+from shardwise.prove.workload import STEPS, Setting, job_of, read_of, setting_of, steps_of
 from shardwise.spec.layout import MESH, Axis, Layout
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Recipe
@@ -54,7 +56,7 @@ class Check:
     """One proof of one case: it holds if there are no ``problems``. ``figures`` are what was compared. ``raised``: it
     did not come to an end. ``left_out``: why nothing was compared."""
 
-    proof: Literal["drift", "data", "derivatives", "model", "parity", "documents", "dtypes", "checkpoint"]
+    proof: Literal["drift", "data", "recipe", "derivatives", "model", "parity", "documents", "dtypes", "checkpoint"]
     case: str
     problems: tuple[str, ...]
     seconds: float
@@ -68,7 +70,7 @@ class Certification:
     """A plan that is to be proved, and what its proofs run on. ``small``: None where nothing small enough has all that
     the plan does; ``why`` says so. ``rows``: those of the small one, in words. ``others``: small plans of one axis,
     whose parity shows what the small one lacks for want of ranks; ``lost``: what no such plan shows, and why. ``read``:
-    what a run reads, if that is prepared."""
+    what a run reads, if that is prepared; ``asked``: the recipe's numbers."""
 
     spec: ModelSpec
     plan: Plan
@@ -79,6 +81,7 @@ class Certification:
     others: tuple[tuple[Shrunk, Setting], ...] = ()
     lost: tuple[str, ...] = ()
     read: Read | str = "not asked for"
+    asked: Asked | None = None
 
     @property
     def ranks(self) -> int:
@@ -92,7 +95,7 @@ class Certification:
         ranks = [("drift", rank) for rank in places(self.plan.layout, effort)]
         left = {"dtypes"} if effort == "quick" else set()
         left |= set() if self.setting.packed else {"documents"}
-        ranks += [("data", 0)] * isinstance(self.read, Read)
+        ranks += [("data", 0)] * isinstance(self.read, Read) + [("recipe", 0)] * (self.asked is not None)
         return ranks + [(proof, 0) for proof in PROOFS if self.small is not None and proof not in left]
 
 
@@ -102,19 +105,21 @@ def subject_of(
     """``plan`` of ``recipe``, and what is left of it on at most so many ranks: with effort on up to four along each
     axis."""
     read = read_of(recipe, plan)
+    asks = Asked(recipe.optim, recipe.method, steps_of(recipe, read))
+    subject = partial(Certification, spec, plan, read=read, asked=asks)
     try:
         small = shrink(spec, plan, 4 if effort == "thorough" else 2)
         if small.plan.layout.world > most_ranks:
             small = shrink(spec, plan)
     except ShardwiseError as error:
-        return Certification(spec, plan, None, Setting(), why=error.problems[0].what, read=read)
+        return subject(None, Setting(), why=error.problems[0].what)
     if (world := small.plan.layout.world) > most_ranks:
         why = f"{world} ranks are the fewest with this layout, and this machine has the memory for {most_ranks}"
-        return Certification(spec, plan, None, Setting(), why=why, read=read)
+        return subject(None, Setting(), why=why)
     small, more, lost = further(spec, plan, small, most_ranks)
     setting, words = setting_of(recipe, small.spec, small.plan.batch.seq_len)
     others = tuple((one, setting_of(recipe, one.spec, one.plan.batch.seq_len)[0]) for one in more)
-    return Certification(spec, plan, small, setting, words, others=others, lost=lost, read=read)
+    return subject(small, setting, words, others=others, lost=lost)
 
 
 def certify(
@@ -132,7 +137,7 @@ def certify(
         checks.append(run(subject, proof, rank, ranks))
         show(checks[-1])
     for failed in checks:
-        if failed.problems and failed.proof != "data" and failed.proof not in least:
+        if failed.problems and failed.proof not in ("data", "recipe") and failed.proof not in least:
             tell("the smallest layout that fails", len(cases), len(cases))
             if found := smallest_failing(subject, failed, ranks):
                 least[failed.proof] = found
@@ -162,6 +167,9 @@ def run(subject: Certification, proof: str, rank: int, ranks: Ranks) -> Check:
         elif proof == "data":
             assert isinstance(subject.read, Read)
             problems = list(reading.prove(subject.read, subject.plan, figures))
+        elif proof == "recipe":
+            assert subject.asked is not None
+            problems = list(asked.prove(subject.asked, figures))
         else:
             assert subject.small is not None
             problems = []
@@ -196,6 +204,8 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
         return f"rank {rank} of {layout.world}" + f" ({where})" * bool(where)
     if proof == "data":
         return "at the plan's own size, the first step, a resumed one, the last of the first epoch and of the run"
+    if proof == "recipe":
+        return "the learning rate of its steps" + ", and pairs of answers that are drawn" * subject.plan.method.pairs
     assert subject.small is not None
     world = subject.small.plan.layout.world
     those = f"{world} CPU rank" + "s" * (world > 1)

@@ -11,7 +11,7 @@ from shardwise.distributed.meshes import meshes
 from shardwise.distributed.slices import kept
 from shardwise.models.config import ModelSpec
 from shardwise.prove.parity import CPU, full, share_of_rank
-from shardwise.prove.workload import MAX_STEPS, OPTIM, Setting, job_of
+from shardwise.prove.workload import MAX_STEPS, Setting, job_of
 from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.passes import StepRules, finish_of
@@ -65,7 +65,7 @@ def go(rank: int, world: int, spec: ModelSpec, plan: Plan, run: SavedRun, settin
     """Begins a run and saves it, or goes on with what is saved."""
     first = run.first
     job, groups = job_of(spec, plan, 2 * STEPS, setting), meshes(plan.layout, "cpu")
-    state = build(Recipe(optim=OPTIM, run=Run(seed=job.seed)), spec, plan, groups, CPU, job.setting.draw)
+    state = build(Recipe(optim=job.setting.optim, run=Run(seed=job.seed)), spec, plan, groups, CPU, job.setting.draw)
     checkpoints = RunCheckpoints(run.directory, Checkpoint(asynchronous=False), "run")
     if first:
         facts = checkpoints.resume(state.tensors(), log=lambda line: None)
@@ -73,7 +73,7 @@ def go(rank: int, world: int, spec: ModelSpec, plan: Plan, run: SavedRun, settin
             raise RuntimeError(f"no checkpoint of step {first} could be loaded: {facts}")
         state.load_facts(facts)
     before, losses = _whole(state), []
-    rules = StepRules(plan, groups, OPTIM, MAX_STEPS, finish_of(job.setting.method, plan))
+    rules = StepRules(plan, groups, job.setting.optim, MAX_STEPS, finish_of(job.setting.method, plan))
     for _ in range(STEPS):
         batches = share_of_rank(job.batch(state.cursor // job.rows), groups, plan)
         terms, _ = count_supervised(groups, sum(batch.terms() for batch in batches))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +38,14 @@ from shardwise.prove.apart import Worst, apart, differences, directions, farthes
 from shardwise.prove.balance import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.regimes import scaled
-from shardwise.prove.workload import MAX_STEPS, OPTIM, STEPS, Setting, Workload, job_of
+from shardwise.prove.workload import MAX_STEPS, STEPS, Setting, Workload, job_of
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import accumulate, step
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import Recipe, Run
+from shardwise.spec.recipe import OptimSection, Recipe, Run
 from shardwise.spec.records import ENTROPY, TOKEN_ACCURACY
 from shardwise.techniques import lora, nf4
 from shardwise.techniques.dtypes import torch_dtype
@@ -192,8 +193,8 @@ def _take_steps(
     rank: int, spec: ModelSpec, plan: Plan, steps: int, device: torch.device, setting: Setting | None
 ) -> Trace:
     job = job_of(spec, plan, steps, setting)
-    recipe = Recipe(optim=OPTIM, run=Run(seed=job.seed))
-    groups = meshes(plan.layout, device.type)
+    optim, groups = job.setting.optim, meshes(plan.layout, device.type)
+    recipe = Recipe(optim=optim, run=Run(seed=job.seed))
     state = build(recipe, spec, plan, groups, device, job.setting.draw)
     state.scale.value = min(state.scale.value, FP16_SCALE)
     gradients: dict[str, Tensor] = {}
@@ -202,7 +203,7 @@ def _take_steps(
         if phase == "clip" and state.step == 0:
             gradients.update({name: grad / state.scale.value for name, grad in full_gradients(state).items()})
 
-    rules = StepRules(plan, groups, OPTIM, MAX_STEPS, finish_of(job.setting.method, plan), enter)
+    rules = StepRules(plan, groups, optim, MAX_STEPS, finish_of(job.setting.method, plan), enter)
     losses, norms, pieces, figures = [], [], [], []
     for number in range(job.updates):
         batches = [batch.to(device) for batch in share_of_rank(job.batch(number), groups, plan)]
@@ -215,7 +216,7 @@ def _take_steps(
         else:
             accumulate(state, batches, terms, rules)
             if trained := [state.updated(each) for each in state.trained()]:  # of which a stage may have none
-                torch.optim.SGD(trained, OPTIM.learning_rate, foreach=False).step()
+                torch.optim.SGD(trained, optim.learning_rate, foreach=False).step()
             state.optimizer.zero_grad(set_to_none=True)
             if state.host:
                 state.host.give_back()
@@ -284,11 +285,11 @@ def plain(job: Workload) -> Trace:
             loss, told = plain_terms(model, merged(parameters, job), collate(job.batch(number)), job)
         (loss + balance.added()).backward()
         if number == job.steps:
-            torch.optim.SGD([p for p in parameters.values() if p.requires_grad], OPTIM.learning_rate).step()
+            torch.optim.SGD([p for p in parameters.values() if p.requires_grad], job.setting.optim.learning_rate).step()
             break
         if number == 0:
             first = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-        norms.append(plain_update(optimizer, parameters, number))
+        norms.append(plain_update(optimizer, parameters, number, job.setting.optim))
         balance.correct(parameters)
         losses.append(loss.item())
         figures.append({name: told[name] for name in job.figures})
@@ -297,21 +298,29 @@ def plain(job: Workload) -> Trace:
 
 
 def plain_optimizer(parameters: Mapping[str, nn.Parameter], job: Workload) -> Optimizer:
-    """The plain program of the job's optimizer, with weight decay on matrices."""
-    matrices = [p for p in parameters.values() if p.ndim > 1]
-    vectors = [p for p in parameters.values() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return program(job.optim).plain(groups, OPTIM)
+    """The plain program of the job's optimizer, with weight decay on matrices, and what the first group of the recipe
+    says whose pattern a name matches."""
+    optim = job.setting.optim
+    groups: list[dict[str, Any]] = []
+    for name, parameter in parameters.items():
+        rate, decay = optim.learning_rate, optim.weight_decay if parameter.ndim > 1 else 0.0
+        for said in [one for one in optim.groups if fnmatchcase(name, one.pattern)][:1]:
+            rate = rate if said.learning_rate is None else said.learning_rate
+            decay = decay if said.weight_decay is None else said.weight_decay
+        groups.append({"params": [parameter], "weight_decay": decay, "base": rate})
+    return program(job.optim).plain(groups, optim)
 
 
-def plain_update(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], number: int) -> float:
+def plain_update(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], number: int, optim: OptimSection
+) -> float:
     """Update number ``number``, counted from 0, by the gradients as they are; returns their norm before clipping."""
-    assert OPTIM.max_grad_norm is not None
-    norm = float(nn.utils.clip_grad_norm_(parameters.values(), OPTIM.max_grad_norm))
-    warm = (number + 1) / OPTIM.warmup_steps
-    fallen = (number - OPTIM.warmup_steps) / (MAX_STEPS - OPTIM.warmup_steps)
+    assert optim.max_grad_norm is not None
+    norm = float(nn.utils.clip_grad_norm_(parameters.values(), optim.max_grad_norm))
+    warm = (number + 1) / optim.warmup_steps
+    fallen = (number - optim.warmup_steps) / (MAX_STEPS - optim.warmup_steps)
     for group in optimizer.param_groups:
-        group["lr"] = OPTIM.learning_rate * min(warm, 1.0 - max(0.0, fallen))
+        group["lr"] = group["base"] * min(warm, 1.0 - max(0.0, fallen))
     optimizer.step()
     return norm
 

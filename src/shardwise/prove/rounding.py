@@ -34,7 +34,7 @@ from shardwise.prove.apart import apart
 from shardwise.prove.balance import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.regimes import scaled
-from shardwise.prove.workload import MAX_STEPS, OPTIM, Setting, Workload, job_of
+from shardwise.prove.workload import MAX_STEPS, Setting, Workload, job_of
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import StepRules, finish_of
@@ -145,7 +145,7 @@ def on_rank(rank: int, world: int, spec: ModelSpec, plan: Plan, setting: Setting
 
 def _on_rank(rank: int, spec: ModelSpec, plan: Plan, setting: Setting) -> Rounded:
     job, groups = job_of(spec, plan, UPDATES, setting), meshes(plan.layout, "cpu")
-    state = build(Recipe(optim=OPTIM, run=Run(seed=job.seed)), spec, plan, groups, parity.CPU, setting.draw)
+    state = build(Recipe(optim=setting.optim, run=Run(seed=job.seed)), spec, plan, groups, parity.CPU, setting.draw)
     state.scale.value = min(state.scale.value, parity.FP16_SCALE)
     used, spoil = list[dict[str, Tensor]](), False
 
@@ -155,7 +155,7 @@ def _on_rank(rank: int, spec: ModelSpec, plan: Plan, setting: Setting) -> Rounde
         elif phase == "clip":
             _spoil(state, rank)
 
-    rules = StepRules(plan, groups, OPTIM, MAX_STEPS, finish_of(setting.method, plan), enter)
+    rules = StepRules(plan, groups, setting.optim, MAX_STEPS, finish_of(setting.method, plan), enter)
 
     def given(number: int) -> tuple[list[Any], int]:
         batches = parity.share_of_rank(job.batch(number), groups, plan)
@@ -264,7 +264,7 @@ def _updated(job: Workload, found: Rounded, stored: Dtype) -> Rounded:
     for number, gradients in enumerate(found.used):
         for name, parameter in parameters.items():
             parameter.grad = gradients[name].clone() if name in gradients else None
-        norms.append(parity.plain_update(optimizer, parameters, number))
+        norms.append(parity.plain_update(optimizer, parameters, number, job.setting.optim))
     return Rounded([], [], norms, after={name: parameter.detach() for name, parameter in parameters.items()})
 
 

@@ -24,6 +24,7 @@ from shardwise.models.resolve import data_of
 from shardwise.models.roles import role
 from shardwise.models.sizes import can_idle
 from shardwise.prove.reading import Read
+from shardwise.spec import finetune
 from shardwise.spec.plan import Dtype, Lora, Optim, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 
@@ -32,6 +33,8 @@ MAX_STEPS = 10
 OPTIM = OptimSection(learning_rate=1e-2, schedule="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
 """Every part of the update is at work: warm-up, decay of the rate, weight decay on matrices only, clipping (the first
 gradients of the tiny models have norms above 0.5)."""
+LEAST_EPS = 1e-8
+"""What AdamW divides rounding by where a gradient is zero but for it: with less, that would be an update."""
 DEVIATION = 0.2
 """Of what begins at one value for all elements, where it is drawn at random instead."""
 LEAST_TOKENS = 3
@@ -45,12 +48,14 @@ ROWS = 64
 @dataclass(frozen=True)
 class Setting:
     """The settings that a plan leaves open. ``rows``: those of one step. ``draw``: the first weights, or None: as a run
-    draws them. ``sgd``: after the optimizer's steps one of plain gradient descent, without clipping: AdamW's steps
-    hardly depend on a factor of all gradients. ``packed``: rows hold documents that do not see each other."""
+    draws them. ``optim``: rates and the optimizer's numbers. ``sgd``: after the optimizer's steps one of plain gradient
+    descent, without clipping: AdamW's steps hardly depend on a factor of all gradients. ``packed``: rows hold documents
+    that do not see each other."""
 
     method: Method = field(default_factory=Method)
     rows: Callable[[Workload, int], list[Sample]] = field(default_factory=lambda: texts)
     draw: Draw | None = None
+    optim: OptimSection = OPTIM
     sgd: bool = False
     packed: bool = False
 
@@ -138,7 +143,7 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
     them that are drawn; and, in words, which and why."""
     drawn = pairs if recipe.pairs else texts
     packed = recipe.method.spec.records or recipe.data.mask_documents
-    setting = Setting(recipe.method, drawn, random_everywhere, sgd=True, packed=packed)
+    setting = Setting(recipe.method, drawn, random_everywhere, optim_of(recipe.optim), sgd=True, packed=packed)
     try:
         prepared = prepared_of(recipe)
     except ShardwiseError as error:
@@ -151,6 +156,15 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
     whose = "pieces of the recipe's own records, token ids modulo the small vocabulary, and between them drawn ones"
     scores = "; what the initial model says of the pairs is drawn" if recipe.method.spec.reference else ""
     return replace(setting, rows=Excerpts(found, drawn)), whose + scores
+
+
+def optim_of(asked: OptimSection) -> OptimSection:
+    """Return what is asked for, with rates that are large and rise and fall within a few steps, all parts at work."""
+    scale = OPTIM.learning_rate / asked.learning_rate
+    rates = ((one, one.learning_rate and one.learning_rate * scale) for one in asked.groups)
+    groups = [one.model_copy(update={"learning_rate": rate}) for one, rate in rates]
+    numbers = {"beta1": asked.beta1, "beta2": asked.beta2, "eps": max(LEAST_EPS, asked.eps), "groups": groups}
+    return OPTIM.model_copy(update=numbers | {"weight_decay": asked.weight_decay or OPTIM.weight_decay})
 
 
 def read_of(recipe: Recipe, plan: Plan) -> Read | str:
@@ -170,6 +184,11 @@ def read_of(recipe: Recipe, plan: Plan) -> Read | str:
         return error.problems[0].what
     except (OSError, ValueError) as error:
         return first_line(error)
+
+
+def steps_of(recipe: Recipe, read: Read | str) -> int:
+    """Return the steps of a run, or where its data are not prepared as many as the recipe names."""
+    return read.steps if isinstance(read, Read) else recipe.train.max_steps or finetune.DEFAULT_STEPS
 
 
 def _windows(recipe: Recipe, prepared: Prepared) -> Windows | Packs:
