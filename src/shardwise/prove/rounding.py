@@ -46,8 +46,8 @@ from shardwise.techniques import quantised
 from shardwise.techniques.dtypes import torch_dtype
 
 DRAWS, UPDATES, COUNTED = 6, 2, 4
-"""Steps' rows of which gradients are taken, and updates that are compared. With experts so many of the smaller errors
-count: a token that rounding sends to another expert changes a step's gradients by more than rounding is."""
+"""Steps' rows of which gradients are taken, and updates that are compared. So many of the smaller errors count: where
+rounding sends a token to another expert, or two keys are nearly alike to a query, gradients change by much more."""
 
 
 class Times(NamedTuple):
@@ -237,7 +237,7 @@ def prove(ranks: Ranks, spec: ModelSpec, plan: Plan, setting: Setting) -> Roundi
     exact = replace(plan, precision=replace(plan.precision, compute="fp64", weights="fp64"))
     right, near = (plain(job_of(spec, one, 0, setting)) for one in (exact, rounded))
     updated = _updated(job_of(spec, exact, UPDATES, setting), found, plan.precision.weights)
-    return compare(plan, found, near, right, updated, routed=bool(spec.experts))
+    return compare(plan, found, near, right, updated)
 
 
 def _joined(answers: Sequence[Rounded]) -> Rounded:
@@ -276,16 +276,13 @@ def coarsest(plan: Plan, *, computed: bool = False) -> Dtype:
     return max(met, key=COARSER.index)
 
 
-def compare(
-    plan: Plan, found: Rounded, rounded: Rounded, exact: Rounded, updated: Rounded, *, routed: bool = False
-) -> Rounding:
+def compare(plan: Plan, found: Rounded, rounded: Rounded, exact: Rounded, updated: Rounded) -> Rounding:
     """Compare what ranks ``found`` with the plain loop, ``rounded`` to the plan's dtypes and ``exact``, and with its
-    ``updated`` weights; ``routed``: tokens go to experts."""
-    count = COUNTED if routed else DRAWS
+    ``updated`` weights."""
     longest = [max(float(gradient.norm()) for gradient in right.values()) for right in exact.gradients]
 
     def typical(errors: Iterable[float]) -> float:
-        return math.hypot(*sorted(errors)[:count]) / count**0.5
+        return math.hypot(*sorted(errors)[:COUNTED]) / COUNTED**0.5
 
     def away(draws: list[dict[str, Tensor]], name: str) -> float:
         both = zip(draws, exact.gradients, longest, strict=True)
