@@ -19,7 +19,7 @@ from shardwise.data.store import load
 from shardwise.data.stream import EvaluationBatch, evaluation, stream
 from shardwise.distributed.meshes import meshes
 from shardwise.models.config import ModelSpec
-from shardwise.prove import parity
+from shardwise.prove import parity, workload
 from shardwise.prove.workload import random_everywhere
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
@@ -40,7 +40,7 @@ METHOD = Method(name="dpo", beta=0.5, label_smoothing=0.1)
 def recipe_of(directory: Path, name: str = "run") -> Recipe:
     """A recipe whose prepared data lie in ``directory``."""
     run = Run(out=str(directory / "runs"), name=name, seed=0)
-    return Recipe(method=METHOD, optim=parity.OPTIM, run=run, data=Data(path=str(directory / "pairs")))
+    return Recipe(method=METHOD, optim=workload.OPTIM, run=run, data=Data(path=str(directory / "pairs")))
 
 
 def job_of(directory: Path, spec: ModelSpec, plan: Plan, steps: int) -> Job:
@@ -84,7 +84,7 @@ def one(rank: int, directory: Path, spec: ModelSpec, plan: Plan, steps: int) -> 
         if phase == "clip" and state.step == 0:
             gradients.update(parity.full_gradients(state))
 
-    rules = StepRules(plan, job.meshes, parity.OPTIM, parity.MAX_STEPS, finish_of(METHOD, plan), enter)
+    rules = StepRules(plan, job.meshes, workload.OPTIM, parity.MAX_STEPS, finish_of(METHOD, plan), enter)
     assert isinstance(job.windows, Packs)
     batches, losses, norms, figures = stream(job.windows, job.order, job.share), [], [], []
     for _ in range(steps):

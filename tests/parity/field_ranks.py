@@ -18,7 +18,7 @@ from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.pack import Sample
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.models.config import ModelSpec
-from shardwise.prove import parity
+from shardwise.prove import parity, workload
 from shardwise.prove.workload import random_everywhere
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import StepRules, finish_of, from_last_stage, infer, score_of
@@ -33,7 +33,7 @@ from tests.parity import drawn
 
 LENGTHS = (5, 12, 7, 12)
 """Of the micro-batches of one step, the shorter before the longer."""
-STEADY = parity.OPTIM.model_copy(update={"schedule": "constant"})
+STEADY = workload.OPTIM.model_copy(update={"schedule": "constant"})
 """The rate of parity's own settings is zero after its tenth step."""
 
 
@@ -61,9 +61,9 @@ class Began:
 
 def begin(spec: ModelSpec, plan: Plan, enter: Callable[[str], None] = lambda phase: None) -> Began:
     groups = meshes(plan.layout, "cpu")
-    recipe = Recipe(optim=parity.OPTIM, run=Run())
+    recipe = Recipe(optim=workload.OPTIM, run=Run())
     state = build(recipe, spec, plan, groups, torch.device("cpu"), random_everywhere)
-    rules = StepRules(plan, groups, parity.OPTIM, parity.MAX_STEPS, finish_of(Method(), plan), enter)
+    rules = StepRules(plan, groups, workload.OPTIM, parity.MAX_STEPS, finish_of(Method(), plan), enter)
     return Began(state, rules, groups)
 
 

@@ -23,7 +23,7 @@ from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.models.roles import is_adapter
-from shardwise.prove import parity
+from shardwise.prove import parity, workload
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Pipeline, Plan, Remat, Shard
@@ -86,10 +86,10 @@ def plain(
     first = {name: value.detach().clone() for name, value in parameters.items() if not is_adapter(name)}
     matrices = [p for p in parameters.values() if p.ndim > 1]
     groups = [
-        {"params": matrices, "weight_decay": parity.OPTIM.weight_decay},
+        {"params": matrices, "weight_decay": workload.OPTIM.weight_decay},
         {"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(parity.OPTIM.beta1, parity.OPTIM.beta2), eps=parity.OPTIM.eps)
+    optimizer = torch.optim.AdamW(groups, betas=(workload.OPTIM.beta1, workload.OPTIM.beta2), eps=workload.OPTIM.eps)
     losses, norms, gradients, scores, metrics = [], [], {}, {}, []
     for number in range(steps):
         terms, logps, whole = [], [], parity.merged(parameters, job)
@@ -113,12 +113,12 @@ def plain(
         loss.backward()
         if number == 0:
             gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-        assert parity.OPTIM.max_grad_norm is not None
-        norms.append(float(nn.utils.clip_grad_norm_(parameters.values(), parity.OPTIM.max_grad_norm)))
-        warm = parity.OPTIM.warmup_steps
+        assert workload.OPTIM.max_grad_norm is not None
+        norms.append(float(nn.utils.clip_grad_norm_(parameters.values(), workload.OPTIM.max_grad_norm)))
+        warm = workload.OPTIM.warmup_steps
         rate = min((number + 1) / warm, 1.0 - max(0.0, (number - warm) / (parity.MAX_STEPS - warm)))
         for group in optimizer.param_groups:
-            group["lr"] = parity.OPTIM.learning_rate * rate
+            group["lr"] = workload.OPTIM.learning_rate * rate
         optimizer.step()
         losses.append(loss.item())
         metrics.append(trl_metrics(logps))

@@ -17,7 +17,7 @@ from shardwise.distributed.meshes import meshes
 from shardwise.distributed.slices import local
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_linear
-from shardwise.prove import parity
+from shardwise.prove import parity, workload
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import random_everywhere
 from shardwise.runtime.build import build
@@ -62,11 +62,11 @@ class Seen:
 
 def watched(rank: int, world: int, spec: ModelSpec, of: Plan, steps: int) -> Seen:
     job, groups = parity.job_of(spec, of, steps), meshes(of.layout, "cpu")
-    recipe = Recipe(optim=parity.OPTIM, run=Run(seed=job.seed))
+    recipe = Recipe(optim=workload.OPTIM, run=Run(seed=job.seed))
     state = build(recipe, spec, of, groups, torch.device("cpu"), random_everywhere)
     named = state.parameters()
     begun, trained = everything(named), trained_names(named)
-    rules = StepRules(of, groups, parity.OPTIM, parity.MAX_STEPS, finish_of(Method(), of))
+    rules = StepRules(of, groups, workload.OPTIM, parity.MAX_STEPS, finish_of(Method(), of))
     losses, norms = [], []
     for number in range(steps):
         batches = parity.share_of_rank(job.batch(number), groups, of)
@@ -143,7 +143,7 @@ def test_t8_the_norm_of_gradients_and_what_is_clipped(ranks: RankPool, strategy:
     of = plan(strategy, 2, 2, sequence=True)
     found = seen(ranks, HEADS, of, 5)
     assert all(other.norms == found[0].norms for other in found)
-    assert parity.OPTIM.max_grad_norm is not None and min(found[0].norms) > parity.OPTIM.max_grad_norm
+    assert workload.OPTIM.max_grad_norm is not None and min(found[0].norms) > workload.OPTIM.max_grad_norm
     gradients_hold(ranks, HEADS, of)
 
 

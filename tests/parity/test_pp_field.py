@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise import techniques
-from shardwise.prove import parity
+from shardwise.prove import parity, workload
 from shardwise.prove.apart import differences
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
@@ -45,7 +45,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev
 def test_is_one_process(ranks: RankPool, of: Plan) -> None:
     """Losses, norms (the clip is at work), every first gradient, and weights after two steps."""
     holds(drawn.prove(ranks, UNTIED, [of], 2), [of])
-    assert min(drawn.plain(parity.job_of(UNTIED, of, 2)).norms) > parity.OPTIM.max_grad_norm  # type: ignore[operator]
+    assert min(drawn.plain(parity.job_of(UNTIED, of, 2)).norms) > workload.OPTIM.max_grad_norm  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("schedule", TWO)

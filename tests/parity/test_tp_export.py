@@ -13,7 +13,7 @@ from shardwise.distributed.meshes import meshes
 from shardwise.models.config import ModelSpec
 from shardwise.models.peft import CONFIG, WEIGHTS
 from shardwise.models.tensorfile import entries
-from shardwise.prove import parity
+from shardwise.prove import parity, workload
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import random_everywhere
 from shardwise.runtime.build import build
@@ -70,9 +70,9 @@ def run(job: Job, name: str | None, *, save: bool = False) -> float:
     assert of.lora is not None
     work, groups = parity.job_of(job.spec, of, STEPS + 1), meshes(of.layout, "cpu")
     adapter = LoraSection(rank=of.lora.rank, path=str(directory / "trained") if name is None else None)
-    recipe = Recipe(optim=parity.OPTIM, run=Run(seed=work.seed), lora=adapter)
+    recipe = Recipe(optim=workload.OPTIM, run=Run(seed=work.seed), lora=adapter)
     state = build(recipe, job.spec, of, groups, torch.device("cpu"), random_everywhere)
-    rules = StepRules(of, groups, parity.OPTIM, parity.MAX_STEPS, finish_of(Method(), of))
+    rules = StepRules(of, groups, workload.OPTIM, parity.MAX_STEPS, finish_of(Method(), of))
 
     def go(number: int) -> float:
         batches = parity.share_of_rank(work.batch(number), groups, of)

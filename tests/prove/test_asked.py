@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardwise.methods import dpo, hinge, ipo, orpo, pairs, simpo
 from shardwise.methods.pairs import Answers
 from shardwise.prove import asked, parity
-from shardwise.prove.asked import Asked
+from shardwise.prove.asked import Requested
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import OPTIM, Setting, optim_of, random_everywhere
 from shardwise.spec.methods import METHODS
@@ -44,7 +44,7 @@ COMPARED = [name for name, method in METHODS.items() if method.pairs]
 
 
 def found(section: OptimSection, method: Method | None = None, steps: int = 100) -> list[str]:
-    return list(asked.prove(Asked(section, method or Method(), steps), {}))
+    return list(asked.prove(Requested(section, method or Method(), steps), {}))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -56,8 +56,8 @@ def test_schedules_are_transformers(schedule: str) -> None:
             section = OptimSection(schedule=schedule, warmup_steps=warmup, warmup_shape=shape, **power, **varied)
             assert not found(section), section
             told: dict[str, float] = {}
-            list(asked.prove(Asked(section, Method(), 100), told))
-            known = Asked(section, Method(), 100)
+            list(asked.prove(Requested(section, Method(), 100), told))
+            known = Requested(section, Method(), 100)
             assert ((known.fall() is None), (known.rise() is None)) == (schedule in UNLIKE[0], shape in UNLIKE[1])
             steps = (0 if schedule in UNLIKE[0] else 80) + (0 if shape in UNLIKE[1] else known.warmup)
             assert told["steps"] >= steps
@@ -66,7 +66,7 @@ def test_schedules_are_transformers(schedule: str) -> None:
 def test_of_a_long_run_the_ends_are_looked_at() -> None:
     told: dict[str, float] = {}
     section = OptimSection(schedule="wsd", warmup_steps=2_000, min_learning_rate=1e-5)
-    assert not list(asked.prove(Asked(section, Method(), 1_000_003), told))
+    assert not list(asked.prove(Requested(section, Method(), 1_000_003), told))
     assert 500 <= told["steps"] <= 600
 
 

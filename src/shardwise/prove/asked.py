@@ -38,7 +38,7 @@ Factor = Callable[[float], float]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Requested:
     """What a recipe asks of its ``steps``."""
 
     optim: OptimSection
@@ -89,14 +89,14 @@ def _theirs(name: str, warmup: float, steps: float, given: dict[str, Any], rate:
     return factor
 
 
-def prove(asked: Asked, told: dict[str, float]) -> Iterator[str]:
+def prove(asked: Requested, told: dict[str, float]) -> Iterator[str]:
     """Yield a line for each thing that is wrong."""
     yield from _rates(asked, told)
     if asked.method.spec.pairs:
         yield from _pulls(asked.method, told)
 
 
-def _rates(asked: Asked, told: dict[str, float]) -> Iterator[str]:
+def _rates(asked: Requested, told: dict[str, float]) -> Iterator[str]:
     """Compare the rates of the first and the last steps, those where the warm-up and the fall begin and end, and others
     between them."""
     optim, steps, warm = asked.optim, asked.steps, asked.warmup
@@ -111,8 +111,8 @@ def _rates(asked: Asked, told: dict[str, float]) -> Iterator[str]:
         if factor is None:
             continue
         begun = step + (first is None) if step < warm else step
-        base = (first or 0.0) / optim.learning_rate if step < warm else 0.0
-        expected = optim.learning_rate * (base + (1 - base) * factor(begun))
+        low = (first or 0.0) / optim.learning_rate if step < warm else 0.0
+        expected = optim.learning_rate * (low + (1 - low) * factor(begun))
         found = learning_rate(optim, number, steps)
         error = abs(found - expected) / optim.learning_rate
         told["steps"], told["rate"] = told["steps"] + 1, max(told["rate"], error)

@@ -26,7 +26,7 @@ from typing import Literal
 from shardwise.errors import ShardwiseError, first_line
 from shardwise.models.config import ModelSpec
 from shardwise.prove import asked, beside, documents, moves, parity, reading, rounding, slopes
-from shardwise.prove.asked import Asked
+from shardwise.prove.asked import Requested
 from shardwise.prove.drift import drift
 from shardwise.prove.further import further
 from shardwise.prove.moves import SavedRun
@@ -81,7 +81,7 @@ class Certification:
     others: tuple[tuple[Shrunk, Setting], ...] = ()
     lost: tuple[str, ...] = ()
     read: Read | str = "not asked for"
-    asked: Asked | None = None
+    asked: Requested | None = None
 
     @property
     def ranks(self) -> int:
@@ -105,7 +105,7 @@ def subject_of(
     """``plan`` of ``recipe``, and what is left of it on at most so many ranks: with effort on up to four along each
     axis."""
     read = read_of(recipe, plan)
-    asks = Asked(recipe.optim, recipe.method, steps_of(recipe, read))
+    asks = Requested(recipe.optim, recipe.method, steps_of(recipe, read))
     subject = partial(Certification, spec, plan, read=read, asked=asks)
     try:
         small = shrink(spec, plan, 4 if effort == "thorough" else 2)
