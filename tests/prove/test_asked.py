@@ -25,6 +25,7 @@ from shardwise.spec.plan import Batch, Optim, Plan, Precision
 from shardwise.spec.recipe import Method, OptimSection, ParameterGroup
 from shardwise.spec.schedules import SCHEDULES, WARMUPS
 from shardwise.techniques import optim
+from shardwise.techniques.nf4.fourbit import quantise
 from shardwise.techniques.optim import adamw, lion
 from tests.parity.cases import UNTIED
 from tests.prove.faulty_ranks import FaultyRanks
@@ -49,7 +50,7 @@ def found(section: OptimSection, method: Method | None = None, steps: int = 100)
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_are_transformers(schedule: str) -> None:
-    power = {"power": 2.0} if schedule == "polynomial" else {}
+    power: dict[str, Any] = {"power": 2.0} if schedule == "polynomial" else {}
     for shape in WARMUPS:
         for number, varied in enumerate(VARIED):
             warmup = (0, 1, 7, 0.1)[(number + len(shape)) % 4]
@@ -180,6 +181,23 @@ def test_another_pull_is_seen(name: str) -> None:
     with planted():
         lines = found(OptimSection(), Method(name=method))
     assert any(said in line for line in lines), lines
+
+
+def shifted_too_far(matrix: Tensor) -> Any:
+    codes, *rest = quantise(matrix)
+    return codes << 1, *rest
+
+
+def of_another_block(matrix: Tensor) -> Any:
+    codes, scales, groups = quantise(matrix)
+    return codes, scales.roll(1, 1), groups
+
+
+@pytest.mark.parametrize("wrong", [None, shifted_too_far, of_another_block])
+def test_weights_in_other_bits_are_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "quantise", wrong or quantise)
+    lines = list(asked.prove(Requested(OptimSection(), Method(), 10, nf4=True), {}))
+    assert [line[:17] for line in lines] == ["weights in 4 bits"] * (wrong is not None)
 
 
 GROUPS = [ParameterGroup(pattern="embed.*", learning_rate=1e-5, weight_decay=0.0), ParameterGroup(pattern="*norm*")]

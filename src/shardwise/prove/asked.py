@@ -1,5 +1,6 @@
 """Are a run's numbers those that its recipe asks for? The learning rate of each step, at the run's own length, beside
-transformers' schedulers, which know nothing of ours; and where a method compares answers, which way it pulls.
+transformers' schedulers, which know nothing of ours; where a method compares answers, which way it pulls; and of
+weights that are frozen in 4 bits, how far they are from what they were.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ import torch
 from shardwise.methods.pairs import Answers, figures, losses_of
 from shardwise.spec.recipe import Method, OptimSection
 from shardwise.spec.records import PREFERENCE_FIGURES
+from shardwise.techniques.nf4.fourbit import dequantise, quantise
 from shardwise.techniques.optim import learning_rate
+from shardwise.techniques.quantised import NF4_BLOCK
 
 TOLERANCE = 1e-9
 """Of rates, relative to the full one; and of losses of pairs."""
 LOOKED, PAIRS = 500, 64
 """Of a run's steps at most about so many are looked at; pairs of answers that are drawn."""
+MATRIX, FAR, USUAL = (64, 256), 0.16, 0.096
+"""A matrix of normal numbers in 4 bits is off by at most half the widest step, (1 - 0.696) / 2 of a block's largest,
+and by 0.0925 of its length (Dettmers et al., "QLoRA", arXiv 2305.14314); a little more, as scales are in 8 bits."""
 FALLS = {
     "linear": "linear",
     "linear_to_last": "linear",
@@ -39,11 +45,12 @@ Factor = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Requested:
-    """What a recipe asks of its ``steps``."""
+    """What a recipe asks of its ``steps``. ``nf4``: whether what is frozen is in 4 bits."""
 
     optim: OptimSection
     method: Method
     steps: int
+    nf4: bool = False
 
     @property
     def warmup(self) -> float:
@@ -94,6 +101,8 @@ def prove(asked: Requested, told: dict[str, float]) -> Iterator[str]:
     yield from _rates(asked, told)
     if asked.method.spec.pairs:
         yield from _pulls(asked.method, told)
+    if asked.nf4:
+        yield from _fourbit()
 
 
 def _rates(asked: Requested, told: dict[str, float]) -> Iterator[str]:
@@ -148,3 +157,14 @@ def _pulls(method: Method, told: dict[str, float]) -> Iterator[str]:
         both = Answers(logps.detach() + moved, answers.references + moved, counts)
         if not torch.allclose(losses_of(both, method), losses.detach(), TOLERANCE, TOLERANCE):
             yield f"{method.name}: how likely pairs are changes the loss where model and reference judge alike"
+
+
+def _fourbit() -> Iterator[str]:
+    """A matrix that goes into 4 bits and back is about what it was."""
+    matrix = torch.from_numpy(np.random.default_rng(0).normal(size=MATRIX)).float()
+    apart = dequantise(*quantise(matrix), torch.float32) - matrix
+    far = float((apart.view(-1, NF4_BLOCK).abs().amax(1) / matrix.view(-1, NF4_BLOCK).abs().amax(1)).max())
+    usual = float(apart.norm() / matrix.norm())
+    if not (far <= FAR and usual <= USUAL):
+        off = f"off by {usual:.3g} of their length, at most {USUAL}"
+        yield f"weights in 4 bits: {off}, and by {far:.3g} of a block's largest, at most {FAR}"

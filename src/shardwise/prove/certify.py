@@ -105,7 +105,7 @@ def subject_of(
     """``plan`` of ``recipe``, and what is left of it on at most so many ranks: with effort on up to four along each
     axis."""
     read = read_of(recipe, plan)
-    asks = Requested(recipe.optim, recipe.method, steps_of(recipe, read))
+    asks = Requested(recipe.optim, recipe.method, steps_of(recipe, read), plan.lora is not None and plan.lora.nf4)
     subject = partial(Certification, spec, plan, read=read, asked=asks)
     try:
         small = shrink(spec, plan, 4 if effort == "thorough" else 2)
@@ -205,7 +205,9 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
     if proof == "data":
         return "at the plan's own size, the first step, a resumed one, the last of the first epoch and of the run"
     if proof == "recipe":
-        return "the learning rate of its steps" + ", and pairs of answers that are drawn" * subject.plan.method.pairs
+        drawn = ["pairs of answers that are drawn"] * subject.plan.method.pairs
+        bits = subject.asked is not None and subject.asked.nf4
+        return ", and ".join(["the learning rate of its steps", *drawn, *["a matrix in 4 bits"] * bits])
     assert subject.small is not None
     world = subject.small.plan.layout.world
     those = f"{world} CPU rank" + "s" * (world > 1)
