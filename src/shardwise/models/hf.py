@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
-from shardwise.models import known, tensorfile
+from shardwise.models import float8, known, storage, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.families import FAMILIES
 from shardwise.models.hf_names import Location, locations, name_in_files, tensors
 from shardwise.models.hf_spec import HFModel
 from shardwise.models.roles import is_counted
+from shardwise.models.storage import Block
 from shardwise.models.stored import StoredParameter, StoredRows
-from shardwise.models.tensorfile import Entry
+from shardwise.models.tensorfile import Entry, read_json, shortened, some
 from shardwise.spec.file_kind import PICKLES, pickle_refused
 from shardwise.spec.files import inside
 from shardwise.spec.hub import fetch
@@ -29,8 +30,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 ENDS = {"embed.weight", "head.weight"}
 """What has a row for each id."""
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
-"""Tables in old exports that are not needed: they follow from the config."""
+_IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.(activation|input|output|[qkv])_scale)$")
+"""Tables in old exports that are not needed, for they follow from the config; and scales of what inference quantises
+beside weights."""
 _OUTER = re.compile(r"^language_model\.|^(model\.)language_model\.")
 """The prefix of the text part's names in a model of text and images."""
 
@@ -76,7 +78,7 @@ def _checked(directory: Path, name: str) -> Path:
         path = inside(directory, name, directory, *blobs)
     except (OSError, ValueError, RuntimeError) as error:  # thousands of characters, a zero byte, links in a circle
         reason = error.strerror if isinstance(error, OSError) else error
-        what = f"no file can be opened as {_shortened(name)!r}: {reason}"
+        what = f"no file can be opened as {shortened(name)!r}: {reason}"
         raise DataError(Problem("CKPT009", what, str(directory), fix)) from error
     if path.suffix in PICKLES:
         raise pickle_refused(path)
@@ -89,7 +91,7 @@ def _checked(directory: Path, name: str) -> Path:
 
 def _indexed(directory: Path) -> dict[str, Entry]:
     path = _checked(directory, INDEX)
-    places = tensorfile.read_json(path).get("weight_map")
+    places = read_json(path).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise DataError(Problem("CKPT009", f"{INDEX} has no weight_map of file names", str(path), "fetch it again"))
     files = sorted(set(places.values()))
@@ -100,67 +102,64 @@ def _indexed(directory: Path) -> dict[str, Entry]:
         except MissingInputError:
             missing.append(name)
     if missing:
-        what = f"index names {len(files)} shards, {len(missing)} missing: {_some(missing)}"
-        raise MissingInputError(Problem("CKPT014", what, str(path), f"fetch {_some(missing)} into {directory}"))
+        what = f"index names {len(files)} shards, {len(missing)} missing: {some(missing)}"
+        raise MissingInputError(Problem("CKPT014", what, str(path), f"fetch {some(missing)} into {directory}"))
     found: dict[str, Entry] = {}
     for name in files:
         held = tensorfile.entries(paths[name])
         listed = {tensor for tensor, file in places.items() if file == name}
         if wrong := sorted(listed ^ held.keys()):
-            what = f"{INDEX} and {name} disagree about {len(wrong)} tensors: {_some(wrong)}"
+            what = f"{INDEX} and {name} disagree about {len(wrong)} tensors: {some(wrong)}"
             raise DataError(Problem("CKPT009", what, str(path), "fetch index and shards of one revision"))
         found |= held
     return found
 
 
-def _shortened(name: str) -> str:
-    """A name from a file, cut to a length that fits a message."""
-    return name if len(name) <= 200 else f"{name[:200]}... ({len(name):,} characters)"
-
-
-def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(map(_shortened, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def match(
-    found: Mapping[str, Entry], spec: ModelSpec, where: str, *, grown: bool = False
+    found: Mapping[str, Entry], spec: ModelSpec, where: str, *, grown: bool = False, blocks: Sequence[Block] = ()
 ) -> dict[str, StoredParameter]:
     """Find where every parameter of ``spec`` is stored, by its canonical name; with ``grown`` embedding and output
-    layer may have fewer rows in the files. Raises DataError listing all that differs: tensors by the canonical name of
-    the parameter if they are one, by their own if they are one of several, or hold several."""
+    layer may have fewer rows in the files. ``blocks``: those of weights in float8 that have one scale. Raises DataError
+    listing all that differs: tensors by the canonical name of the parameter if they are one, by their own if they are
+    one of several, or hold several."""
     found = _text_part(found, spec) if spec.hf_model is None else found
     located = locations(spec, found)
     if grown:
         located |= {name: _held(located[name], found) for name in ENDS & located.keys()}
     shapes = {name: shape for parts in located.values() for part in parts for name, shape in part.shapes()}
     packed = {name for parts in located.values() for part in parts if part.packed for name, _ in part.shapes()}
-    found = found if spec.hf_model is None else _named_as_now(found, spec.hf_model, shapes)
+    of_scales = [f"{name}{word}" for name in shapes for word in float8.NAMES]
+    found = found if spec.hf_model is None else _named_as_now(found, spec.hf_model, [*shapes, *of_scales])
     held = tensors(located)
     own = {tensor: parts[0][0] for tensor, parts in held.items() if len(parts) == len(located[parts[0][0]]) == 1}
     ignored = {name_in_files("head.weight", spec)} if spec.tie_word_embeddings else set()
+    there = {name: found[name] for name in shapes if name in found}
+    scales, problems = float8.scales_of(there, found, blocks, where)
+    ignored |= {f"{name}{word}" for name in there if there[name].dtype in float8.KINDS for word in float8.NAMES}
     extra = [name for name in found if name not in shapes and name not in ignored and not _IGNORED.search(name)]
     missing = [own.get(name, name) for name in shapes if name not in found]
-    problems = []
     if missing or extra:
-        what = f"{len(missing)} tensors missing ({_some(missing)}), {len(extra)} unexpected ({_some(extra)})"
+        what = f"{len(missing)} tensors missing ({some(missing)}), {len(extra)} unexpected ({some(extra)})"
         model = f"{spec.num_hidden_layers} layers" + (f", {spec.experts.num_experts} experts" if spec.experts else "")
         fix = f"take the config.json that belongs to these weights (the model: {model})"
         problems.append(Problem("CKPT003", what.replace(" ()", ""), where, fix))
-    there = {name: found[name] for name in shapes if name in found}
     if differ := [name for name, entry in there.items() if entry.shape != shapes[name]]:
         one = [f"`{own.get(name, name)}` file {list(there[name].shape)}, model {list(shapes[name])}" for name in differ]
         embed = next((name for name in differ if own.get(name) == "embed.weight"), None)
         fix = "fix the config" if embed is None else f"model.config: vocab_size: {there[embed].shape[0]}"
-        problems.append(Problem("CKPT002", f"{len(differ)} of {len(shapes)} tensors differ: {_some(one)}", where, fix))
+        problems.append(Problem("CKPT002", f"{len(differ)} of {len(shapes)} tensors differ: {some(one)}", where, fix))
     if odd := [name for name, entry in there.items() if not _readable(entry.dtype, name in packed)]:
-        named = _some([own.get(name, name) for name in odd])
+        named = some([own.get(name, name) for name in odd])
         what = f"{len(odd)} tensors are quantised ({there[odd[0]].dtype}): {named}"
         problems.append(Problem("CKPT004", what, where, "take the unquantised weights (fp32, bf16 or fp16)"))
     if problems:
         raise DataError(*problems)
     return {
         name: StoredParameter(
-            tuple(StoredRows(part, *(there[tensor] for tensor, _ in part.shapes())) for part in parts)
+            tuple(
+                StoredRows(part, *(there[tensor] for tensor, _ in part.shapes()), float8=scales.get(part.tensor))
+                for part in parts
+            )
         )
         for name, parts in located.items()
     }
@@ -176,7 +175,7 @@ def _held(parts: tuple[Location, ...], found: Mapping[str, Entry]) -> tuple[Loca
 
 
 def _readable(dtype: torch.dtype, packed: bool) -> bool:
-    return dtype == torch.uint8 if packed else dtype.is_floating_point and dtype.itemsize > 1
+    return dtype == torch.uint8 if packed else dtype.is_floating_point and dtype != torch.float8_e8m0fnu
 
 
 def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entry]:
@@ -197,19 +196,31 @@ def _named_as_now(found: Mapping[str, Entry], hf_model: HFModel, names: Iterable
     return {name: entry for name, entry in full.items() if name not in old}
 
 
+def _blocks(source: Path) -> Sequence[Block]:
+    """Return the blocks that have a scale where weights are in float8, by the config.json beside them, if there is
+    one. Raises DataError CKPT004 for weights in a format that is not read."""
+    path = (source if source.is_dir() else source.parent) / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    if method := storage.unread(config):
+        what = f"the weights are quantised by {shortened(method)}, which is not read"
+        raise DataError(Problem("CKPT004", what, str(path), "take the unquantised weights (fp32, bf16 or fp16)"))
+    return storage.blocks(config)
+
+
 def check_weights(source: str, revision: str | None, spec: ModelSpec, *, grown: bool = False) -> None:
     """Download the weights of ``source`` if needed, and raise the errors of :func:`read_weights`. Reads headers only,
     and the output layer if the config says that it is tied to the embedding."""
     directory = weights_directory(source, revision)
     found = find_weights(directory)
-    embed = match(found, spec, str(directory), grown=grown)["embed.weight"]
+    embed = match(found, spec, str(directory), grown=grown, blocks=_blocks(directory))["embed.weight"]
     head = found.get(name_in_files("head.weight", spec))
     if not spec.tie_word_embeddings or head is None:
         return
     shape = (embed.pieces[-1].location.stop, *parameter_shapes(spec)["embed.weight"][1:])
     whole = tuple(slice(0, size) for size in shape)
     name = name_in_files("head.weight", spec)
-    if head.shape != shape or not torch.equal(head.read_finite(name, whole), embed.read_finite(whole)):
+    alike = head.shape == shape and head.dtype not in float8.KINDS
+    if not alike or not torch.equal(head.read_finite(name, whole), embed.read_finite(whole)):
         what = "head and embedding differ in the files, but the config says that they are tied"
         raise DataError(Problem("CKPT002", what, str(directory), "tie_word_embeddings: false in its config.json"))
 
@@ -220,7 +231,7 @@ def read_weights(
     """(canonical name, its slice in the stored type) for each of ``parts``, one at a time; with ``grown``, rows of new
     tokens begin as the mean of the others. All headers are checked first, and each slice while it is read: raises
     DataError (MOD006) for NaN and infinity."""
-    stored = match(find_weights(source), spec, str(source), grown=grown)
+    stored = match(find_weights(source), spec, str(source), grown=grown, blocks=_blocks(source))
     for name, part in parts.items():
         yield name, stored[name].read_finite(part)
 

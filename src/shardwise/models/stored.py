@@ -9,6 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from shardwise.models.float8 import Scales
 from shardwise.models.hf_names import PACKED, Location
 from shardwise.models.tensorfile import Entry, check_finite
 
@@ -21,15 +22,19 @@ SCALE_BIAS = 127
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Some rows of a parameter: where they are, and the tensor that holds them; of MXFP4 the blocks, and the scales."""
+    """Some rows of a parameter: where they are, and the tensor that holds them; of MXFP4 the blocks, and the scales. Of
+    one in ``float8`` its scales."""
 
     location: Location
     entry: Entry
     scales: Entry | None = None
+    float8: Scales | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which its values are read."""
+        if self.float8 is not None:
+            return torch.float32
         return self.entry.dtype if self.scales is None else torch.bfloat16
 
     def read_into(self, out: Tensor, first: int, columns: Sequence[slice]) -> None:
@@ -38,6 +43,11 @@ class StoredRows:
         chosen = slice(first - self.location.start, first - self.location.start + out.shape[0])
         if self.scales is None:
             out.copy_(self._rows(self.entry)[(chosen, *columns)])
+            if self.float8 is not None:
+                transposed = self.location.transposed
+                scales = self._matrix(self.float8.entry)
+                own = self.float8.transposed() if transposed else self.float8
+                own.apply(out, scales.T if transposed else scales, self.location.places[chosen], *columns)
             return
         [wanted] = columns
         groups = slice(wanted.start // PACKED, -(-wanted.stop // PACKED))
@@ -46,8 +56,12 @@ class StoredRows:
         out.copy_(values[:, wanted.start - skipped : wanted.stop - skipped])
 
     def _rows(self, entry: Entry) -> Tensor:
+        return self.location.rows(self._matrix(entry))
+
+    def _matrix(self, entry: Entry) -> Tensor:
+        """Return the tensor, of a stack that of the expert."""
         expert = self.location.expert
-        return self.location.rows(entry.mapped() if expert is None else entry.rows(expert, expert + 1).mapped()[0])
+        return entry.mapped() if expert is None else entry.rows(expert, expert + 1).mapped()[0]
 
 
 @dataclass(frozen=True)

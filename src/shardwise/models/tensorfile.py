@@ -38,6 +38,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 50 * 2**20
@@ -126,6 +127,16 @@ def entries(path: Path) -> dict[str, Entry]:
     if odd := {facts["dtype"] for facts in header.values()} - DTYPES.keys():
         raise _contradiction(path, f"dtype {min(odd)} is not supported")
     return {name: _entry(path, facts, 8 + length) for name, facts in header.items()}
+
+
+def shortened(name: str) -> str:
+    """A name from a file, cut to a length that fits a message."""
+    return name if len(name) <= 200 else f"{name[:200]}... ({len(name):,} characters)"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first of these names, and how many more there are."""
+    return ", ".join(map(shortened, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _truncated(path: Path, size: int, wanted: int) -> DataError:
