@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
 from shardwise.models import float8, known, storage, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.families import FAMILIES
+from shardwise.models.float8 import Scales
 from shardwise.models.hf_names import Location, locations, name_in_files, tensors
 from shardwise.models.hf_spec import HFModel
 from shardwise.models.roles import is_counted
 from shardwise.models.storage import Block
-from shardwise.models.stored import StoredParameter, StoredRows
+from shardwise.models.stored import Kept, KeptTensor, StoredParameter, StoredRows
 from shardwise.models.tensorfile import Entry, read_json, shortened, some
 from shardwise.spec.file_kind import PICKLES, pickle_refused
 from shardwise.spec.files import inside
@@ -33,12 +35,15 @@ ENDS = {"embed.weight", "head.weight"}
 _IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.(activation|input|output|[qkv])_scale)$")
 """Tables in old exports that are not needed, for they follow from the config; and scales of what inference quantises
 beside weights."""
+_PREDICTING = re.compile(r"num_nextn_predict_layers$|(num_)?mtp_")
+"""Keys of a config that tell of layers which predict further tokens."""
 _OUTER = re.compile(r"^language_model\.|^(model\.)language_model\.")
 """The prefix of the text part's names in a model of text and images."""
 
 
-def weights_directory(source: str, revision: str | None = None) -> Path:
-    """The directory (or single file) that holds the weights of a local path or a Hub id, fetched if need be."""
+def weights_directory(source: str, revision: str | None = None, *, here: bool = False) -> Path:
+    """The directory (or single file) that holds the weights of a local path or a Hub id, fetched if need be, unless
+    they have to be ``here``."""
     path = Path(source).expanduser()
     if path.exists():
         return path
@@ -47,7 +52,7 @@ def weights_directory(source: str, revision: str | None = None) -> Path:
         if known.find(source) is not None:
             what = f"{source} is only known by its dimensions: there are no weights"
         raise MissingInputError(Problem("CKPT001", what, "model.path", fix))
-    return fetch(source, revision, ["*.safetensors", "*.json"], "model.path")
+    return fetch(source, revision, ["*.safetensors", "*.json"], "model.path", here=here)
 
 
 def find_weights(source: Path) -> dict[str, Entry]:
@@ -155,14 +160,13 @@ def match(
     if problems:
         raise DataError(*problems)
     return {
-        name: StoredParameter(
-            tuple(
-                StoredRows(part, *(there[tensor] for tensor, _ in part.shapes()), float8=scales.get(part.tensor))
-                for part in parts
-            )
-        )
-        for name, parts in located.items()
+        name: StoredParameter(tuple(_stored(part, there, scales) for part in parts)) for name, parts in located.items()
     }
+
+
+def _stored(part: Location, there: Mapping[str, Entry], scales: Mapping[str, Scales]) -> StoredRows:
+    held = [there[tensor] for tensor, _ in part.shapes()]
+    return StoredRows(part, held[0], held[1] if part.packed else None, scales.get(part.tensor))
 
 
 def _held(parts: tuple[Location, ...], found: Mapping[str, Entry]) -> tuple[Location, ...]:
@@ -180,11 +184,31 @@ def _readable(dtype: torch.dtype, packed: bool) -> bool:
 
 def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entry]:
     """The entries of the text part of a model of text and images, under the names of a text-only model."""
-    unused = FAMILIES[spec.family].unused.replace("LAYERS", str(spec.num_hidden_layers))
-    if not unused:
+    family = FAMILIES[spec.family]
+    others = "|".join(filter(None, (family.unused, family.predictors)))
+    if not others:
         return found
-    kept = {name: entry for name, entry in found.items() if not re.match(rf"(model\.)?({unused})", name)}
-    return {_OUTER.sub(r"\1", name): entry for name, entry in kept.items()}
+    own = {name: entry for name, entry in found.items() if not _is_of(others, name, spec)}
+    return {_OUTER.sub(r"\1", name): entry for name, entry in own.items()}
+
+
+def _is_of(pattern: str, name: str, spec: ModelSpec) -> bool:
+    """Return whether a family's pattern matches the name of a tensor."""
+    return bool(re.match(rf"(model\.)?({pattern.replace('LAYERS', str(spec.num_hidden_layers))})", name))
+
+
+def kept_beside(source: Path, spec: ModelSpec) -> Kept:
+    """Return the layers of these files that predict further tokens, and what their config says of them. Raises what
+    :func:`find_weights` does, DataError for float8 without scales that fit."""
+    found, predictors = find_weights(source), FAMILIES[spec.family].predictors
+    own = {name: found[name] for name in found if predictors and _is_of(predictors, name, spec)}
+    scales, problems = float8.scales_of(own, found, _blocks(source), str(source))
+    if problems:
+        raise DataError(*problems)
+    not_kept = {each.name for each in scales.values()} | {name for name in own if _IGNORED.search(name)}
+    kept = {name: KeptTensor(entry, scales.get(name)) for name, entry in own.items() if name not in not_kept}
+    config = _config_beside(source) if kept else {}
+    return Kept(kept, {key: value for key, value in config.items() if _PREDICTING.match(key)})
 
 
 def _named_as_now(found: Mapping[str, Entry], hf_model: HFModel, names: Iterable[str]) -> Mapping[str, Entry]:
@@ -199,12 +223,17 @@ def _named_as_now(found: Mapping[str, Entry], hf_model: HFModel, names: Iterable
 def _blocks(source: Path) -> Sequence[Block]:
     """Return the blocks that have a scale where weights are in float8, by the config.json beside them, if there is
     one. Raises DataError CKPT004 for weights in a format that is not read."""
-    path = (source if source.is_dir() else source.parent) / "config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = _config_beside(source)
     if method := storage.unread(config):
         what = f"the weights are quantised by {shortened(method)}, which is not read"
-        raise DataError(Problem("CKPT004", what, str(path), "take the unquantised weights (fp32, bf16 or fp16)"))
+        raise DataError(Problem("CKPT004", what, str(source), "take the unquantised weights (fp32, bf16 or fp16)"))
     return storage.blocks(config)
+
+
+def _config_beside(source: Path) -> dict[str, Any]:
+    """Return the config beside these weights; empty if there is none."""
+    path = (source if source.is_dir() else source.parent) / "config.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def check_weights(source: str, revision: str | None, spec: ModelSpec, *, grown: bool = False) -> None:
@@ -238,6 +267,7 @@ def read_weights(
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of a file of weights, unless one tensor is larger."""
+_NOTHING = Kept()
 
 
 def write_weights(
@@ -246,17 +276,21 @@ def write_weights(
     fetch: Callable[[str], Tensor],
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    kept: Kept = _NOTHING,
 ) -> list[Path]:
-    """Write ``directory`` as transformers' ``from_pretrained`` reads it; returns the files of weights.
+    """Write ``directory`` as transformers' ``from_pretrained`` reads it, and behind the model what is ``kept`` of
+    another; returns the files of weights.
 
     ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in :func:`order_of_writing`,
     and no more than one parameter, one tensor of the files and a copy of it are held. What follows from counts is
     written in fp32, whatever the ``dtype``."""
     directory.mkdir(parents=True, exist_ok=True)
     held, fetched = tensors(locations(spec)), {"": torch.empty(0)}
-    wider = {name for name, parts in held.items() if is_counted(parts[0][0])}
-    each = {name: torch.float32.itemsize if name in wider else dtype.itemsize for name in held}
-    sizes_bytes = {name: prod(parts[0][1].shape) * each[name] for name, parts in held.items()}
+    others = {name: torch.float32 for name, parts in held.items() if is_counted(parts[0][0])}
+    others |= {name: each.entry.dtype for name, each in kept.tensors.items() if each.float8 is None}
+    shapes = {name: parts[0][1].shape for name, parts in held.items()}
+    shapes |= {name: each.entry.shape for name, each in kept.tensors.items()}
+    sizes_bytes = {name: prod(shape) * others.get(name, dtype).itemsize for name, shape in shapes.items()}
     files = _files(sizes_bytes, max_shard_bytes)
 
     def value(name: str) -> Tensor:
@@ -265,13 +299,16 @@ def write_weights(
             fetched[name] = fetch(name).detach()
         return fetched[name]
 
+    def made(name: str) -> Tensor:
+        return assembled(held[name], value) if name in held else kept.tensors[name].read()
+
     for file, names in files.items():
-        shapes = {name: held[name][0][1].shape for name in names}
-        tensorfile.write(directory / file, shapes, dtype, (assembled(held[name], value) for name in names), wider)
+        own = {name: shapes[name] for name in names}
+        tensorfile.write(directory / file, own, dtype, map(made, names), others)
     if len(files) > 1:
         file_of = {name: file for file, names in files.items() for name in names}
         _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": file_of})
-    config = to_hf(spec) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = to_hf(spec) | {**kept.config, "dtype": str(dtype).removeprefix("torch.")}
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
     _write_json(directory / "config.json", config)
     return [directory / file for file in files]

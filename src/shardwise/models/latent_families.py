@@ -148,7 +148,7 @@ LATENT_FAMILIES: dict[str, Family] = {
             "v_head_dim": 128,
         },
         ("attention_bias",),
-        unused=r"layers\.LAYERS\.",
+        predictors=r"layers\.LAYERS\.",
         brings_code=True,
         read_too=(IN_MEMORY,),
     ),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,33 @@ class StoredRows:
         """Return the tensor, of a stack that of the expert."""
         expert = self.location.expert
         return entry.mapped() if expert is None else entry.rows(expert, expert + 1).mapped()[0]
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor of a model's files that is no parameter, and is written again as it is; from float8 in another dtype."""
+
+    entry: Entry
+    float8: Scales | None = None
+
+    def read(self) -> Tensor:
+        """Return its values; with scales in fp32."""
+        if self.float8 is None:
+            return self.entry.mapped()
+        values, scales = self.entry.mapped().float(), self.float8.entry.mapped()
+        *_, rows, columns = values.shape
+        each = zip(values.view(-1, rows, columns), scales.view(-1, *scales.shape[-2:]), strict=True)
+        for matrix, own in each:
+            self.float8.apply(matrix, own, range(rows), slice(0, columns))
+        return values
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tensors of layers that predict further tokens, by their names in files, and what a config says of these."""
+
+    tensors: Mapping[str, KeptTensor] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -194,11 +195,11 @@ def write(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     tensors: Iterable[Tensor],
-    wider: Set[str] = frozenset(),
+    others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
-    """Write a file of ``tensors``, made one at a time in the order of ``shapes`` and cast to ``dtype``, those named
-    ``wider`` to fp32."""
-    dtypes = {name: torch.float32 if name in wider else dtype for name in shapes}
+    """Write a file of ``tensors``, made one at a time in the order of ``shapes`` and cast to ``dtype``, or to what
+    ``others`` has for their name."""
+    dtypes = {name: others.get(name, dtype) for name in shapes}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, shape in shapes.items():
