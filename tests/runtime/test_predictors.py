@@ -143,7 +143,7 @@ def test_a_model_that_begins_at_random_has_none(tmp_path: Path, change: dict[str
 
 def test_a_family_without_them_says_nothing_of_weights_that_are_gone(tmp_path: Path) -> None:
     made = beginning(tmp_path)
-    assert kept_of(made, load_spec("Qwen3-0.6B")) == (hf.Kept(), "")
+    assert kept_of(made, load_spec("Qwen3-0.6B")) == (hf.KeptLayers(), "")
 
 
 def test_from_float8_they_are_in_the_dtype_of_the_export(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from shardwise.models.hf_names import Location, locations, name_in_files, tensor
 from shardwise.models.hf_spec import HFModel
 from shardwise.models.roles import is_counted
 from shardwise.models.storage import Block
-from shardwise.models.stored import Kept, KeptTensor, StoredParameter, StoredRows
+from shardwise.models.stored import KeptLayers, KeptTensor, StoredParameter, StoredRows
 from shardwise.models.tensorfile import Entry, read_json, shortened, some
 from shardwise.spec.file_kind import PICKLES, pickle_refused
 from shardwise.spec.files import inside
@@ -197,7 +197,7 @@ def _is_of(pattern: str, name: str, spec: ModelSpec) -> bool:
     return bool(re.match(rf"(model\.)?({pattern.replace('LAYERS', str(spec.num_hidden_layers))})", name))
 
 
-def kept_beside(source: Path, spec: ModelSpec) -> Kept:
+def kept_beside(source: Path, spec: ModelSpec) -> KeptLayers:
     """Return the layers of these files that predict further tokens, and what their config says of them. Raises what
     :func:`find_weights` does, DataError for float8 without scales that fit."""
     found, predictors = find_weights(source), FAMILIES[spec.family].predictors
@@ -208,7 +208,7 @@ def kept_beside(source: Path, spec: ModelSpec) -> Kept:
     not_kept = {each.name for each in scales.values()} | {name for name in own if _IGNORED.search(name)}
     kept = {name: KeptTensor(entry, scales.get(name)) for name, entry in own.items() if name not in not_kept}
     config = _config_beside(source) if kept else {}
-    return Kept(kept, {key: value for key, value in config.items() if _PREDICTING.match(key)})
+    return KeptLayers(kept, {key: value for key, value in config.items() if _PREDICTING.match(key)})
 
 
 def _named_as_now(found: Mapping[str, Entry], hf_model: HFModel, names: Iterable[str]) -> Mapping[str, Entry]:
@@ -267,7 +267,7 @@ def read_weights(
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of a file of weights, unless one tensor is larger."""
-_NOTHING = Kept()
+_NOTHING = KeptLayers()
 
 
 def write_weights(
@@ -276,7 +276,7 @@ def write_weights(
     fetch: Callable[[str], Tensor],
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    kept: Kept = _NOTHING,
+    kept: KeptLayers = _NOTHING,
 ) -> list[Path]:
     """Write ``directory`` as transformers' ``from_pretrained`` reads it, and behind the model what is ``kept`` of
     another; returns the files of weights.

@@ -85,7 +85,7 @@ class KeptTensor:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptLayers:
     """The tensors of layers that predict further tokens, by their names in files, and what a config says of these."""
 
     tensors: Mapping[str, KeptTensor] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import torch
 from shardwise.data.stream import EvaluationBatch, evaluation
 from shardwise.distributed.slices import kept
 from shardwise.errors import OutputError, PreemptedError, Problem
-from shardwise.models.stored import Kept
+from shardwise.models.stored import KeptLayers
 from shardwise.runtime.checkpoint.crew import Crew
 from shardwise.runtime.checkpoint.locate import best, newest
 from shardwise.runtime.checkpoint.manifest import step_name, train_again, whole
@@ -177,18 +177,19 @@ def model_directory(job: Job) -> Path:
     return job.directory / ("hf" if job.plan.lora is None else "adapter")
 
 
-def write_model(job: Job, state: TrainState) -> str:
-    """Export what was trained, beside it the tokenizer; returns what is to be said of it."""
+def write_model(job: Job, state: TrainState, log: Log) -> None:
+    """Export what was trained, beside it the tokenizer."""
     parameters = {name: kept(parameter) for name, parameter in state.parameters().items()}
     if job.plan.lora is not None:
         export_adapter(parameters, job.plan.lora, job.spec, job.recipe.model.path, model_directory(job))
         if job.rank == 0:
             job.tokenizer.copy_to(model_directory(job))
-        return ""
-    beside, said = kept_of(job.recipe, job.spec) if job.rank == 0 else (Kept(), "")
+        return
+    beside, left_out = kept_of(job.recipe, job.spec) if job.rank == 0 else (KeptLayers(), "")
     dtype = torch_dtype(job.plan.precision.weights)
     export(parameters, job.spec, job.tokenizer, model_directory(job), dtype, beside)
-    return said
+    if left_out:
+        log.say(left_out)
 
 
 def lost(job: Job, step: int, why: str) -> Problem:

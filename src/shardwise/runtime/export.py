@@ -29,7 +29,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.families import FAMILIES
 from shardwise.models.hf_model import Model
 from shardwise.models.roles import is_adapter
-from shardwise.models.stored import Kept
+from shardwise.models.stored import KeptLayers
 from shardwise.models.tensorfile import DTYPES, NAMES
 from shardwise.runtime import exchange, passes
 from shardwise.runtime.build import begins_trained, build_parts, fill
@@ -50,7 +50,7 @@ def export(
     tokenizer: tokens.Tokenizer,
     target: Path,
     dtype: torch.dtype,
-    kept: Kept,
+    kept: KeptLayers,
 ) -> None:
     """Write ``target`` from the (sharded) parameters of all ranks: gathered one tensor at a time, written by rank 0,
     which adds what is ``kept`` of the model that training began with (:func:`kept_of`). Every rank calls this alike.
@@ -66,20 +66,20 @@ def export(
         tokenizer.copy_to(draft)
 
 
-def kept_of(recipe: Recipe, spec: ModelSpec) -> tuple[Kept, str]:
+def kept_of(recipe: Recipe, spec: ModelSpec) -> tuple[KeptLayers, str]:
     """Return the layers that predict further tokens of the model that training begins with, and what is to be said
     where they are left out. Nothing is downloaded for them."""
     source = recipe.model.path
     if source is None or not begins_trained(recipe) or not FAMILIES[spec.family].predictors or spec.hf_model:
-        return Kept(), ""
+        return KeptLayers(), ""
     try:
         kept = hf.kept_beside(hf.weights_directory(source, recipe.model.revision, here=True), spec)
     except ShardwiseError as error:
-        return Kept(), f"layers of {source} that predict further tokens are left out: {error.problems[0].what}"
+        return KeptLayers(), f"layers of {source} that predict further tokens are left out: {error.problems[0].what}"
     rows = {each.entry.shape[0] for name, each in kept.tensors.items() if _OF_ALL_IDS.search(name)}
     if rows - {spec.vocab_size}:
         why = f"they know {max(rows):,} tokens, and the model {spec.vocab_size:,}"
-        return Kept(), f"layers of {source} that predict further tokens are left out: {why}"
+        return KeptLayers(), f"layers of {source} that predict further tokens are left out: {why}"
     return kept, ""
 
 
