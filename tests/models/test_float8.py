@@ -130,10 +130,10 @@ class Quantizer:
     quantization_config = FineGrainedFP8Config(weight_block_size=(128, 128))
 
 
-def deepseek(directory: Path, *, fused: bool) -> tuple[ModelSpec, dict[str, Any]]:
+def deepseek(directory: Path, *, fused: bool, vocab_size: int = 100) -> tuple[ModelSpec, dict[str, Any]]:
     """A DeepSeek-V3 whose matrices transformers' own code has put into float8, experts one by one or in stacks."""
     config = config_of("deepseek_v3", 1) | WIDE | LATENT | HEADS | {"attention_bias": False, "head_dim": 8}
-    config["tie_word_embeddings"] = False
+    config |= {"tie_word_embeddings": False, "vocab_size": vocab_size}
     ours = random_model(read_spec(config, "test"), 1)
     hf.write_weights(directory, ours.spec, ours.state_dict().__getitem__)
     held = load_file(directory / hf.SINGLE)
