@@ -24,6 +24,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.hf_names import Location
 from shardwise.models.load import load_spec, read_spec
 from shardwise.models.stored import StoredParameter, StoredRows
+from tests.models import hf_models
 from tests.models.families import config_of, in_memory, random_model, spec_of
 from tests.models.llama import relative, tokens
 from tests.models.test_stored import everything
@@ -187,6 +188,31 @@ def test_a_model_in_float8_is_the_one_that_transformers_loads(tmp_path: Path) ->
         assert torch.equal(exported[name], state[name].bfloat16()), name
 
 
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "exaone4"])
+def test_models_in_transformers_own_modules_are_read_too(tmp_path: Path, kind: str) -> None:
+    """Whose files may have a matrix transposed, or names without a prefix: as from files with the values in fp32."""
+    hf_models.theirs_of(kind).save_pretrained(tmp_path / "fp32")
+    held, stored = load_file(tmp_path / "fp32" / hf.SINGLE), dict[str, Tensor]()
+    matrices = [name for name in held if held[name].dim() == 2 and re.search(r"\b(layers|h)\.\d", name)]
+    for name in matrices:
+        stored[name], stored[f"{name}_scale"] = quantised(held[name], 16, 24)
+        held[name] = meant(stored[name], stored[f"{name}_scale"], 16, 24).float()
+    (tmp_path / "float8").mkdir()
+    save_file(held, tmp_path / "fp32" / hf.SINGLE, {"format": "pt"})
+    bare = {name.removeprefix("transformer."): value for name, value in (held | stored).items()}
+    save_file(bare, tmp_path / "float8" / hf.SINGLE, {"format": "pt"})
+    config = json.loads((tmp_path / "fp32" / "config.json").read_text())
+    settings = group(strategy="block", block_structure=[16, 24])
+    (tmp_path / "float8" / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    spec = load_spec(str(tmp_path / "float8"))
+    assert spec.hf_model is not None and "16 x 24" in spec.stored and len(matrices) >= 12
+    read = [dict(hf.read_weights(tmp_path / name, everything(spec), spec)) for name in ("fp32", "float8")]
+    assert all(torch.equal(read[0][name], read[1][name]) for name in read[0])
+    part = {name: tuple(slice(n // 3, n // 2) for n in value.shape) for name, value in read[0].items()}
+    for name, value in hf.read_weights(tmp_path / "float8", part, spec):
+        assert torch.equal(value, read[0][name][part[name]]), name
+
+
 Change = Callable[[dict[str, Tensor]], None]
 NAME = "model.layers.1.mlp.experts.3.up_proj.weight"
 SCALE = f"{NAME}_scale_inv"
@@ -287,6 +313,12 @@ def test_a_config_of_float8_is_that_of_its_model(settings: dict[str, Any]) -> No
         plain, spec = read_spec(config, "a"), read_spec(config | {"quantization_config": settings}, "a")
         assert spec.stored.startswith("float8") and not plain.stored
         assert spec == hf.replace(plain, stored=spec.stored)
+
+
+@pytest.mark.parametrize("groups", [[], "a", {"a": 1}, {"a": {"weights": 2}}, {"a": {"weights": {}}}])
+def test_groups_that_say_nothing_break_nothing(groups: Any) -> None:
+    settings = {"quant_method": "compressed-tensors", "config_groups": groups, "format": "x"}
+    read_spec(config_of("qwen3") | {"quantization_config": settings}, "a")
 
 
 @pytest.mark.parametrize("size", [[128], [0, 128], "128", [128, 1.5], {"a": 1}])

@@ -37,9 +37,9 @@ def _wrong(key: str, value: Any) -> ConfigError:
 
 def _weights(settings: Config) -> list[Config]:
     """Return what compressed-tensors says of the weights of each group of layers that it has."""
-    groups = settings.get("config_groups") or {}
-    found = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
-    return [kind for kind in found if isinstance(kind, dict)]
+    groups = settings.get("config_groups")
+    each = groups.values() if isinstance(groups, dict) else ()
+    return [group["weights"] for group in each if isinstance(group, dict) and isinstance(group.get("weights"), dict)]
 
 
 def unread(config: Config) -> str:
@@ -52,7 +52,7 @@ def unread(config: Config) -> str:
         return f"{method} ({settings.get('format')})"
     if settings.get("transform_config"):
         return f"{method} (with transforms)"
-    return method if settings and method not in READ else ""
+    return (method or "a method without a name") if settings and method not in READ else ""
 
 
 def blocks(config: Config) -> tuple[Block, ...]:
