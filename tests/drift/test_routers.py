@@ -1,4 +1,4 @@
-"""Plans of models whose routers choose by sigmoids say what is sent, held and saved, to the byte."""
+"""Plans of models whose routers choose by sigmoids, or within groups, say what is sent, held and saved, to the byte."""
 
 from __future__ import annotations
 

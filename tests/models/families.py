@@ -170,7 +170,7 @@ def gpt_oss(rng: random.Random) -> dict[str, Any]:
     return shared(rng) | rope(rng, stretch) | experts | sizes | {"num_key_value_heads": rng.choice([1, 2, 4])}
 
 
-def deepseek_v2(rng: random.Random) -> dict[str, Any]:
+def latent(rng: random.Random) -> dict[str, Any]:
     base = shared(rng)
     experts = {"n_routed_experts": rng.choice([5, 8]), "num_experts_per_tok": 3, "moe_intermediate_size": 20}
     more = {"n_shared_experts": rng.choice([1, 2]), "first_k_dense_replace": 1, "topk_method": "greedy"}
@@ -181,8 +181,15 @@ def deepseek_v2(rng: random.Random) -> dict[str, Any]:
     return base | rope(rng, stretch) | experts | more | dims | own | bias
 
 
+def deepseek_v2(rng: random.Random) -> dict[str, Any]:
+    """Among all experts, as V2-Lite, or in groups, as V2."""
+    groups, kept = rng.choice([(2, 1), (4, 2)])
+    grouped = {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": kept, "n_routed_experts": 8}
+    return latent(rng) | rng.choice([{}, grouped | {"routed_scaling_factor": 2.3}])
+
+
 def deepseek_v3(rng: random.Random) -> dict[str, Any]:
-    v2 = deepseek_v2(rng)
+    v2 = latent(rng)
     groups, kept = rng.choice([(2, 1), (4, 2)])
     routing = {"n_routed_experts": 8, "n_group": groups, "topk_group": kept, "routed_scaling_factor": 2.5}
     own = {"rope_interleave": rng.random() < 0.75, "norm_topk_prob": rng.random() < 0.75}
@@ -352,5 +359,6 @@ NEUTRAL: dict[str, Any] = {
     "shared_expert_gate": False,
     "dense_layers": (),
     "sigmoid": None,
+    "softmax_groups": None,
 }
 """Features, and what a model without them has."""

@@ -303,8 +303,10 @@ def test_bf16_is_near_fp32(family: str) -> None:
         ("qwen2", {"layer_types": [SLIDING, FULL]}, "2 layer_types for 3 layers"),
         ("deepseek_v2", {"v_head_dim": 21}, "values of 21 are wider than heads of 20"),
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
-        ("deepseek_v2", {"routed_scaling_factor": 16.0}, "`routed_scaling_factor: 16.0` is not supported"),
-        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "group_limited_greedy` is not supported"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "`topk_method: noaux_tc` is not supported"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "`norm_topk_prob: True` is not supported"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": None}, "`n_group` must be a whole number"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 1}, "16 groups of "),
     ],
 )
 def test_what_is_refused(family: str, change: dict[str, object], text: str) -> None:

@@ -1,4 +1,5 @@
-"""Routers that choose by sigmoids, against transformers in float64: logits and all gradients within 1e-9.
+"""Routers that choose by sigmoids, or within groups, against transformers in float64: logits and all gradients within
+1e-9.
 
 transformers computes norms, routers, softmaxes and rotations in fp32 whatever the dtype. Here its modules see a torch
 in which fp32 is float64, so that nothing but the order of sums is left of the differences."""
@@ -33,6 +34,7 @@ from tests.models.llama import relative, tokens
 
 CASES = [("glm4_moe", groups, seed) for groups in ((1, 1), (2, 1), (4, 2)) for seed in range(2)]
 CASES += [("minimax_m2", (1, 1), seed) for seed in range(3)]
+CASES += [("deepseek_v2", groups, seed) for groups in ((1, 1), (2, 1), (4, 2), (8, 5)) for seed in range(2)]
 
 
 class WideTorch:
@@ -59,8 +61,12 @@ def pair(family: str, groups: tuple[int, int], seed: int) -> tuple[Decoder, PreT
     config = config_of(family, seed)
     if family == "glm4_moe":
         config |= {"n_group": groups[0], "topk_group": groups[1]}
+    if family == "deepseek_v2":
+        config |= {"n_group": groups[0], "topk_group": groups[1], "topk_method": "group_limited_greedy"}
+        config |= {"n_routed_experts": 8, "routed_scaling_factor": 2.3}
     spec = from_hf(config, "test")
-    assert spec.experts.sigmoid is not None and spec.experts.sigmoid.groups == groups[0]
+    routing = spec.experts.sigmoid or spec.experts.softmax_groups
+    assert routing is not None and routing.groups == groups[0]
     ours = random_model(spec, seed, torch.float64)
     theirs = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config), attn_implementation="eager", experts_implementation="eager", dtype=torch.float64
@@ -156,6 +162,40 @@ def test_each_part_of_the_choice_is_seen() -> None:
                 other = Decoder(with_fields(ours.spec, sigmoid=change(routing), **fields)).double()
                 other.load_state_dict(ours.state_dict())
                 with mutated():
+                    worst[name] = max(worst[name], relative(other(ids, positions, MaskSpec()), reference))
+    assert worst.pop("nothing") < 1e-12
+    assert min(worst.values()) > 1e-5, worst
+
+
+def of_two_best(*given: Any) -> Tensor:
+    scores, correction, groups, kept, k, _ = given
+    return choose(scores, correction, groups, kept, k, 2)
+
+
+choose = moe.choose
+
+
+@torch.no_grad()
+def test_each_part_of_a_choice_within_groups_is_seen() -> None:
+    """Groups are worth their best alone, not all are kept, weights are scaled and not normalised."""
+    worst = dict.fromkeys(("nothing", "two best", "no groups", "no scale", "normalised"), 0.0)
+    with in_float64("deepseek_v2"):
+        for seed, groups in enumerate([(2, 1), (4, 2), (2, 1), (4, 2)]):
+            ours, theirs = pair("deepseek_v2", groups, seed)
+            ids, positions = tokens(ours.spec.vocab_size, length=LENGTH, seed=seed)
+            reference, how = theirs(ids, use_cache=False).logits, ours.spec.experts.softmax_groups
+            assert how is not None
+            changes: dict[str, dict[str, Any]] = {
+                "nothing": {},
+                "two best": {},
+                "normalised": {"normalised_top_k": True},
+            }
+            changes["no groups"] = {"softmax_groups": replace(how, kept_groups=how.groups)}
+            changes["no scale"] = {"softmax_groups": replace(how, scale=1.0)}
+            for name, fields in changes.items():
+                other = Decoder(with_fields(ours.spec, **fields)).double()
+                other.load_state_dict(ours.state_dict())
+                with patch.object(moe, "choose", of_two_best if name == "two best" else choose):
                     worst[name] = max(worst[name], relative(other(ids, positions, MaskSpec()), reference))
     assert worst.pop("nothing") < 1e-12
     assert min(worst.values()) > 1e-5, worst

@@ -53,7 +53,6 @@ def test_a_config_is_refused_in_the_field_s_words(config: dict[str, Any], said: 
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", EXPERTS),
         ("microsoft/Phi-3.5-MoE-instruct", EXPERTS),
         ("deepseek-ai/DeepSeek-V3.2-Exp", EXPERTS),
-        ("deepseek-ai/DeepSeek-V2-Chat", EXPERTS),
         ("moonshotai/Kimi-K2.5", EXPERTS),
         ("zai-org/GLM-4.5V", EXPERTS),
         ("ibm-granite/granite-3.0-1b-a400m-base", EXPERTS),
@@ -73,7 +72,8 @@ def test_what_may_be_supported_is_refused_by_neither() -> None:
     dense = "DeepSeek-R1-Distill-Qwen-7B GLM-4-9B Phi-3.5-mini-instruct gpt2 falcon-7b tiny-random-LlamaForCausalLM"
     experts = (
         "my-Qwen3-30B-A3B-sft Qwen3-Coder-30B-A3B-Instruct dolphin-2.5-mixtral-8x7b OLMoE-1B-7B-0125 gpt-oss-20b-BF16 "
-        "MiniMax-M2 MiniMax-M2.1 GLM-4.5 GLM-4.5-Air GLM-4.6 GLM-4.7"
+        "DeepSeek-V2-Chat DeepSeek-V2.5-1210 DeepSeek-Coder-V2-Instruct Kimi-K2-Base MiniMax-M2 MiniMax-M2.1 "
+        "GLM-4.5 GLM-4.5-Air GLM-4.6 GLM-4.7"
     )
     for name in (*known.configs(), *dense.split(), *experts.split()):
         refuse_name(f"org/{name}")

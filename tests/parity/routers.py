@@ -1,11 +1,11 @@
-"""Tiny models with routers that choose by sigmoids, and the layouts in which they are proved."""
+"""Tiny models with routers that choose by sigmoids, or within groups, and the layouts in which they are proved."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from shardwise.models.config import ModelSpec, with_fields
-from shardwise.models.kinds import SigmoidRouting
+from shardwise.models.kinds import GroupedRouting, SigmoidRouting
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Remat, Shard
 from tests.parity.cases import FP64
@@ -32,7 +32,18 @@ MINIMAX = with_fields(
     router_aux_loss_coef=2.0,  # large, so that what is wrong with it shows
     sigmoid=SigmoidRouting(bias_rate=0.05),
 )
-MODELS: dict[str, ModelSpec] = {"GLM": GLM, "MiniMax": MINIMAX}
+GROUPED = with_fields(
+    MIXTRAL,
+    name="tiny-grouped",
+    num_hidden_layers=3,
+    experts_per_token=3,
+    normalised_top_k=False,
+    shared_expert_size=24,
+    dense_layers=(0,),
+    router_aux_loss_coef=2.0,
+    softmax_groups=GroupedRouting(groups=4, kept_groups=2, scale=1.7),
+)
+MODELS: dict[str, ModelSpec] = {"GLM": GLM, "MiniMax": MINIMAX, "DeepSeek-V2's router": GROUPED}
 
 
 def plan(layout: Layout, strategy: str = "ddp", accumulation: int = 2, length: int = 16, **more: object) -> Plan:

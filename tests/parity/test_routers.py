@@ -1,5 +1,5 @@
-"""Routers that choose by sigmoids, whose correction moves between steps: N ranks are one process. And faults in it,
-planted into the ranks' code, which parity sees."""
+"""Routers that choose by sigmoids, whose correction moves between steps, or within groups: N ranks are one process. And
+faults in it, planted into the ranks' code, which parity sees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.runtime import balance, step
 from tests.parity import drawn, planted, routers
 from tests.parity.planted import Fault
-from tests.parity.routers import GLM, MODELS, PLANS
+from tests.parity.routers import GLM, GROUPED, MODELS, PLANS
 from tests.parity.test_fp64 import holds
 
 
@@ -56,6 +56,10 @@ def without_correction(scores: Tensor, correction: Tensor, *rest: int) -> Tensor
     return choose(scores, torch.zeros_like(correction), *rest)
 
 
+def of_two_best(scores: Tensor, correction: Tensor | None, *rest: int) -> Tensor:
+    return choose(scores, correction, *rest[:3], 2)
+
+
 FAULTS: dict[str, Fault] = {
     "the correction stays": (lambda: patch.object(step.balance, "correct", not_corrected), GLM, PLANS["zero3"]),
     "loads of other tokens": (lambda: patch.object(step.balance, "correct", of_own_tokens), GLM, PLANS["ddp"]),
@@ -65,6 +69,7 @@ FAULTS: dict[str, Fault] = {
         GLM,
         PLANS["zero3"],
     ),
+    "two best of a group": (lambda: patch.object(moe, "choose", of_two_best), GROUPED, PLANS["ep"]),
     "no correction at all": (lambda: patch.object(moe, "choose", without_correction), GLM, PLANS["tp"]),
 }
 

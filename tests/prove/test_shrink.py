@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import layer_kinds, parameter_count, parameter_shapes, with_fields
-from shardwise.models.kinds import SigmoidRouting
+from shardwise.models.kinds import GroupedRouting, SigmoidRouting
 from shardwise.models.load import load_spec, read_spec
 from shardwise.prove.shrink import THEIRS, real_name, shrink
 from shardwise.spec.cluster import parse_cluster
@@ -135,6 +135,9 @@ def test_of_groups_of_experts_as_few_are_kept(groups: int, kept: int, left: tupl
     few = shrink(spec, Plan(Layout(dp_shard=8, ep=8), Batch(), Shard("zero3"))).spec.experts
     assert few.sigmoid == SigmoidRouting(*left, 2.5, 0.001)
     assert few.experts_per_token * left[0] <= few.num_experts * left[1]
+    spec = with_fields(MOE, softmax_groups=GroupedRouting(groups, kept, 16.0))
+    few = shrink(spec, Plan(Layout(dp_shard=8, ep=8), Batch(), Shard("zero3"))).spec.experts
+    assert few.softmax_groups == GroupedRouting(*left, 16.0) and few.sigmoid is None
 
 
 @pytest.mark.parametrize(("chosen", "left", "of"), [(1, 1, 4), (2, 2, 6), (8, 2, 6), (128, 4, 4)])

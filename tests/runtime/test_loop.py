@@ -31,6 +31,7 @@ from shardwise.runtime.faults.outcome import read_exit
 from shardwise.runtime.job import Job
 from shardwise.runtime.loop import train
 from shardwise.runtime.metrics import measure, profile
+from shardwise.runtime.metrics.log import Log
 from shardwise.runtime.report import sample
 from shardwise.runtime.report.report import Report
 from shardwise.runtime.state import TrainState
@@ -558,8 +559,8 @@ def test_fp16_that_overflows_has_no_sample_and_is_trained(
     made = recipe(root, "overflow", train={"max_steps": 3})
     write = loop.write_model
 
-    def enlarge(job: Job, state: TrainState) -> None:
-        write(job, state)
+    def enlarge(job: Job, state: TrainState, log: Log) -> None:
+        write(job, state, log)
         state.parameters()["norm.weight"].data.fill_(1e6)
 
     monkeypatch.setattr(loop, "write_model", enlarge)

@@ -173,6 +173,8 @@ def head_lines(answer: Planned) -> list[str]:
     lines = [render.title(answer.spec, answer.cluster)]
     if answer.spec.hf_model is not None:
         lines.append(f"{answer.spec.family}, {NOTICE}")
+    if answer.spec.stored:
+        lines.append(f"its files are in {answer.spec.stored}: read with their scales, exported in 16 or 32 bits")
     if answer.cluster.assumptions:
         lines.append("assumed: " + "; ".join(answer.cluster.assumptions))
     return [*lines, ""]

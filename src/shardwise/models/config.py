@@ -37,7 +37,8 @@ class ModelSpec:
 
     norm_placement: of the norms of a block, before attention and MLP, after them, or both. norm_plus_one: norms
     multiply by 1 + weight. logits_scaling: what logits are divided by. intermediate_sizes: of each layer, where they
-    differ; no family's config has them. hf_model: blocks that are not the decoder's.
+    differ; no family's config has them. hf_model: blocks that are not the decoder's. stored: how its files hold
+    weights, where not in 16 or 32 bits.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ModelSpec:
     logits_scaling: float = 1.0
     intermediate_sizes: tuple[int, ...] = ()
     hf_model: HFModel | None = None
+    stored: str = ""
 
     def mlp_size(self, layer: int) -> int:
         """Return the width of this layer's MLP."""

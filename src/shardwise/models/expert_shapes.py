@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.models.kinds import ExpertSpec
 from shardwise.models.mixer import Matrices
+from shardwise.spec.units import counted
 
 
 def mlp_matrices(name: str, d: int, f: int, *, bias: bool) -> Matrices:
@@ -33,11 +34,11 @@ def expert_problems(own: ExpertSpec) -> Iterator[tuple[str, str]]:
         yield what, f"num_experts_per_tok: 1 to {own.num_experts}"
     if own.expert_size < 1:
         yield f"experts are {own.expert_size} wide", "moe_intermediate_size: 1 or more"
-    if (how := own.sigmoid) is None:
+    if (how := own.sigmoid or own.softmax_groups) is None:
         return
-    each = own.num_experts // max(1, how.groups)
-    if how.groups < 1 or own.num_experts % how.groups or (how.groups > 1 and each < 2):
-        fix = f"n_group: a divisor of {own.num_experts}, so that each has two experts or more"
+    each, least = own.num_experts // max(1, how.groups), 1 if own.sigmoid is None else 2
+    if how.groups < 1 or own.num_experts % how.groups or (how.groups > 1 and each < least):
+        fix = f"n_group: a divisor of {own.num_experts}, so that each has {counted(least, 'expert')} or more"
         yield f"{how.groups} groups of {own.num_experts} experts", fix
     elif not 1 <= how.kept_groups <= how.groups:
         yield f"{how.kept_groups} groups are kept of {how.groups}", f"topk_group: 1 to {how.groups}"

@@ -68,7 +68,8 @@ class Family:
     written. ``defaults``: keys that a config.json may leave out, as transformers fills them. ``read`` gives the fields
     that this family's keys mean, ``write`` is its inverse. ``biases`` are the keys that say where biases are.
     ``within`` is the model_type of a model of text and images whose text part this is, and ``unused`` matches the
-    tensors of its other parts, or of what is behind its last layer (LAYERS stands for how many there are).
+    tensors of its other parts. ``predictors`` matches those of layers that predict further tokens, which are not
+    trained, and copied into exports (LAYERS stands for how many other layers there are).
     ``brings_code``: the files name Python code, which transformers has made its own since, and which is not needed here
     either. ``fields`` are those that all of its models share."""
 
@@ -80,6 +81,7 @@ class Family:
     biases: tuple[str, ...] = ()
     within: str = ""
     unused: str = ""
+    predictors: str = ""
     brings_code: bool = False
     fields: Fields = field(default_factory=dict)
     read_too: tuple[Names, ...] = ()

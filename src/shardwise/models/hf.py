@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
-from shardwise.models import known, tensorfile
+from shardwise.models import float8, known, storage, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.families import FAMILIES
+from shardwise.models.float8 import Scales
 from shardwise.models.hf_names import Location, locations, name_in_files, tensors
 from shardwise.models.hf_spec import HFModel
 from shardwise.models.roles import is_counted
-from shardwise.models.stored import StoredParameter, StoredRows
-from shardwise.models.tensorfile import Entry
+from shardwise.models.storage import Block
+from shardwise.models.stored import KeptLayers, KeptTensor, StoredParameter, StoredRows
+from shardwise.models.tensorfile import Entry, read_json, shortened, some
 from shardwise.spec.file_kind import PICKLES, pickle_refused
 from shardwise.spec.files import inside
 from shardwise.spec.hub import fetch
@@ -29,14 +32,18 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 ENDS = {"embed.weight", "head.weight"}
 """What has a row for each id."""
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
-"""Tables in old exports that are not needed: they follow from the config."""
+_IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.(activation|input|output|[qkv])_scale)$")
+"""Tables in old exports that are not needed, for they follow from the config; and scales of what inference quantises
+beside weights."""
+_PREDICTING = re.compile(r"num_nextn_predict_layers$|(num_)?mtp_")
+"""Keys of a config that tell of layers which predict further tokens."""
 _OUTER = re.compile(r"^language_model\.|^(model\.)language_model\.")
 """The prefix of the text part's names in a model of text and images."""
 
 
-def weights_directory(source: str, revision: str | None = None) -> Path:
-    """The directory (or single file) that holds the weights of a local path or a Hub id, fetched if need be."""
+def weights_directory(source: str, revision: str | None = None, *, here: bool = False) -> Path:
+    """The directory (or single file) that holds the weights of a local path or a Hub id, fetched if need be, unless
+    they have to be ``here``."""
     path = Path(source).expanduser()
     if path.exists():
         return path
@@ -45,7 +52,7 @@ def weights_directory(source: str, revision: str | None = None) -> Path:
         if known.find(source) is not None:
             what = f"{source} is only known by its dimensions: there are no weights"
         raise MissingInputError(Problem("CKPT001", what, "model.path", fix))
-    return fetch(source, revision, ["*.safetensors", "*.json"], "model.path")
+    return fetch(source, revision, ["*.safetensors", "*.json"], "model.path", here=here)
 
 
 def find_weights(source: Path) -> dict[str, Entry]:
@@ -76,7 +83,7 @@ def _checked(directory: Path, name: str) -> Path:
         path = inside(directory, name, directory, *blobs)
     except (OSError, ValueError, RuntimeError) as error:  # thousands of characters, a zero byte, links in a circle
         reason = error.strerror if isinstance(error, OSError) else error
-        what = f"no file can be opened as {_shortened(name)!r}: {reason}"
+        what = f"no file can be opened as {shortened(name)!r}: {reason}"
         raise DataError(Problem("CKPT009", what, str(directory), fix)) from error
     if path.suffix in PICKLES:
         raise pickle_refused(path)
@@ -89,7 +96,7 @@ def _checked(directory: Path, name: str) -> Path:
 
 def _indexed(directory: Path) -> dict[str, Entry]:
     path = _checked(directory, INDEX)
-    places = tensorfile.read_json(path).get("weight_map")
+    places = read_json(path).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise DataError(Problem("CKPT009", f"{INDEX} has no weight_map of file names", str(path), "fetch it again"))
     files = sorted(set(places.values()))
@@ -100,70 +107,66 @@ def _indexed(directory: Path) -> dict[str, Entry]:
         except MissingInputError:
             missing.append(name)
     if missing:
-        what = f"index names {len(files)} shards, {len(missing)} missing: {_some(missing)}"
-        raise MissingInputError(Problem("CKPT014", what, str(path), f"fetch {_some(missing)} into {directory}"))
+        what = f"index names {len(files)} shards, {len(missing)} missing: {some(missing)}"
+        raise MissingInputError(Problem("CKPT014", what, str(path), f"fetch {some(missing)} into {directory}"))
     found: dict[str, Entry] = {}
     for name in files:
         held = tensorfile.entries(paths[name])
         listed = {tensor for tensor, file in places.items() if file == name}
         if wrong := sorted(listed ^ held.keys()):
-            what = f"{INDEX} and {name} disagree about {len(wrong)} tensors: {_some(wrong)}"
+            what = f"{INDEX} and {name} disagree about {len(wrong)} tensors: {some(wrong)}"
             raise DataError(Problem("CKPT009", what, str(path), "fetch index and shards of one revision"))
         found |= held
     return found
 
 
-def _shortened(name: str) -> str:
-    """A name from a file, cut to a length that fits a message."""
-    return name if len(name) <= 200 else f"{name[:200]}... ({len(name):,} characters)"
-
-
-def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(map(_shortened, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def match(
-    found: Mapping[str, Entry], spec: ModelSpec, where: str, *, grown: bool = False
+    found: Mapping[str, Entry], spec: ModelSpec, where: str, *, grown: bool = False, blocks: Sequence[Block] = ()
 ) -> dict[str, StoredParameter]:
     """Find where every parameter of ``spec`` is stored, by its canonical name; with ``grown`` embedding and output
-    layer may have fewer rows in the files. Raises DataError listing all that differs: tensors by the canonical name of
-    the parameter if they are one, by their own if they are one of several, or hold several."""
+    layer may have fewer rows in the files. ``blocks``: those of weights in float8 that have one scale. Raises DataError
+    listing all that differs: tensors by the canonical name of the parameter if they are one, by their own if they are
+    one of several, or hold several."""
     found = _text_part(found, spec) if spec.hf_model is None else found
     located = locations(spec, found)
     if grown:
         located |= {name: _held(located[name], found) for name in ENDS & located.keys()}
     shapes = {name: shape for parts in located.values() for part in parts for name, shape in part.shapes()}
     packed = {name for parts in located.values() for part in parts if part.packed for name, _ in part.shapes()}
-    found = found if spec.hf_model is None else _named_as_now(found, spec.hf_model, shapes)
+    of_scales = [f"{name}{word}" for name in shapes for word in float8.NAMES]
+    found = found if spec.hf_model is None else _named_as_now(found, spec.hf_model, [*shapes, *of_scales])
     held = tensors(located)
     own = {tensor: parts[0][0] for tensor, parts in held.items() if len(parts) == len(located[parts[0][0]]) == 1}
     ignored = {name_in_files("head.weight", spec)} if spec.tie_word_embeddings else set()
+    there = {name: found[name] for name in shapes if name in found}
+    scales, problems = float8.scales_of(there, found, blocks, where)
+    ignored |= {f"{name}{word}" for name in there if there[name].dtype in float8.KINDS for word in float8.NAMES}
     extra = [name for name in found if name not in shapes and name not in ignored and not _IGNORED.search(name)]
     missing = [own.get(name, name) for name in shapes if name not in found]
-    problems = []
     if missing or extra:
-        what = f"{len(missing)} tensors missing ({_some(missing)}), {len(extra)} unexpected ({_some(extra)})"
+        what = f"{len(missing)} tensors missing ({some(missing)}), {len(extra)} unexpected ({some(extra)})"
         model = f"{spec.num_hidden_layers} layers" + (f", {spec.experts.num_experts} experts" if spec.experts else "")
         fix = f"take the config.json that belongs to these weights (the model: {model})"
         problems.append(Problem("CKPT003", what.replace(" ()", ""), where, fix))
-    there = {name: found[name] for name in shapes if name in found}
     if differ := [name for name, entry in there.items() if entry.shape != shapes[name]]:
         one = [f"`{own.get(name, name)}` file {list(there[name].shape)}, model {list(shapes[name])}" for name in differ]
         embed = next((name for name in differ if own.get(name) == "embed.weight"), None)
         fix = "fix the config" if embed is None else f"model.config: vocab_size: {there[embed].shape[0]}"
-        problems.append(Problem("CKPT002", f"{len(differ)} of {len(shapes)} tensors differ: {_some(one)}", where, fix))
+        problems.append(Problem("CKPT002", f"{len(differ)} of {len(shapes)} tensors differ: {some(one)}", where, fix))
     if odd := [name for name, entry in there.items() if not _readable(entry.dtype, name in packed)]:
-        named = _some([own.get(name, name) for name in odd])
+        named = some([own.get(name, name) for name in odd])
         what = f"{len(odd)} tensors are quantised ({there[odd[0]].dtype}): {named}"
         problems.append(Problem("CKPT004", what, where, "take the unquantised weights (fp32, bf16 or fp16)"))
     if problems:
         raise DataError(*problems)
     return {
-        name: StoredParameter(
-            tuple(StoredRows(part, *(there[tensor] for tensor, _ in part.shapes())) for part in parts)
-        )
-        for name, parts in located.items()
+        name: StoredParameter(tuple(_stored(part, there, scales) for part in parts)) for name, parts in located.items()
     }
+
+
+def _stored(part: Location, there: Mapping[str, Entry], scales: Mapping[str, Scales]) -> StoredRows:
+    held = [there[tensor] for tensor, _ in part.shapes()]
+    return StoredRows(part, held[0], held[1] if part.packed else None, scales.get(part.tensor))
 
 
 def _held(parts: tuple[Location, ...], found: Mapping[str, Entry]) -> tuple[Location, ...]:
@@ -176,16 +179,36 @@ def _held(parts: tuple[Location, ...], found: Mapping[str, Entry]) -> tuple[Loca
 
 
 def _readable(dtype: torch.dtype, packed: bool) -> bool:
-    return dtype == torch.uint8 if packed else dtype.is_floating_point and dtype.itemsize > 1
+    return dtype == torch.uint8 if packed else dtype.is_floating_point and dtype != torch.float8_e8m0fnu
 
 
 def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entry]:
     """The entries of the text part of a model of text and images, under the names of a text-only model."""
-    unused = FAMILIES[spec.family].unused.replace("LAYERS", str(spec.num_hidden_layers))
-    if not unused:
+    family = FAMILIES[spec.family]
+    others = "|".join(filter(None, (family.unused, family.predictors)))
+    if not others:
         return found
-    kept = {name: entry for name, entry in found.items() if not re.match(rf"(model\.)?({unused})", name)}
-    return {_OUTER.sub(r"\1", name): entry for name, entry in kept.items()}
+    own = {name: entry for name, entry in found.items() if not _is_of(others, name, spec)}
+    return {_OUTER.sub(r"\1", name): entry for name, entry in own.items()}
+
+
+def _is_of(pattern: str, name: str, spec: ModelSpec) -> bool:
+    """Return whether a family's pattern matches the name of a tensor."""
+    return bool(re.match(rf"(model\.)?({pattern.replace('LAYERS', str(spec.num_hidden_layers))})", name))
+
+
+def kept_beside(source: Path, spec: ModelSpec) -> KeptLayers:
+    """Return the layers of these files that predict further tokens, and what their config says of them. Raises what
+    :func:`find_weights` does, DataError for float8 without scales that fit."""
+    found, predictors = find_weights(source), FAMILIES[spec.family].predictors
+    own = {name: found[name] for name in found if predictors and _is_of(predictors, name, spec)}
+    scales, problems = float8.scales_of(own, found, _blocks(source), str(source))
+    if problems:
+        raise DataError(*problems)
+    not_kept = {each.name for each in scales.values()} | {name for name in own if _IGNORED.search(name)}
+    kept = {name: KeptTensor(entry, scales.get(name)) for name, entry in own.items() if name not in not_kept}
+    config = _config_beside(source) if kept else {}
+    return KeptLayers(kept, {key: value for key, value in config.items() if _PREDICTING.match(key)})
 
 
 def _named_as_now(found: Mapping[str, Entry], hf_model: HFModel, names: Iterable[str]) -> Mapping[str, Entry]:
@@ -197,19 +220,36 @@ def _named_as_now(found: Mapping[str, Entry], hf_model: HFModel, names: Iterable
     return {name: entry for name, entry in full.items() if name not in old}
 
 
+def _blocks(source: Path) -> Sequence[Block]:
+    """Return the blocks that have a scale where weights are in float8, by the config.json beside them, if there is
+    one. Raises DataError CKPT004 for weights in a format that is not read."""
+    config = _config_beside(source)
+    if method := storage.unread(config):
+        what = f"the weights are quantised by {shortened(method)}, which is not read"
+        raise DataError(Problem("CKPT004", what, str(source), "take the unquantised weights (fp32, bf16 or fp16)"))
+    return storage.blocks(config)
+
+
+def _config_beside(source: Path) -> dict[str, Any]:
+    """Return the config beside these weights; empty if there is none."""
+    path = (source if source.is_dir() else source.parent) / "config.json"
+    return read_json(path) if path.is_file() else {}
+
+
 def check_weights(source: str, revision: str | None, spec: ModelSpec, *, grown: bool = False) -> None:
     """Download the weights of ``source`` if needed, and raise the errors of :func:`read_weights`. Reads headers only,
     and the output layer if the config says that it is tied to the embedding."""
     directory = weights_directory(source, revision)
     found = find_weights(directory)
-    embed = match(found, spec, str(directory), grown=grown)["embed.weight"]
+    embed = match(found, spec, str(directory), grown=grown, blocks=_blocks(directory))["embed.weight"]
     head = found.get(name_in_files("head.weight", spec))
     if not spec.tie_word_embeddings or head is None:
         return
     shape = (embed.pieces[-1].location.stop, *parameter_shapes(spec)["embed.weight"][1:])
     whole = tuple(slice(0, size) for size in shape)
     name = name_in_files("head.weight", spec)
-    if head.shape != shape or not torch.equal(head.read_finite(name, whole), embed.read_finite(whole)):
+    alike = head.shape == shape and head.dtype not in float8.KINDS
+    if not alike or not torch.equal(head.read_finite(name, whole), embed.read_finite(whole)):
         what = "head and embedding differ in the files, but the config says that they are tied"
         raise DataError(Problem("CKPT002", what, str(directory), "tie_word_embeddings: false in its config.json"))
 
@@ -220,13 +260,14 @@ def read_weights(
     """(canonical name, its slice in the stored type) for each of ``parts``, one at a time; with ``grown``, rows of new
     tokens begin as the mean of the others. All headers are checked first, and each slice while it is read: raises
     DataError (MOD006) for NaN and infinity."""
-    stored = match(find_weights(source), spec, str(source), grown=grown)
+    stored = match(find_weights(source), spec, str(source), grown=grown, blocks=_blocks(source))
     for name, part in parts.items():
         yield name, stored[name].read_finite(part)
 
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of a file of weights, unless one tensor is larger."""
+_NOTHING = KeptLayers()
 
 
 def write_weights(
@@ -235,17 +276,21 @@ def write_weights(
     fetch: Callable[[str], Tensor],
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    kept: KeptLayers = _NOTHING,
 ) -> list[Path]:
-    """Write ``directory`` as transformers' ``from_pretrained`` reads it; returns the files of weights.
+    """Write ``directory`` as transformers' ``from_pretrained`` reads it, and behind the model what is ``kept`` of
+    another; returns the files of weights.
 
     ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in :func:`order_of_writing`,
     and no more than one parameter, one tensor of the files and a copy of it are held. What follows from counts is
     written in fp32, whatever the ``dtype``."""
     directory.mkdir(parents=True, exist_ok=True)
     held, fetched = tensors(locations(spec)), {"": torch.empty(0)}
-    wider = {name for name, parts in held.items() if is_counted(parts[0][0])}
-    each = {name: torch.float32.itemsize if name in wider else dtype.itemsize for name in held}
-    sizes_bytes = {name: prod(parts[0][1].shape) * each[name] for name, parts in held.items()}
+    others = {name: torch.float32 for name, parts in held.items() if is_counted(parts[0][0])}
+    others |= {name: each.entry.dtype for name, each in kept.tensors.items() if each.float8 is None}
+    shapes = {name: parts[0][1].shape for name, parts in held.items()}
+    shapes |= {name: each.entry.shape for name, each in kept.tensors.items()}
+    sizes_bytes = {name: prod(shape) * others.get(name, dtype).itemsize for name, shape in shapes.items()}
     files = _files(sizes_bytes, max_shard_bytes)
 
     def value(name: str) -> Tensor:
@@ -254,13 +299,16 @@ def write_weights(
             fetched[name] = fetch(name).detach()
         return fetched[name]
 
+    def made(name: str) -> Tensor:
+        return assembled(held[name], value) if name in held else kept.tensors[name].read()
+
     for file, names in files.items():
-        shapes = {name: held[name][0][1].shape for name in names}
-        tensorfile.write(directory / file, shapes, dtype, (assembled(held[name], value) for name in names), wider)
+        own = {name: shapes[name] for name in names}
+        tensorfile.write(directory / file, own, dtype, map(made, names), others)
     if len(files) > 1:
         file_of = {name: file for file, names in files.items() for name in names}
         _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": file_of})
-    config = to_hf(spec) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = to_hf(spec) | {**kept.config, "dtype": str(dtype).removeprefix("torch.")}
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
     _write_json(directory / "config.json", config)
     return [directory / file for file in files]

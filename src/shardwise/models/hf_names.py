@@ -33,10 +33,14 @@ class Location:
     transposed: bool = False
     packed: bool = False
 
+    @property
+    def places(self) -> range:
+        """Return which rows they are of the tensor, or of the expert's matrix in it."""
+        return range(self.first, self.first + (self.stop - self.start) * self.step, self.step)
+
     def rows(self, tensor: Tensor) -> Tensor:
         """Return these rows, of the tensor or of the expert's matrix in it: a view."""
-        count = self.stop - self.start
-        return (tensor.T if self.transposed else tensor)[self.first : self.first + count * self.step : self.step]
+        return (tensor.T if self.transposed else tensor)[self.places.start : self.places.stop : self.step]
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of each tensor of the files that is needed."""

@@ -76,16 +76,23 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
-class SigmoidRouting:
-    """The way in which a router chooses by sigmoids (DeepSeek-V3, arXiv 2412.19437): the experts with the largest
-    sums of score and a correction that no gradient reaches, of the ``kept_groups`` of ``groups`` whose two best are
-    the largest together. Their weights are the scores without it, times ``scale``. ``bias_rate``: by how much a step
-    raises the correction of an expert with fewer tokens than the mean, and lowers that of one with more (arXiv
-    2408.15664)."""
+class GroupedRouting:
+    """The way in which a router chooses within groups of experts: those with the largest scores, of the ``kept_groups``
+    of ``groups`` whose best is the largest (DeepSeek-V2, arXiv 2405.04434). Their weights are the scores, times
+    ``scale``."""
 
     groups: int = 1
     kept_groups: int = 1
     scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class SigmoidRouting(GroupedRouting):
+    """The way in which a router chooses by sigmoids (DeepSeek-V3, arXiv 2412.19437): the experts with the largest
+    sums of score and a correction that no gradient reaches, of the groups whose two best are the largest together.
+    Their weights are the scores without it. ``bias_rate``: by how much a step raises the correction of an expert with
+    fewer tokens than the mean, and lowers that of one with more (arXiv 2408.15664)."""
+
     bias_rate: float = 0.0
 
 
@@ -99,7 +106,7 @@ class ExpertSpec:
     balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/balance.py);
     output_router_logits: whether the first is added, as transformers names it. expert_capacity: how many times its even
     share of a row an expert takes at most in training; None: all of it. sigmoid: of a router that chooses by sigmoids;
-    None: by a softmax.
+    None: by a softmax. softmax_groups: of one that does so within groups, or scales weights.
     """
 
     num_experts: int = 0
@@ -116,6 +123,7 @@ class ExpertSpec:
     output_router_logits: bool = True
     expert_capacity: float | None = None
     sigmoid: SigmoidRouting | None = None
+    softmax_groups: GroupedRouting | None = None
 
     def __bool__(self) -> bool:
         return self.num_experts > 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from shardwise.models.expert_families import IN_MEMORY, ONE_BY_ONE
 from shardwise.models.family import BEFORE, BLOCK, EDGES, Config, Family, Fields, Names, whole
+from shardwise.models.kinds import GroupedRouting
+from shardwise.models.rope import number, score_factor, unsupported
 from shardwise.models.rope import read as read_scaling
-from shardwise.models.rope import score_factor, unsupported
 from shardwise.models.sigmoid_families import (
     DEEPSEEK,
     SHARED,
@@ -51,19 +54,39 @@ def write_latent(fields: Fields) -> Config:
     return {key: fields[key] for key in keys} | {"head_dim": fields["qk_rope_head_dim"]}
 
 
-_V2 = {"topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False, "moe_layer_freq": 1}
-"""What is read of DeepSeek-V2's router: it chooses among all experts, by a softmax, as in V2-Lite."""
+_V2 = {
+    "topk_method": ("greedy", "group_limited_greedy"),
+    "scoring_func": ("softmax",),
+    "norm_topk_prob": (False,),
+    "moe_layer_freq": (1,),
+}
+"""What is read of DeepSeek-V2's router, the usual value first. V2-Lite chooses among all experts."""
 
 
 def _deepseek_v2(config: Config, name: str) -> Fields:
-    for key, value in _V2.items():
-        if config.get(key, value) not in (value, None):
-            raise unsupported(f"`{key}: {config[key]}` is not supported", name, f"{key}: {value}")
-    return read_dense_first(config, name) | read_latent(config, name) | {"normalised_top_k": False}
+    for key, values in _V2.items():
+        if config.get(key) not in (*values, None):
+            raise unsupported(f"`{key}: {config[key]}` is not supported", name, f"{key}: {values[0]}")
+    grouped = config.get("topk_method") == "group_limited_greedy"
+    groups, kept = (whole(config, key, name) if grouped else 1 for key in ("n_group", "topk_group"))
+    routing = GroupedRouting(groups, kept, number(config, "routed_scaling_factor", 1.0, name))
+    own = {"softmax_groups": None if routing == GroupedRouting() else routing, "normalised_top_k": False}
+    return read_dense_first(config, name) | read_latent(config, name) | own
 
 
 def _write_deepseek_v2(fields: Fields) -> Config:
-    return write_dense_first(fields) | write_latent(fields) | {"topk_method": "greedy", "norm_topk_prob": False}
+    routing = fields["softmax_groups"] or asdict(GroupedRouting())
+    return (
+        write_dense_first(fields)
+        | write_latent(fields)
+        | {
+            "topk_method": "group_limited_greedy" if routing["groups"] > 1 else "greedy",
+            "n_group": routing["groups"],
+            "topk_group": routing["kept_groups"],
+            "routed_scaling_factor": routing["scale"],
+            "norm_topk_prob": False,
+        }
+    )
 
 
 def _deepseek_v3(config: Config, name: str) -> Fields:
@@ -125,7 +148,7 @@ LATENT_FAMILIES: dict[str, Family] = {
             "v_head_dim": 128,
         },
         ("attention_bias",),
-        unused=r"layers\.LAYERS\.",
+        predictors=r"layers\.LAYERS\.",
         brings_code=True,
         read_too=(IN_MEMORY,),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardwise.models.families import family_of
 from shardwise.models.family import FULL
 from shardwise.models.hf_spec import check_supported
 from shardwise.models.numbers import check_numbers
+from shardwise.models.storage import without_float8
 from shardwise.models.unserved import refuse_config, refuse_name
 from shardwise.spec.complaints import show_value
 from shardwise.spec.files import NOTE_BYTES, read_regular
@@ -28,6 +30,12 @@ def read_spec(config: dict[str, Any], name: str) -> ModelSpec:
     Raises DataError (MOD005) for numbers that no model computes with, ConfigError for what is not supported.
     """
     check_numbers(config, name)
+    config, stored = without_float8(config)
+    spec = _read(config, name)
+    return replace(spec, stored=stored) if stored else spec
+
+
+def _read(config: dict[str, Any], name: str) -> ModelSpec:
     try:
         if family_of(config, name) is not None:
             return from_hf(config, name)

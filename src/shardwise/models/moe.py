@@ -180,20 +180,20 @@ class _Combined(torch.autograd.Function):
 
 
 @torch.library.custom_op("shardwise::choose", mutates_args=())
-def choose(scores: Tensor, correction: Tensor, groups: int, kept: int, k: int) -> Tensor:
+def choose(scores: Tensor, correction: Tensor | None, groups: int, kept: int, k: int, of_group: int = 2) -> Tensor:
     """The k experts [n,k] with the largest sums of scores [n,E] and correction [E], of the ``kept`` groups whose two
-    best are the largest together. One operation: nothing in it is saved, and it has no gradient."""
-    sums = scores + correction.to(scores.dtype)
+    best (``of_group``) are the largest together. One operation: nothing in it is saved, and it has no gradient."""
+    sums = scores if correction is None else scores + correction.to(scores.dtype)
     if kept < groups:
         each = sums.unflatten(-1, (groups, -1))
-        best = each.topk(2, -1).values.sum(-1).topk(kept, -1).indices
+        best = each.topk(of_group, -1).values.sum(-1).topk(kept, -1).indices
         outside = torch.ones_like(each[..., 0], dtype=torch.bool).scatter_(-1, best, False)
         sums = each.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
     return sums.topk(k, -1).indices
 
 
 @choose.register_fake
-def _(scores: Tensor, correction: Tensor, groups: int, kept: int, k: int) -> Tensor:
+def _(scores: Tensor, correction: Tensor | None, groups: int, kept: int, k: int, of_group: int = 2) -> Tensor:
     return scores.new_empty(scores.shape[0], k, dtype=torch.int64)
 
 
@@ -250,7 +250,8 @@ class MoE(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.top, self.normalised = spec.experts.experts_per_token, spec.experts.normalised_top_k
-        self.sigmoid, self.coefficients = spec.experts.sigmoid, spec.experts.router_losses
+        self.sigmoid, self.groups = spec.experts.sigmoid, spec.experts.softmax_groups
+        self.coefficients = spec.experts.router_losses
         self.room = None if spec.experts.expert_capacity is None else partial(expert_room, spec)
         self.tally: Tally | None = None
         self.router, self.experts = Router(spec), Experts(spec)
@@ -279,10 +280,16 @@ class MoE(nn.Module):
         found = self.router(x)
         if self.sigmoid is not None:
             return self.by_sigmoids(found, self.sigmoid)
-        scores = found.softmax(-1)
-        weights, ids = scores.topk(self.top, -1)
+        scores, how = found.softmax(-1), self.groups
+        if how is None:
+            weights, ids = scores.topk(self.top, -1)
+        else:
+            ids = choose(scores.detach(), None, how.groups, how.kept_groups, self.top, 1)
+            weights = scores.gather(-1, ids)
         if self.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
+        if how is not None and how.scale != 1.0:
+            weights = weights * how.scale
         return Routing(ids, weights, counted(ids, scores.shape[-1]), found, scores)
 
     def by_sigmoids(self, found: Tensor, how: SigmoidRouting) -> Routing:

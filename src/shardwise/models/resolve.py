@@ -90,7 +90,7 @@ def _drawn(spec: ModelSpec) -> ModelSpec:
     if odd:
         what = f"{spec.family} initialises {odd[0].replace('.{}', '')} with values that are not normally distributed"
         raise ConfigError(Problem("MOD001", what, "model", "`model.path` with trained weights"))
-    return replace(spec, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    return replace(spec, bos_token_id=None, eos_token_id=None, pad_token_id=None, stored="")
 
 
 def with_adapter(recipe: Recipe) -> Recipe:

@@ -116,7 +116,7 @@ SIGMOID_FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
         },
         ("attention_bias",),
-        unused=r"layers\.LAYERS\.",
+        predictors=r"layers\.LAYERS\.",
         fields={"attention_output_bias": False},
         read_too=(IN_MEMORY,),
     ),

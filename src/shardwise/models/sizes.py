@@ -8,9 +8,10 @@ from shardwise.spec.plan import Plan
 
 def can_idle(spec: ModelSpec) -> bool:
     """Return whether weights of a router can be drawn with which no token chooses a certain expert: for each of a
-    token's choices two others are needed, of which one comes before it. Not where a correction is added to scores."""
+    token's choices two others are needed, of which one comes before it. Not where a correction is added to scores, or
+    experts are chosen in groups."""
     own = spec.experts
-    return own.sigmoid is None and own.num_experts > 2 * own.experts_per_token > 0
+    return own.sigmoid is None and own.softmax_groups is None and own.num_experts > 2 * own.experts_per_token > 0
 
 
 def regimes(spec: ModelSpec, plan: Plan) -> dict[str, bool]:

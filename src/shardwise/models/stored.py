@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.models.float8 import Scales
 from shardwise.models.hf_names import PACKED, Location
 from shardwise.models.tensorfile import Entry, check_finite
 
@@ -21,15 +23,19 @@ SCALE_BIAS = 127
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Some rows of a parameter: where they are, and the tensor that holds them; of MXFP4 the blocks, and the scales."""
+    """Some rows of a parameter: where they are, and the tensor that holds them; of MXFP4 the blocks, and the scales. Of
+    one in ``float8`` its scales."""
 
     location: Location
     entry: Entry
     scales: Entry | None = None
+    float8: Scales | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which its values are read."""
+        if self.float8 is not None:
+            return torch.float32
         return self.entry.dtype if self.scales is None else torch.bfloat16
 
     def read_into(self, out: Tensor, first: int, columns: Sequence[slice]) -> None:
@@ -38,6 +44,11 @@ class StoredRows:
         chosen = slice(first - self.location.start, first - self.location.start + out.shape[0])
         if self.scales is None:
             out.copy_(self._rows(self.entry)[(chosen, *columns)])
+            if self.float8 is not None:
+                transposed = self.location.transposed
+                scales = self._matrix(self.float8.entry)
+                own = self.float8.transposed() if transposed else self.float8
+                own.apply(out, scales.T if transposed else scales, self.location.places[chosen], *columns)
             return
         [wanted] = columns
         groups = slice(wanted.start // PACKED, -(-wanted.stop // PACKED))
@@ -46,8 +57,39 @@ class StoredRows:
         out.copy_(values[:, wanted.start - skipped : wanted.stop - skipped])
 
     def _rows(self, entry: Entry) -> Tensor:
+        return self.location.rows(self._matrix(entry))
+
+    def _matrix(self, entry: Entry) -> Tensor:
+        """Return the tensor, of a stack that of the expert."""
         expert = self.location.expert
-        return self.location.rows(entry.mapped() if expert is None else entry.rows(expert, expert + 1).mapped()[0])
+        return entry.mapped() if expert is None else entry.rows(expert, expert + 1).mapped()[0]
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor of a model's files that is no parameter, and is written again as it is; from float8 in another dtype."""
+
+    entry: Entry
+    float8: Scales | None = None
+
+    def read(self) -> Tensor:
+        """Return its values; with scales in fp32."""
+        if self.float8 is None:
+            return self.entry.mapped()
+        values, scales = self.entry.mapped().float(), self.float8.entry.mapped()
+        *_, rows, columns = values.shape
+        each = zip(values.view(-1, rows, columns), scales.view(-1, *scales.shape[-2:]), strict=True)
+        for matrix, own in each:
+            self.float8.apply(matrix, own, range(rows), slice(0, columns))
+        return values
+
+
+@dataclass(frozen=True)
+class KeptLayers:
+    """The tensors of layers that predict further tokens, by their names in files, and what a config says of these."""
+
+    tensors: Mapping[str, KeptTensor] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

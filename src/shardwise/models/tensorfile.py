@@ -11,10 +11,11 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 50 * 2**20
@@ -128,6 +130,16 @@ def entries(path: Path) -> dict[str, Entry]:
     return {name: _entry(path, facts, 8 + length) for name, facts in header.items()}
 
 
+def shortened(name: str) -> str:
+    """A name from a file, cut to a length that fits a message."""
+    return name if len(name) <= 200 else f"{name[:200]}... ({len(name):,} characters)"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first of these names, and how many more there are."""
+    return ", ".join(map(shortened, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def _truncated(path: Path, size: int, wanted: int) -> DataError:
     what = f"{path.name} has {size:,} bytes, its header says {wanted:,}: the copy is incomplete"
     return DataError(Problem("CKPT005", what, str(path), "copy or download the file again"))
@@ -183,11 +195,11 @@ def write(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     tensors: Iterable[Tensor],
-    wider: Set[str] = frozenset(),
+    others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
-    """Write a file of ``tensors``, made one at a time in the order of ``shapes`` and cast to ``dtype``, those named
-    ``wider`` to fp32."""
-    dtypes = {name: torch.float32 if name in wider else dtype for name in shapes}
+    """Write a file of ``tensors``, made one at a time in the order of ``shapes`` and cast to ``dtype``, or to what
+    ``others`` has for their name."""
+    dtypes = {name: others.get(name, dtype) for name in shapes}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, shape in shapes.items():

@@ -22,7 +22,7 @@ from shardwise.spec.units import show_bytes, show_count
 
 BYTES_OF_STATE = 16
 """A parameter: an fp32 weight, its gradient and two moments."""
-SIZES = {"deepseek-(v3|r1)": 671.0, "deepseek-(coder-)?v2-lite": 15.7, "deepseek-(coder-)?v2": 236.0, "kimi-k2": 1026.0}
+SIZES = {"deepseek-(v3|r1)": 671.0, "kimi-k2": 1026.0}
 """Billions of parameters, by a pattern in a name that does not say them."""
 
 

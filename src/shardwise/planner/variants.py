@@ -13,7 +13,7 @@ from typing import Any
 from shardwise import techniques
 from shardwise.models.config import LayerKind, ModelSpec, layer_kinds, model_spec, with_fields
 from shardwise.models.families import FULL, SLIDING
-from shardwise.models.kinds import SigmoidRouting
+from shardwise.models.kinds import GroupedRouting, SigmoidRouting
 from shardwise.models.mixer import Mixer
 from shardwise.models.mixers import mixer_of
 from shardwise.models.rope import RopeScaling
@@ -147,6 +147,7 @@ def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Size
         **mixer.template(spec, numbers),
     )
     if experts:
+        how = spec.experts.softmax_groups
         template = with_fields(
             template,
             num_experts=numbers["E"],
@@ -158,6 +159,7 @@ def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Size
             shared_expert_size=numbers["h"] if shared else 0,
             shared_expert_gate=spec.experts.shared_expert_gate,
             sigmoid=_routing(spec.experts.sigmoid),
+            softmax_groups=how and GroupedRouting(scale=_switched(how.scale)),
             router_aux_loss_coef=_on(spec.experts.router_losses[0]),
             router_z_loss_coef=_on(spec.experts.router_losses[1]),
         )

@@ -32,8 +32,9 @@ TOLERANCE = 1e-9
 SMALL = 1e-6
 """Of the longest gradient: a shorter one is taken to be so long (biases of keys without rotation have none)."""
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-FOLLOWING = {*ENDS, "expert_size", "embedding_multiplier", "attention_scale", "expert_capacity"}
-"""What a config says by other sizes, or only in words; the room of experts is ours alone."""
+FOLLOWING = {*ENDS, "expert_size", "embedding_multiplier", "attention_scale", "expert_capacity", "stored"}
+"""What a config says by other sizes, or only in words; the room of experts is ours alone, and how files hold weights
+changes none."""
 
 
 @dataclass(frozen=True)

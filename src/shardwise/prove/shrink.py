@@ -272,9 +272,10 @@ def _experts(spec: ModelSpec, ranks: int, width: int) -> dict[str, Any]:
     count = -(-least // ranks) * ranks
     chosen = count if every else few_chosen
     found: dict[str, Any] = {"num_experts": count, "experts_per_token": chosen, "expert_size": width // 2}
-    if (routing := own.sigmoid) is not None:
-        few = 2 if routing.groups > 1 and count % 2 == 0 else 1
-        found["sigmoid"] = replace(routing, groups=few, kept_groups=1 if routing.kept_groups < routing.groups else few)
+    for key, routing in (("sigmoid", own.sigmoid), ("softmax_groups", own.softmax_groups)):
+        if routing is not None:
+            few = 2 if routing.groups > 1 and count % 2 == 0 else 1
+            found[key] = replace(routing, groups=few, kept_groups=1 if routing.kept_groups < routing.groups else few)
     return found
 
 

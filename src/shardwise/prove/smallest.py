@@ -103,7 +103,8 @@ def _no_ep(spec: ModelSpec, plan: Plan) -> Case:
 def _no_experts(spec: ModelSpec, plan: Plan) -> Case:
     """Put an MLP in the place of experts in every layer."""
     dense = {"num_experts": 0, "experts_per_token": 0, "expert_size": 0, "expert_bias": False, "router_bias": False}
-    return with_fields(_no_shared_expert(spec, plan)[0], dense_layers=(), sigmoid=None, **dense), plan
+    plain = with_fields(_no_shared_expert(spec, plan)[0], sigmoid=None, softmax_groups=None)
+    return with_fields(plain, dense_layers=(), **dense), plan
 
 
 def _no_shared_expert(spec: ModelSpec, plan: Plan) -> Case:
@@ -179,6 +180,7 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "chunks of the loss": _one_chunk,
     "shared expert": _no_shared_expert,
     "choice by sigmoids": lambda spec, plan: (with_fields(spec, sigmoid=None), plan),
+    "groups of experts": lambda spec, plan: (with_fields(spec, softmax_groups=None), plan),
     "experts": _no_experts,
     "mixer": lambda spec, plan: (with_fields(spec, mixer="softmax", **asdict(LatentSpec())), plan),
     **FEATURES,

@@ -13,12 +13,13 @@ import torch
 from shardwise.data.stream import EvaluationBatch, evaluation
 from shardwise.distributed.slices import kept
 from shardwise.errors import OutputError, PreemptedError, Problem
+from shardwise.models.stored import KeptLayers
 from shardwise.runtime.checkpoint.crew import Crew
 from shardwise.runtime.checkpoint.locate import best, newest
 from shardwise.runtime.checkpoint.manifest import step_name, train_again, whole
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.evaluate import Preference, Validation, evaluate, evaluate_pairs
-from shardwise.runtime.export import export, export_adapter
+from shardwise.runtime.export import export, export_adapter, kept_of
 from shardwise.runtime.faults.guard import Guard, StopRequest
 from shardwise.runtime.job import Job
 from shardwise.runtime.metrics.log import Log
@@ -176,15 +177,19 @@ def model_directory(job: Job) -> Path:
     return job.directory / ("hf" if job.plan.lora is None else "adapter")
 
 
-def write_model(job: Job, state: TrainState) -> None:
+def write_model(job: Job, state: TrainState, log: Log) -> None:
     """Export what was trained, beside it the tokenizer."""
     parameters = {name: kept(parameter) for name, parameter in state.parameters().items()}
     if job.plan.lora is not None:
         export_adapter(parameters, job.plan.lora, job.spec, job.recipe.model.path, model_directory(job))
         if job.rank == 0:
             job.tokenizer.copy_to(model_directory(job))
-    else:
-        export(parameters, job.spec, job.tokenizer, model_directory(job), torch_dtype(job.plan.precision.weights))
+        return
+    beside, left_out = kept_of(job.recipe, job.spec) if job.rank == 0 else (KeptLayers(), "")
+    dtype = torch_dtype(job.plan.precision.weights)
+    export(parameters, job.spec, job.tokenizer, model_directory(job), dtype, beside)
+    if left_out:
+        log.say(left_out)
 
 
 def lost(job: Job, step: int, why: str) -> Problem:

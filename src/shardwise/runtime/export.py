@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,16 +21,18 @@ from shardwise.data.formats import Conversation
 from shardwise.data.whole import becoming
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.torch_private import placed_as
-from shardwise.errors import DataError, Problem, TrainingError
+from shardwise.errors import DataError, Problem, ShardwiseError, TrainingError
 from shardwise.methods.loss import logits
 from shardwise.models import hf, peft
 from shardwise.models.blocks import named, spec_of
 from shardwise.models.config import ModelSpec
+from shardwise.models.families import FAMILIES
 from shardwise.models.hf_model import Model
 from shardwise.models.roles import is_adapter
+from shardwise.models.stored import KeptLayers
 from shardwise.models.tensorfile import DTYPES, NAMES
 from shardwise.runtime import exchange, passes
-from shardwise.runtime.build import build_parts, fill
+from shardwise.runtime.build import begins_trained, build_parts, fill
 from shardwise.runtime.checkpoint.save import read
 from shardwise.runtime.generate import ask_turns, chat_of
 from shardwise.spec.plan import Dtype, Lora, Plan, Precision
@@ -37,12 +40,21 @@ from shardwise.spec.recipe import Recipe
 from shardwise.techniques import lora
 from shardwise.techniques.dtypes import torch_dtype
 
+_OF_ALL_IDS = re.compile(r"(embed_tokens|head)\.weight$")
+"""Tensors with a row for each id."""
+
 
 def export(
-    parameters: Mapping[str, Tensor], spec: ModelSpec, tokenizer: tokens.Tokenizer, target: Path, dtype: torch.dtype
+    parameters: Mapping[str, Tensor],
+    spec: ModelSpec,
+    tokenizer: tokens.Tokenizer,
+    target: Path,
+    dtype: torch.dtype,
+    kept: KeptLayers,
 ) -> None:
-    """Write ``target`` from the (sharded) parameters of all ranks: gathered one tensor at a time, written by rank 0.
-    Every rank calls this alike. What stood there before is replaced when the new one is whole."""
+    """Write ``target`` from the (sharded) parameters of all ranks: gathered one tensor at a time, written by rank 0,
+    which adds what is ``kept`` of the model that training began with (:func:`kept_of`). Every rank calls this alike.
+    What stood there before is replaced when the new one is whole."""
     holders = holders_of(parameters)
     if dist.is_initialized() and dist.get_rank() != 0:
         for name in hf.order_of_writing(spec):
@@ -50,8 +62,25 @@ def export(
         return
     spec = replace(spec, eos_token_id=ends_of(spec, tokenizer))
     with becoming(target, synced=False) as draft:
-        hf.write_weights(draft, spec, lambda name: fetched(name, parameters, holders), dtype)
+        hf.write_weights(draft, spec, lambda name: fetched(name, parameters, holders), dtype, kept=kept)
         tokenizer.copy_to(draft)
+
+
+def kept_of(recipe: Recipe, spec: ModelSpec) -> tuple[KeptLayers, str]:
+    """Return the layers that predict further tokens of the model that training begins with, and what is to be said
+    where they are left out. Nothing is downloaded for them."""
+    source = recipe.model.path
+    if source is None or not begins_trained(recipe) or not FAMILIES[spec.family].predictors or spec.hf_model:
+        return KeptLayers(), ""
+    try:
+        kept = hf.kept_beside(hf.weights_directory(source, recipe.model.revision, here=True), spec)
+    except ShardwiseError as error:
+        return KeptLayers(), f"layers of {source} that predict further tokens are left out: {error.problems[0].what}"
+    rows = {each.entry.shape[0] for name, each in kept.tensors.items() if _OF_ALL_IDS.search(name)}
+    if rows - {spec.vocab_size}:
+        why = f"they know {max(rows):,} tokens, and the model {spec.vocab_size:,}"
+        return KeptLayers(), f"layers of {source} that predict further tokens are left out: {why}"
+    return kept, ""
 
 
 def ends_of(spec: ModelSpec, tokenizer: tokens.Tokenizer) -> int | tuple[int, ...]:
@@ -159,15 +188,17 @@ def export_run(
     run: Path, recipe: Recipe, spec: ModelSpec, tokenizer: tokens.Tokenizer, target: Path, dtype: Dtype | None = None
 ) -> str:
     """``shardwise export``: the newest checkpoint of ``run`` as one model in ``target``, adapters merged, in one
-    process, in ``dtype`` or else that of its weights; returns what is to be said of the merge. Raises TrainingError
+    process, in ``dtype`` or else that of its weights; returns what is to be said of it. Raises TrainingError
     (LORA001) if the merged model is another one."""
     model, said = load_run(run, recipe, spec, quantised=False), ""
     adapters = lora.settings(recipe.lora, Precision(weights=recipe.precision.weights))
+    kept, left_out = kept_of(recipe, spec)
     if adapters is not None:
         said = merge([model], adapters)
         said += ", into the weights as they were before quantisation" if adapters.nf4 else ""
-    export(dict(model.named_parameters()), spec, tokenizer, target, torch_dtype(dtype or recipe.precision.weights))
-    return said
+    out = torch_dtype(dtype or recipe.precision.weights)
+    export(dict(model.named_parameters()), spec, tokenizer, target, out, kept)
+    return "; ".join(filter(None, (said, left_out)))
 
 
 def export_adapter_of(run: Path, recipe: Recipe, spec: ModelSpec, tokenizer: tokens.Tokenizer, target: Path) -> None:

@@ -88,7 +88,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
             close(checkpoints, log)
             if not good:
                 pending.refuse()
-            write_model(job, state)  # first: validation and report can wait
+            write_model(job, state, log)  # first: validation and report can wait
             validation = validation or evaluate_now(job, state, crew, log, stop)
             if stop.everywhere:
                 leave(job, checkpoints, log, watch, stop)

@@ -11,14 +11,14 @@ from urllib.request import getproxies
 from shardwise.errors import MissingInputError, Problem, UnavailableError, first_line
 
 
-def fetch(source: str, revision: str | None, patterns: Sequence[str], where: str) -> Path:
-    """The directory with the files of ``source`` that match ``patterns``, from the cache or the network. Raises MOD002
-    when the Hub gives none, MOD003 when it cannot be reached."""
+def fetch(source: str, revision: str | None, patterns: Sequence[str], where: str, *, here: bool = False) -> Path:
+    """The directory with the files of ``source`` that match ``patterns``, from the cache or, unless they have to be
+    ``here``, the network. Raises MOD002 when the Hub gives none, MOD003 when it cannot be reached."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     at = source if revision is None else f"{source} at revision {revision}"
-    offline = not _reachable(constants.ENDPOINT)
+    offline = here or not _reachable(constants.ENDPOINT)
     try:
         wanted = list(patterns)
         return Path(snapshot_download(source, revision=revision, allow_patterns=wanted, local_files_only=offline))

@@ -107,7 +107,7 @@ def _beyond_llama(spec: ModelSpec) -> bool:
     norms = spec.attention.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
     mixers = {mixer.name for mixer in mixers_of(spec)} != {"softmax"} or spec.attention.attention_sinks
     other = mixers or bool(spec.positions.nope_layers) or spec.hf_model is not None
-    other = other or spec.experts.sigmoid is not None
+    other = other or spec.experts.sigmoid is not None or spec.experts.softmax_groups is not None
     return norms or set(multipliers) != {1.0} or other
 
 

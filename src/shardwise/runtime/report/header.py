@@ -44,6 +44,8 @@ def header(job: Job) -> str:
         model += f" ({show_count(active_parameter_count(job.spec))} active)"
     if job.spec.hf_model is not None:
         model += f", {NOTICE}"
+    if job.spec.stored:
+        model += f", read from {job.spec.stored}"
     terms = f"supervised tokens of a step (of {tokens:,})"
     if recipe.pairs:
         options = recipe.method.model_dump(include=set(recipe.method.spec.options))

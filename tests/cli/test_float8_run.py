@@ -1,0 +1,57 @@
+"""From a directory in float8 to an export in bf16: each of two ranks reads its own slices and their scales."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from shardwise.cli.app import main
+from shardwise.data.tokens import train_tokenizer
+from shardwise.models import hf
+from tests.models.test_float8 import NAME, deepseek
+from tests.runtime.small_run import write_text
+
+WORDS = "model.path=model data.path=text data.cache=cache train.seq_len=16 train.global_batch_size=4 run.timeout_s=90"
+STILL = "precision.compute=fp32 optim.learning_rate=1e-12 optim.weight_decay=0 evaluate.max_batches=1 --max-steps 1"
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    write_text(Path("text"))
+    deepseek(Path("model"), fused=False, vocab_size=320)
+    train_tokenizer((text.read_text() for text in Path("text").iterdir()), 320, Path("model"))
+    return ["train", *WORDS.split(), *STILL.split(), "train.num_epochs=null", "--nproc", "2", "--run", "a"]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("split", [["parallel.strategy=zero3", "parallel.ep=2"], ["parallel.tp=2"]])
+def test_what_two_ranks_read_is_what_transformers_reads(
+    words: list[str], split: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """After a step of 1e-12, which moves only zeros, its export is the model as transformers loads it in bf16."""
+    assert main([*words, *split]) == 0
+    assert "read from float8, with a scale for 128 x 128" in " ".join(capfd.readouterr().out.split())
+    assert main(["export", "runs/a", "--dtype", "bf16"]) == 0
+    exported = AutoModelForCausalLM.from_pretrained("runs/a/hf")
+    assert exported.dtype == torch.bfloat16 and "quantization_config" not in exported.config.to_dict()
+    theirs = AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16).state_dict()
+    matrices = [name for name, value in theirs.items() if value.dim() > 1]
+    assert len(matrices) > 10
+    for name in matrices:
+        moved = (exported.state_dict()[name].double() - theirs[name].bfloat16().double()).abs().max()
+        assert moved <= 2e-12, (name, moved)
+
+
+def test_float8_without_scales_starts_no_process(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    held = load_file(Path("model") / hf.SINGLE)
+    del held[f"{NAME}_scale_inv"]
+    save_file(held, Path("model") / hf.SINGLE, {"format": "pt"})
+    assert main(words) == 65
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"error[CKPT004]: 1 tensors are in float8 without scales (_scale_inv or _scale): {NAME}" in said
+    assert not Path("runs").exists()
