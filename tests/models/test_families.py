@@ -31,7 +31,7 @@ from shardwise.models.config import (
 from shardwise.models.decoder import Decoder
 from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.models.hf_names import to_hf_name
-from shardwise.models.kinds import LatentSpec
+from shardwise.models.kinds import DeltaSpec, LatentSpec
 from shardwise.models.load import load_spec
 from shardwise.models.rope import RopeScaling
 from tests.models.families import (
@@ -112,10 +112,11 @@ def test_all_features_are_at_work_somewhere() -> None:
     assert {spec.attention.attention_output_bias for spec in specs} == {None, False}
     longest = {spec.positions.rope_scaling.original_max_position_embeddings for spec in specs if spec.family == "phi3"}
     assert longest == {16, 48}, "longrope within the trained range and beyond it"
-    of_all = {*(field.name for field in fields(ModelSpec)[:18]), *SIZES, *HEADS, "rope_theta", "rope_scaling"}
+    of_all = {*(field.name for field in fields(ModelSpec)[:19]), *SIZES, *HEADS, "rope_theta", "rope_scaling"}
     features = flat(specs[0]).keys() - of_all - {"attention_bias"}
     others = {
         *asdict(LatentSpec()),
+        *asdict(DeltaSpec()),
         "mixer_options",
         "attention_output_bias",
         "hf_model",

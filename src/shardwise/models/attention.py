@@ -214,6 +214,8 @@ class Attention(nn.Module):
             spec.attention.num_key_value_heads * spec.attention.head_dim,
         )
         self.q = nn.Linear(spec.hidden_size, q_size, bias=spec.attention.attention_bias)
+        gate, bias = spec.attention.attention_gate, spec.attention.attention_bias
+        self.q_gate = nn.Linear(spec.hidden_size, q_size, bias=bias) if gate else None
         self.k = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention.attention_bias)
         self.v = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention.attention_bias)
         self.o = nn.Linear(q_size, spec.hidden_size, bias=spec.attention.output_bias)
@@ -238,7 +240,8 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         out, _ = self.inner(q, k, v, replace(mask, sinks=self.own_sinks()) if self.sinks is not None else mask)
-        return self.o(out.transpose(1, 2).flatten(2))
+        out = out.transpose(1, 2).flatten(2)
+        return self.o(out if self.q_gate is None else out * torch.sigmoid(self.q_gate(x)))
 
     def own_sinks(self) -> Tensor | None:
         """The sinks of the heads that are computed here, [h]."""
