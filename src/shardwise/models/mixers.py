@@ -166,7 +166,7 @@ def _delta_template(spec: ModelSpec, numbers: Numbers) -> dict[str, Any]:
     return {
         "linear_num_key_heads": numbers["k"],
         "linear_num_value_heads": numbers["k"] * numbers["g"],
-        "linear_key_head_dim": numbers["x"],
+        "linear_key_head_dim": numbers["q"],
         "linear_value_head_dim": numbers["y"],
         "linear_conv_kernel_dim": spec.delta.linear_conv_kernel_dim,
     }
@@ -190,7 +190,7 @@ def _delta_small(spec: ModelSpec, sizes: Numbers) -> dict[str, Any]:
 
 def _delta_sums(numbers: Numbers) -> Numbers:
     """What is kept of states, and the products of the rule."""
-    each, key, value = (numbers[symbol] for symbol in "gxy")
+    each, key, value = (numbers[symbol] for symbol in "gqy")
     rule = {f"rule{'+' * n}": products(key, value, each, backward=n > 1) for n in (1, 2)}
     return {"state+": kept(key, value), **rule}
 
@@ -210,11 +210,11 @@ DELTA = Mixer(
     template=_delta_template,
     wrong=_delta_wrong,
     small=_delta_small,
-    symbols="kgxy",
+    symbols="kgqy",
     sizes=lambda spec: {
         "k": spec.delta.linear_num_key_heads,
         "g": spec.delta.linear_num_value_heads // spec.delta.linear_num_key_heads,
-        "x": spec.delta.linear_key_head_dim,
+        "q": spec.delta.linear_key_head_dim,
         "y": spec.delta.linear_value_head_dim,
     },
     sums=_delta_sums,

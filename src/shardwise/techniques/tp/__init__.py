@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.blocks import named, spec_of
-from shardwise.models.config import ModelSpec, parameter_shapes, with_fields
+from shardwise.models.config import ModelSpec, flat, parameter_shapes, with_fields
+from shardwise.models.mixers import mixer_of, mixers_of
 from shardwise.models.roles import is_adaptable, is_counted, is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, cut, divisors, missing
@@ -115,8 +116,8 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
 
 @lru_cache(maxsize=64)
 def _names(spec: ModelSpec, adapted: bool) -> list[str]:
-    """The parameters of a model, of whose blocks one stands for all, and those that adapters and 4 bits may add."""
-    names = list(parameter_shapes(replace(spec, num_hidden_layers=1)))
+    """The parameters of a model, of alike blocks those of one, and those that adapters and 4 bits may add."""
+    names = list(one_of_each(parameter_shapes(spec)))
     linear = [name.removesuffix("weight") for name in names if is_adaptable(name) and adapted]
     added = ("lora_a.weight", "lora_b.weight", "lora_m", "codes", "sizes", "groups")
     return names + [layer + word for layer in linear for word in added]
@@ -135,7 +136,12 @@ def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
         found.append(f"{ranks} does not divide its {key_heads} key heads, which are normalised together")
     if (ranks - 1) * ceil(ids / ranks) >= ids:
         found.append(f"a vocabulary of {ids} cannot be split over {ranks} ranks")
-    for layer, columns in [("o", heads * spec.value_dim), *(("down", size) for size in spec.mlp_sizes)]:
+    mixers, numbers = mixers_of(spec), flat(spec)
+    beside = {field: numbers[field] for mixer in mixers for field in mixer.heads.split()}
+    found += [f"{ranks} does not divide `{field}` {size}" for field, size in beside.items() if size % ranks]
+    inner = {layer: shape[1] for mixer in mixers for layer, (shape, _) in mixer.matrices(spec).items()}
+    products = [(layer, inner[layer]) for mixer in mixers for layer in mixer.rows.split()]
+    for layer, columns in [*products, *(("down", size) for size in spec.mlp_sizes)]:
         for what, block in _blocks(spec, plan, layer, columns).items():
             if ranks > 1 and columns % (ranks * block):
                 what = f"{what} in blocks of {block}, and of `{layer}` a rank would have "
@@ -195,6 +201,10 @@ def _own_sizes(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Trace
     )
     if model.experts.shared_expert_size:
         model = with_fields(model, shared_expert_size=model.experts.shared_expert_size * RANKS)
+    mixer = mixer_of(spec, made.unit) if isinstance(made.unit, int) else None
+    if mixer is not None and mixer.share:
+        model = with_fields(model, **{field: flat(model)[field] * RANKS for field in mixer.heads.split()})
+        made = made.bound(**{mixer.share: made.numbers[mixer.share] // ranks})
     atoms = dict(made.variant.atoms) | ({"K": prime_held, "G": prime_group} if is_block else {})
     made = made.told(model=model, atoms=tuple((symbol, prime) for symbol, prime in atoms.items() if prime > 1))
     f, h = (made.numbers[symbol] // ranks for symbol in "fh")
@@ -313,6 +323,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     from shardwise.distributed import vocabulary
     from shardwise.distributed.collectives import enter, leave
     from shardwise.models.attention import Attention
+    from shardwise.models.delta import GatedDeltaNet
     from shardwise.models.layers import MLP, RMSNorm, rms_norm
     from shardwise.models.moe import MoE, Router, Stacked
     from shardwise.techniques.product import product_of
@@ -360,6 +371,8 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             module.share = LayerShare(place=meshes.index("tp") if sequence_parallel else None)  # type: ignore[assignment]
         elif isinstance(module, MoE) and sequence_parallel:
             share_rows(module, shape, meshes)
+        elif isinstance(module, GatedDeltaNet):
+            module.own = partial(_own, module)  # type: ignore[method-assign]
         elif isinstance(module, Attention):
             module.own_sinks = partial(_own_sinks, module)  # type: ignore[method-assign]
         if isinstance(module, MLP) or place in ("attention", "head"):
@@ -382,6 +395,11 @@ def _share(module: nn.Linear, layer: str, spec: ModelSpec, meshes: Meshes) -> La
 
 def _own_sinks(module: Any) -> Tensor | None:
     return None if module.sinks is None else module.sinks.to_local()
+
+
+def _own(module: Any, name: str) -> Tensor:
+    found: Tensor = module.get_parameter(name).to_local()
+    return found
 
 
 def _cut_norm(group: Any) -> Callable[..., Tensor]:
