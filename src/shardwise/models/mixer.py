@@ -30,8 +30,8 @@ class Mixer:
     divide beside those of attention, by the fields that say them, and ``share`` the symbol of the first.
     rotated: whether it uses the tables of rotation. sequence: whether the seam ``inner(q, k, v, mask)`` is all in which
     its tokens meet, so that context parallelism can take its place. scores: how many numbers a token multiplies for
-    each position that it sees. wrong: what it cannot be made of, and what to write instead. small: its own fields in a
-    proof's small model of these sizes (prove/shrink.py).
+    each position that it sees; state: however many it sees. wrong: what it cannot be made of, and what to write
+    instead. small: its own fields in a proof's small model of these sizes (prove/shrink.py).
 
     template: the fields of a spec that change its program, in the numbers of a template (planner/variants.py), and
     ``symbols`` those that it uses besides d, f, K, G, e and p, with the model's own ``sizes``; ``ones`` are always 1,
@@ -52,6 +52,7 @@ class Mixer:
     rotated: bool = False
     sequence: bool = False
     scores: Callable[[ModelSpec], int] = lambda spec: 0
+    state: Callable[[ModelSpec], int] = lambda spec: 0
     template: Callable[[ModelSpec, Numbers], dict[str, Any]] = lambda spec, numbers: {}
     wrong: Callable[[ModelSpec], list[tuple[str, str]]] = lambda spec: []
     small: Callable[[ModelSpec, Numbers], dict[str, Any]] = lambda spec, sizes: {}

@@ -195,6 +195,12 @@ def _delta_sums(numbers: Numbers) -> Numbers:
     return {"state+": kept(key, value), **rule}
 
 
+def _delta_state(spec: ModelSpec) -> int:
+    own = spec.delta
+    each = own.linear_num_value_heads // own.linear_num_key_heads
+    return own.linear_num_key_heads * products(own.linear_key_head_dim, own.linear_value_head_dim, each)
+
+
 DELTA = Mixer(
     "linear_attention",
     "shardwise.models.delta:GatedDeltaNet",
@@ -207,6 +213,7 @@ DELTA = Mixer(
     cut="conv_q conv_k conv_v decay_log dt_bias",
     heads="linear_num_key_heads linear_num_value_heads",
     share="k",
+    state=_delta_state,
     template=_delta_template,
     wrong=_delta_wrong,
     small=_delta_small,

@@ -341,8 +341,9 @@ class _Naming:
         if name.startswith("shardwise.gated_delta"):
             backward = name.endswith("_backward")
             (*tokens, heads, key), (*_, value_heads, value) = event.shapes[1 + backward : 3 + backward]
-            numbers = products(key, value, value_heads // heads, backward=backward)
-            return Op("rule", name, symbols=size(2 * prod(tokens) * heads * numbers), read=read, written=written)
+            numbers = prod(tokens) * heads * products(key, value, value_heads // heads, backward=backward)
+            dims = (size(prod(tokens) * value_heads),)
+            return Op("rule", name, symbols=size(2 * numbers), dims=dims, read=read, written=written)
         dims = _dims(name, event, size)
         return Op("elementwise", name, dims=dims, read=read, written=written)
 
