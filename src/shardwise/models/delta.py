@@ -66,7 +66,7 @@ def starts_of(documents: Tensor | None, shape: torch.Size) -> Tensor | None:
     return starts.index_fill_(0, documents.long(), True)[:-1].view(rows, length)
 
 
-class _Block:
+class _Chunks:
     """What ``count`` chunks from the token ``at`` on need that does not depend on their state, [b,heads,values of
     each,count,tokens,..]."""
 
@@ -141,7 +141,7 @@ def forward(given: Given, before: Tensor | None = None) -> tuple[Tensor, Tensor,
     for at, count in given.blocks():
         if at:
             next(room).copy_(state)
-        block = _Block(given, at, count)
+        block = _Chunks(given, at, count)
         each, new = state.new_empty(*shape[:3], count, *shape[3:]), torch.empty_like(block.v)
         for number in range(count):
             each[:, :, :, number] = state
@@ -168,14 +168,14 @@ def backward(
     after = zeros if after is None else after
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[:5])
     for (at, count), state in zip(reversed(blocks), reversed(incoming), strict=True):
-        block = _Block(given, at, count)
+        block = _Chunks(given, at, count)
         found, after = _of_block(block, block.cut(grad), state, after)
         for x, out in zip(found, grads, strict=True):
             block.join(x, out)
     return grads, after
 
 
-def _of_block(block: _Block, grad: Tensor, state: Tensor, after: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+def _of_block(block: _Chunks, grad: Tensor, state: Tensor, after: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """The gradients of a block's q, k, v, decays and rates, and that of its incoming ``state``."""
     count, k, reach = block.shape[0], block.k, block.reach
     before, behind = (state.new_empty(*state.shape[:3], count, *state.shape[3:]) for _ in range(2))
@@ -221,7 +221,8 @@ _RULE = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor rate, Tensor? docume
 def gated_delta(*given: Any) -> tuple[Tensor, Tensor]:
     """The outputs of the rule, and the states that it keeps. The fields of :class:`Given`, with the bounds of documents
     in the place of their starts; head h of values uses head h / (values of each) of keys."""
-    out, states, _ = forward(Given(*given[:5], starts_of(given[5], given[2].shape)))
+    q, k, v, decay, rate, documents = given
+    out, states, _ = forward(Given(q, k, v, decay, rate, starts_of(documents, v.shape)))
     return out, states
 
 
@@ -232,8 +233,8 @@ def gated_delta(*given: Any) -> tuple[Tensor, Tensor]:
 )
 def gated_delta_backward(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, decays and rates from that of the outputs."""
-    *given, documents, states = saved
-    return backward(grad, Given(*given, starts_of(documents, grad.shape)), states)[0]
+    q, k, v, decay, rate, documents, states = saved
+    return backward(grad, Given(q, k, v, decay, rate, starts_of(documents, grad.shape)), states)[0]
 
 
 @gated_delta.register_fake

@@ -18,10 +18,10 @@ from shardwise.models.family import (
     EDGES,
     FULL,
     QK_NORM,
+    ByHead,
     Config,
     Family,
     Fields,
-    Grouped,
     Names,
     rotated_share,
     whole,
@@ -31,7 +31,7 @@ from shardwise.models.rope import unsupported
 RECURRENT = "linear_attention"
 _ATTENTION, _DELTA = "layers.{}.attention.", "model.layers.{}.linear_attn."
 _GATE: Names = {
-    f"{_ATTENTION}{x}": Grouped("model.layers.{}.self_attn.q_proj", "num_attention_heads") for x in ("q", "q_gate")
+    f"{_ATTENTION}{x}": ByHead("model.layers.{}.self_attn.q_proj", "num_attention_heads") for x in ("q", "q_gate")
 }
 _NET: Names = {
     **{f"{_ATTENTION}conv_{x}": f"{_DELTA}conv1d.weight" for x in "qkv"},
@@ -41,7 +41,7 @@ _NET: Names = {
     f"{_ATTENTION}out": f"{_DELTA}out_proj",
 }
 _BY_HEADS: Names = {
-    f"{_ATTENTION}in_{x}": Grouped(f"{_DELTA}in_proj_{fused}", "linear_num_key_heads")
+    f"{_ATTENTION}in_{x}": ByHead(f"{_DELTA}in_proj_{fused}", "linear_num_key_heads")
     for fused in ("qkvz", "ba")
     for x in fused
 }

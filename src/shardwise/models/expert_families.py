@@ -128,6 +128,7 @@ def read_sparse(config: Config, name: str) -> Fields:
 
 
 def write_sparse(fields: Fields) -> Config:
+    """The inverse of :func:`read_sparse`."""
     return _write_olmoe(fields) | {
         "moe_intermediate_size": fields["expert_size"],
         "decoder_sparse_step": 1,

@@ -33,7 +33,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Grouped:
+class ByHead:
     """A layer of the files in which several modules have rows in turn: those of the first head of each, then those of
     the second. ``heads``: the field of ModelSpec that says how many there are."""
 
@@ -41,7 +41,7 @@ class Grouped:
     heads: str
 
 
-Names = dict[str, str | Stack | Grouped]
+Names = dict[str, str | Stack | ByHead]
 """Canonical module -> its name in the files, or canonical parameter -> the name of a tensor. The first {} is the layer;
 with a second one, there is a tensor for each expert."""
 

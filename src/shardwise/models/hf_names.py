@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.models.config import ModelSpec, flat, parameter_shapes
 from shardwise.models.families import FAMILIES
-from shardwise.models.family import Grouped, Names, Stack
+from shardwise.models.family import ByHead, Names, Stack
 
 PACKED = 32
 """Values of MXFP4 that have a scale in common."""
@@ -57,7 +57,7 @@ def to_hf_name(name: str, family: str = "llama") -> str:
     return found.replace("{}", "*") if isinstance(found, str) else found.name
 
 
-def _in_table(name: str, table: Names) -> str | Stack | Grouped | None:
+def _in_table(name: str, table: Names) -> str | Stack | ByHead | None:
     """Return what a family's table says of a parameter, with the number of the layer filled in. Parameters keep their
     last word (weight, bias) unless the table has them by their whole name."""
     number = re.match(r"layers\.(\d+)\.", name)
@@ -66,9 +66,9 @@ def _in_table(name: str, table: Names) -> str | Stack | Grouped | None:
     found = table.get(pattern)
     if found is None and module in table and last in ("weight", "bias"):
         whole = table[module]
-        found = replace(whole, name=f"{whole.name}.{last}") if isinstance(whole, Grouped) else f"{whole}.{last}"
+        found = replace(whole, name=f"{whole.name}.{last}") if isinstance(whole, ByHead) else f"{whole}.{last}"
     layer = number[1] if number else ""
-    if isinstance(found, Stack | Grouped):
+    if isinstance(found, Stack | ByHead):
         return replace(found, name=found.name.replace("{}", layer, 1))
     return None if found is None else found.replace("{}", layer, 1)
 
@@ -104,7 +104,7 @@ def locations(spec: ModelSpec, found: Collection[str] = ()) -> dict[str, tuple[L
     forms = {name: _form(name, spec, found) for name in shapes}
     heights: Counter[str] = Counter()
     for name, form in forms.items():
-        if isinstance(form, str | Grouped):
+        if isinstance(form, str | ByHead):
             heights[form if isinstance(form, str) else form.name] += shapes[name][0]
     located: dict[str, tuple[Location, ...]] = {}
     above: Counter[str] = Counter()
@@ -112,7 +112,7 @@ def locations(spec: ModelSpec, found: Collection[str] = ()) -> dict[str, tuple[L
         rows, *columns = shapes[name]
         if isinstance(form, Stack):
             located[name] = tuple(_in_stack(form, shapes[name], spec.experts.num_experts))
-        elif isinstance(form, Grouped):
+        elif isinstance(form, ByHead):
             heads, height = int(flat(spec)[form.heads]), heights[form.name]
             each, first = rows // heads, above[form.name] // heads
             located[name] = tuple(
@@ -143,7 +143,7 @@ def _in_stack(form: Stack, shape: tuple[int, ...], experts: int) -> Iterator[Loc
         yield Location(each * e, each * (e + 1), form.name, whole, first, step, e, form.transposed, form.packed)
 
 
-def _form(name: str, spec: ModelSpec, found: Collection[str]) -> str | Stack | Grouped:
+def _form(name: str, spec: ModelSpec, found: Collection[str]) -> str | Stack | ByHead:
     """Return the form in which the files have a parameter: the usual one, unless there is nothing of that but of
     another."""
     if spec.hf_model is not None:
@@ -155,9 +155,9 @@ def _form(name: str, spec: ModelSpec, found: Collection[str]) -> str | Stack | G
     return next((form for form in forms if _is_there(form, spec, found)), forms[0])
 
 
-def _is_there(form: str | Stack | Grouped, spec: ModelSpec, found: Collection[str]) -> bool:
+def _is_there(form: str | Stack | ByHead, spec: ModelSpec, found: Collection[str]) -> bool:
     """Return whether there is any tensor of this form."""
-    if isinstance(form, Grouped):
+    if isinstance(form, ByHead):
         return form.name in found
     if isinstance(form, Stack):
         return any(form.name + word in found for word in (("_blocks", "_scales") if form.packed else ("",)))

@@ -342,7 +342,7 @@ class _Naming:
             backward = name.endswith("_backward")
             (*tokens, heads, key), (*_, value_heads, value) = event.shapes[1 + backward : 3 + backward]
             numbers = prod(tokens) * heads * products(key, value, value_heads // heads, backward=backward)
-            dims = (size(prod(tokens) * value_heads),)
+            dims = size(prod(tokens) * value_heads), size(key), size(value)
             return Op("rule", name, symbols=size(2 * numbers), dims=dims, read=read, written=written)
         dims = _dims(name, event, size)
         return Op("elementwise", name, dims=dims, read=read, written=written)
