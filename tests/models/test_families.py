@@ -226,6 +226,20 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path: Path) -> None:
         assert read.keys() == whole.keys()
 
 
+def test_the_text_of_qwen3_5(tmp_path: Path) -> None:
+    """Beside it the files have images, and heads of several tokens."""
+    spec = spec_of("qwen3_5_text")
+    state = in_memory(spec, random_model(spec).state_dict(), ())
+    named = {name.replace("model.", "model.language_model.", 1): value.clone() for name, value in state.items()}
+    beside = {"model.visual.blocks.0.attn.qkv.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+    save_file(named | beside, tmp_path / "model.safetensors")
+    config = {"model_type": "qwen3_5", "text_config": config_of("qwen3_5_text"), "vision_config": {"depth": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert replace(load_spec(str(tmp_path)), name="test") == spec
+    whole = {name: [slice(0, n) for n in shape] for name, shape in parameter_shapes(spec).items()}
+    assert dict(hf.read_weights(tmp_path, whole, spec)).keys() == whole.keys()
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_packed_documents_give_what_each_gives_alone(family: str) -> None:
     """Windows, stretched positions and all: fp64, so that nothing but a fault could make a difference."""
@@ -306,6 +320,9 @@ def test_bf16_is_near_fp32(family: str) -> None:
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
         ("deepseek_v2", {"routed_scaling_factor": 16.0}, "`routed_scaling_factor: 16.0` is not supported"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "group_limited_greedy` is not supported"),
+        ("qwen3_next", {"layer_types": [SLIDING, FULL, FULL]}, "layers of type 'sliding_attention' are not supported"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+        ("qwen3_5_text", {"linear_num_key_heads": "2"}, "`linear_num_key_heads` must be a whole number"),
     ],
 )
 def test_what_is_refused(family: str, change: dict[str, object], text: str) -> None:
