@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from shardwise.models import hf
 from shardwise.models.config import ModelSpec, from_hf, with_fields
 from shardwise.models.decoder import Decoder
+from shardwise.models.delta_families import RECURRENT
 from shardwise.models.families import FULL, SLIDING
 from shardwise.models.hf_names import locations, tensors
 from shardwise.models.kinds import LatentSpec
@@ -212,6 +213,26 @@ def minimax_m2(rng: random.Random) -> dict[str, Any]:
     return shared(rng) | experts | {"head_dim": 16, "rope_parameters": stretch}
 
 
+def qwen3_5(rng: random.Random) -> dict[str, Any]:
+    """Heads so wide that a row is more than a block of chunks."""
+    heads, each = rng.choice([1, 2, 3]), rng.choice([1, 2])
+    own = {"linear_num_key_heads": heads, "linear_num_value_heads": heads * each, "linear_conv_kernel_dim": 3}
+    dims = {"linear_key_head_dim": rng.choice([4, 6]), "linear_value_head_dim": rng.choice([3, 5])}
+    stretch = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    bias = {"attention_bias": rng.random() < 0.5, "layer_types": [RECURRENT, FULL, RECURRENT]}
+    return shared(rng) | own | dims | bias | {"head_dim": 12, "rope_parameters": stretch}
+
+
+def qwen3_5_moe(rng: random.Random) -> dict[str, Any]:
+    experts = {"num_experts": 6, "num_experts_per_tok": rng.choice([2, 3]), "moe_intermediate_size": 20}
+    return qwen3_5(rng) | experts | {"shared_expert_intermediate_size": rng.randint(20, 40)}
+
+
+def qwen3_next(rng: random.Random) -> dict[str, Any]:
+    dense = rng.choice([{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}, {}])
+    return qwen3_5_moe(rng) | dense | {"norm_topk_prob": rng.random() < 0.75}
+
+
 CONFIGS: dict[str, Make] = {
     "llama": lambda rng: random_config(rng.randrange(100)),
     "mistral": mistral,
@@ -232,6 +253,9 @@ CONFIGS: dict[str, Make] = {
     "gpt_oss": gpt_oss,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "qwen3_next": qwen3_next,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
 }
 
 
@@ -251,7 +275,10 @@ def random_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype = torch.floa
     model = Decoder(spec)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
-            nn.init.uniform_(parameter, -0.5 if spec.norm_plus_one else 0.5, 0.5 if spec.norm_plus_one else 1.5)
+            one = float(not spec.norm_plus_one or "head_norm" in name)
+            nn.init.uniform_(parameter, one - 0.5, one + 0.5)
+        elif name.endswith("decay_log"):  # or heads forget within a token, and no state would be missed
+            nn.init.uniform_(parameter, -5.0, -2.0)
         elif name.endswith("correction"):  # negative ones too, and larger than what scores differ by
             nn.init.normal_(parameter, 0.0, 0.3)
         else:
@@ -358,6 +385,7 @@ NEUTRAL: dict[str, Any] = {
     "shared_expert_size": 0,
     "shared_expert_gate": False,
     "dense_layers": (),
+    "attention_gate": False,
     "sigmoid": None,
     "softmax_groups": None,
 }

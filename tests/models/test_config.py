@@ -135,7 +135,19 @@ def test_deepseek_v2_has_the_published_sizes() -> None:
 
 def test_every_built_in_mixture_of_experts_is_tested() -> None:
     mixtures = {name for name in known.configs() if load_spec(name).experts}
-    assert mixtures == EXPERTS.keys() | {"GLM-4.5", "GLM-4.5-Air", "DeepSeek-V2", "DeepSeek-V2-Lite"}
+    assert mixtures == EXPERTS.keys() | {"GLM-4.5", "GLM-4.5-Air", "DeepSeek-V2", "DeepSeek-V2-Lite", *NETS} - {"Qwen3.5-9B"}
+
+
+NETS = {"Qwen3-Next-80B-A3B": (80, 79), "Qwen3.5-35B-A3B": (35, None), "Qwen3.5-9B": (9, None)}
+"""Of gated delta nets the billions of parameters, and those without the ends where these are published."""
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_models_of_gated_delta_nets_have_the_published_sizes(name: str) -> None:
+    spec, (total, inner) = load_spec(name), NETS[name]
+    assert round(parameter_count(spec) / 1e9) == total
+    ends = 2 * spec.vocab_size * spec.hidden_size
+    assert inner is None or round((parameter_count(spec) - ends) / 1e9) == inner
 
 
 @pytest.mark.parametrize(

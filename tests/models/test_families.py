@@ -31,7 +31,7 @@ from shardwise.models.config import (
 from shardwise.models.decoder import Decoder
 from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.models.hf_names import to_hf_name
-from shardwise.models.kinds import LatentSpec
+from shardwise.models.kinds import DeltaSpec, LatentSpec
 from shardwise.models.load import load_spec
 from shardwise.models.rope import RopeScaling
 from tests.models.families import (
@@ -112,10 +112,11 @@ def test_all_features_are_at_work_somewhere() -> None:
     assert {spec.attention.attention_output_bias for spec in specs} == {None, False}
     longest = {spec.positions.rope_scaling.original_max_position_embeddings for spec in specs if spec.family == "phi3"}
     assert longest == {16, 48}, "longrope within the trained range and beyond it"
-    of_all = {*(field.name for field in fields(ModelSpec)[:18]), *SIZES, *HEADS, "rope_theta", "rope_scaling"}
+    of_all = {*(field.name for field in fields(ModelSpec)[:19]), *SIZES, *HEADS, "rope_theta", "rope_scaling"}
     features = flat(specs[0]).keys() - of_all - {"attention_bias"}
     others = {
         *asdict(LatentSpec()),
+        *asdict(DeltaSpec()),
         "mixer_options",
         "attention_output_bias",
         "hf_model",
@@ -225,6 +226,20 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path: Path) -> None:
         assert read.keys() == whole.keys()
 
 
+def test_the_text_of_qwen3_5(tmp_path: Path) -> None:
+    """Beside it the files have images, and heads of several tokens."""
+    spec = spec_of("qwen3_5_text")
+    state = in_memory(spec, random_model(spec).state_dict(), ())
+    named = {name.replace("model.", "model.language_model.", 1): value.clone() for name, value in state.items()}
+    beside = {"model.visual.blocks.0.attn.qkv.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+    save_file(named | beside, tmp_path / "model.safetensors")
+    config = {"model_type": "qwen3_5", "text_config": config_of("qwen3_5_text"), "vision_config": {"depth": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert replace(load_spec(str(tmp_path)), name="test") == spec
+    whole = {name: [slice(0, n) for n in shape] for name, shape in parameter_shapes(spec).items()}
+    assert dict(hf.read_weights(tmp_path, whole, spec)).keys() == whole.keys()
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_packed_documents_give_what_each_gives_alone(family: str) -> None:
     """Windows, stretched positions and all: fp64, so that nothing but a fault could make a difference."""
@@ -307,6 +322,9 @@ def test_bf16_is_near_fp32(family: str) -> None:
         ("deepseek_v2", {"norm_topk_prob": True}, "`norm_topk_prob: True` is not supported"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": None}, "`n_group` must be a whole number"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 1}, "16 groups of "),
+        ("qwen3_next", {"layer_types": [SLIDING, FULL, FULL]}, "layers of type 'sliding_attention' are not supported"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+        ("qwen3_5_text", {"linear_num_key_heads": "2"}, "`linear_num_key_heads` must be a whole number"),
     ],
 )
 def test_what_is_refused(family: str, change: dict[str, object], text: str) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from shardwise.errors import DataError, MissingInputError
 from shardwise.models import hf
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec, model_spec
+from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.models.hf_model import Model, model_of
 from shardwise.models.peft import read_adapter, write_adapter
 from shardwise.models.resolve import with_adapter
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transform
 
 SPEC = model_spec("small", 96, 32, 48, 2, 4, 2, 8, attention_bias=True)
 STACKED = families.spec_of("phi3")
+IN_TURN = with_fields(families.spec_of("qwen3_next"), vocab_size=SPEC.vocab_size, num_experts=0)
 TURNED = hf_models.spec_of("gpt2")
 IDS = torch.arange(40).remainder(96).view(2, 20)
 POSITIONS = torch.arange(20).expand(2, 20)
@@ -45,7 +46,7 @@ def adapted(settings: Lora, spec: ModelSpec = SPEC) -> Model:
     lora.apply([model], Plan(lora=settings), None)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if is_adapter(name) or name.endswith("bias") or settings.saves(name):
+            if is_adapter(name) or name.endswith(("bias", "decay_log")) or ".conv_" in name or settings.saves(name):
                 parameter.normal_(std=0.2)
     return model
 
@@ -88,6 +89,26 @@ def test_peft_reads_what_is_written(tmp_path: Path, settings: Lora, spec: ModelS
     """The same logits within 1e-5 of their norm: fp32 sums in another order; and not those of the base. Phi's files
     stack layers: there the adapters of several are one of PEFT's, of as many times the rank."""
     check_written(tmp_path, settings, spec)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        (Lora(4, 8.0, ("q", "q_gate", "k", "o", "in_q", "in_k", "in_v", "in_z", "in_b", "in_a", "out")), []),
+        (Lora(4, 8.0, ("q", "q_gate", "in_b", "in_a"), dora=True), ["q_proj", "in_proj_ba"]),
+        (Lora(4, 8.0, ("in_q", "in_k", "in_v", "in_z")), ["in_proj_qkvz"]),
+    ],
+    ids=["mixers", "dora", "one"],
+)
+def test_adapters_of_layers_whose_rows_are_in_turn(tmp_path: Path, settings: Lora, layers: list[str]) -> None:
+    """Qwen3-Next's files have them head by head; both ways."""
+    check_written(tmp_path, settings, IN_TURN)
+    if not layers:
+        return
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    given: dict[str, Any] = {"use_dora": settings.dora, "init_lora_weights": False}
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=layers, **given)
+    is_read(peft.get_peft_model(base, config), tmp_path, adapted(settings, IN_TURN), settings)
 
 
 ENDS = Lora(4, 8.0, ("q", "v"), modules_to_save=("embed", "head"))

@@ -31,10 +31,20 @@ pytestmark = [
 SETTINGS = {
     "all-linear": Lora(4, 8.0),
     "experts alone": Lora(4, 8.0, ("expert_gate", "expert_up", "expert_down"), rslora=True, dropout=0.5),
-    "gate alone": Lora(4, 8.0, ("expert_gate", "q")),
+    "gate alone": Lora(4, 8.0, ("expert_gate", "k")),
     "down alone": Lora(4, 8.0, ("expert_down",)),
 }
-FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2")
+FAMILIES = (
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "glm4_moe",
+    "minimax_m2",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+)
 
 
 def adapted(settings: Lora, spec: ModelSpec) -> Decoder:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from shardwise.models import attention, blockwise
+from shardwise.models import attention, blockwise, delta
 from shardwise.models.balance import Routing
 from shardwise.models.config import ModelSpec
 from shardwise.models.layers import RMSNorm
@@ -20,12 +20,14 @@ from shardwise.spec.plan import Plan, Shard
 from shardwise.techniques import cp
 from tests.parity.cases import FP64, GEMMA, UNTIED
 from tests.parity.cases import plan as plan_of
+from tests.parity.deltas import DENSE as NETS
 from tests.parity.experts import MOE
 from tests.parity.rings import DENSE
 from tests.parity.test_cp_faults import blind_to_documents, ring
 
 kernel, visible, backward = attention._kernel, blockwise._visible, attention.attention_backward
 normed, route = RMSNorm.forward, MoE.route
+given, taps = delta.Given, delta._taps
 ALONE = plan_of("ddp", 1, FP64)
 
 
@@ -62,6 +64,14 @@ def among_tokens(self: MoE, x: Tensor) -> Routing:
     return found._replace(weights=found.weights * (1 + 1e-6 * found.logits.mean()))
 
 
+def without_starts(*fields: Any) -> delta.Given:
+    return given(*fields[:5], None)
+
+
+def over_starts(x: Tensor, starts: Tensor | None, count: int) -> Any:
+    return taps(x, None, count)
+
+
 LEAKS: dict[str, Leak] = {
     "full layers see the whole row": Leak(lambda: patch.object(attention, "_kernel", whole_rows), UNTIED, ALONE),
     "a window crosses into the document before": Leak(
@@ -81,6 +91,8 @@ LEAKS: dict[str, Leak] = {
         ("cp 2",),
     ),
     "a norm looks at the row": Leak(lambda: patch.object(RMSNorm, "forward", less_the_row), UNTIED, ALONE),
+    "a state is not reset at a start": Leak(lambda: patch.object(delta, "Given", without_starts), NETS, ALONE),
+    "sums reach into the document before": Leak(lambda: patch.object(delta, "_taps", over_starts), NETS, ALONE),
     "weights of experts depend on other tokens": Leak(lambda: patch.object(MoE, "route", among_tokens), MOE, ALONE),
 }
 

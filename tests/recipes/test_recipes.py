@@ -51,6 +51,7 @@ MEANT_FOR = {
     "mixtral-8x7b": "4x8xH100",
     "lora-moe-30b": "8xH100",
     "qlora-gpt-oss-20b": "1xRTX-4090",
+    "sft-qwen3-next-80b": "2x8xH100",
 }
 FILES = sorted(recipes_directory().glob("*.yaml"))
 

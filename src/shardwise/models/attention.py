@@ -214,6 +214,8 @@ class Attention(nn.Module):
             spec.attention.num_key_value_heads * spec.attention.head_dim,
         )
         self.q = nn.Linear(spec.hidden_size, q_size, bias=spec.attention.attention_bias)
+        gate, bias = spec.attention.attention_gate, spec.attention.attention_bias
+        self.q_gate = nn.Linear(spec.hidden_size, q_size, bias=bias) if gate else None
         self.k = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention.attention_bias)
         self.v = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention.attention_bias)
         self.o = nn.Linear(q_size, spec.hidden_size, bias=spec.attention.output_bias)
@@ -237,12 +239,13 @@ class Attention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        out, _ = self.inner(q, k, v, replace(mask, sinks=self.own_sinks()) if self.sinks is not None else mask)
-        return self.o(out.transpose(1, 2).flatten(2))
+        out, _ = self.inner(q, k, v, replace(mask, sinks=self.own("sinks")) if self.sinks is not None else mask)
+        out = out.transpose(1, 2).flatten(2)
+        return self.o(out if self.q_gate is None else out * torch.sigmoid(self.q_gate(x)))
 
-    def own_sinks(self) -> Tensor | None:
-        """The sinks of the heads that are computed here, [h]."""
-        return self.sinks
+    def own(self, name: str) -> Tensor:
+        """The parameter with this name, such as the sinks [h], of the heads that are computed here."""
+        return self.get_parameter(name)
 
     def inner(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         """The seam that context parallelism replaces. q [b,h,s,e], k and v [b,hk,s,e] -> out [b,h,s,e], lse [b,h,s]."""

@@ -14,7 +14,7 @@ from shardwise.models.expert_shapes import expert_matrices, expert_problems, mlp
 from shardwise.models.families import ACTIVATIONS, FAMILIES, activation, family_of, text_part
 from shardwise.models.family import FULL, SLIDING, Fields
 from shardwise.models.hf_spec import HFModel
-from shardwise.models.kinds import AttentionSpec, ExpertSpec, LatentSpec, PositionSpec
+from shardwise.models.kinds import AttentionSpec, DeltaSpec, ExpertSpec, LatentSpec, PositionSpec
 from shardwise.models.mixers import MIXERS, mixer_of, mixers_of
 from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.models.rope import RopeScaling, number, unsupported
@@ -48,6 +48,7 @@ class ModelSpec:
     num_hidden_layers: int
     attention: AttentionSpec = AttentionSpec()
     latent: LatentSpec = LatentSpec()
+    delta: DeltaSpec = DeltaSpec()
     positions: PositionSpec = PositionSpec()
     experts: ExpertSpec = ExpertSpec()
     family: str = "llama"
@@ -110,7 +111,13 @@ class ModelSpec:
         return self.latent.v_head_dim or self.attention.head_dim
 
 
-PARTS = {"attention": AttentionSpec, "latent": LatentSpec, "positions": PositionSpec, "experts": ExpertSpec}
+PARTS = {
+    "attention": AttentionSpec,
+    "latent": LatentSpec,
+    "delta": DeltaSpec,
+    "positions": PositionSpec,
+    "experts": ExpertSpec,
+}
 """The records within a ModelSpec."""
 _PART = {field.name: part for part, record in PARTS.items() for field in fields(record)}
 
@@ -195,7 +202,7 @@ def _of_block(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
             shapes[f"{name}.bias"] = shape[:1]
     if experts and spec.experts.sigmoid is not None:
         shapes["mlp.router.correction"] = (spec.experts.num_experts,)
-    return shapes | {f"attention.{name}": (size,) for name, size in mixer.vectors(spec).items()}
+    return shapes | {f"attention.{name}": shape for name, shape in mixer.others(spec).items()}
 
 
 def _norms(spec: ModelSpec) -> dict[str, int]:

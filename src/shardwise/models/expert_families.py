@@ -38,7 +38,7 @@ MIXTRAL: Names = {
     f"{_EXPERTS}up": "model.layers.{}.block_sparse_moe.experts.{}.w3",
     f"{_EXPERTS}down": "model.layers.{}.block_sparse_moe.experts.{}.w2",
 }
-_SHARED: Names = {
+SHARED_GATE: Names = {
     **{f"layers.{{}}.mlp.shared.{x}": f"{_MLP}shared_expert.{x}_proj" for x in _MATRICES},
     "layers.{}.mlp.shared_gate": f"{_MLP}shared_expert_gate",
 }
@@ -115,7 +115,7 @@ def _write_olmoe(fields: Fields) -> Config:
     return write_experts(fields) | {"norm_topk_prob": fields["normalised_top_k"]}
 
 
-def _qwen_experts(config: Config, name: str) -> Fields:
+def read_sparse(config: Config, name: str) -> Fields:
     """Read the fields of experts that each ``decoder_sparse_step``-th layer has but ``mlp_only_layers``."""
     step, dense = whole(config, "decoder_sparse_step", name), config.get("mlp_only_layers") or []
     count = config["num_hidden_layers"]
@@ -127,7 +127,8 @@ def _qwen_experts(config: Config, name: str) -> Fields:
     return read_experts(config, name) | {"dense_layers": without}
 
 
-def _write_qwen_experts(fields: Fields) -> Config:
+def write_sparse(fields: Fields) -> Config:
+    """The inverse of :func:`read_sparse`."""
     return _write_olmoe(fields) | {
         "moe_intermediate_size": fields["expert_size"],
         "decoder_sparse_step": 1,
@@ -142,7 +143,7 @@ def _qwen2_moe(config: Config, name: str) -> Fields:
     own = {"shared_expert_size": size, "attention_bias": bool(config["qkv_bias"])}
     # Unlike Qwen2's, every other layer slides, and those before the number, not from it on.
     slides = switched(config, name, lambda layer: layer % 2 == 0 and layer < until)
-    return slides | _qwen_experts(config, name) | own
+    return slides | read_sparse(config, name) | own
 
 
 def _write_qwen2_moe(fields: Fields) -> Config:
@@ -151,17 +152,17 @@ def _write_qwen2_moe(fields: Fields) -> Config:
         "qkv_bias": fields["attention_bias"],
         "max_window_layers": fields["num_hidden_layers"],
     }
-    return write_switched(fields) | _write_qwen_experts(fields) | own
+    return write_switched(fields) | write_sparse(fields) | own
 
 
 def _qwen3_moe(config: Config, name: str) -> Fields:
     alike = {**config, "layer_types": None}
-    return switched(alike, name, lambda layer: True) | _qwen_experts(config, name)
+    return switched(alike, name, lambda layer: True) | read_sparse(config, name)
 
 
 def _write_qwen3_moe(fields: Fields) -> Config:
     switch = fields["sliding_window"] is not None
-    return window(fields) | _write_qwen_experts(fields) | {"use_sliding_window": switch}
+    return window(fields) | write_sparse(fields) | {"use_sliding_window": switch}
 
 
 _SWIGLU: Config = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -225,7 +226,7 @@ EXPERT_FAMILIES: dict[str, Family] = {
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        EDGES | BEFORE | BLOCK | ONE_BY_ONE | _SHARED,
+        EDGES | BEFORE | BLOCK | ONE_BY_ONE | SHARED_GATE,
         _qwen2_moe,
         _write_qwen2_moe,
         _QWEN
@@ -292,6 +293,6 @@ EXPERT_FAMILIES: dict[str, Family] = {
     ),
 }
 
-TAKEN_FOR_EXPERTS = ("qwen3_moe", "glm4_moe")
+TAKEN_FOR_EXPERTS = ("qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
 """Families of which PEFT takes adapters of a dense layer's MLP, or of one beside experts, for those of experts, where
 its config names them as modules: seen with peft 0.21."""

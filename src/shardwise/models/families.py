@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.errors import PolicyError, Problem
+from shardwise.models.delta_families import DELTA_FAMILIES
 from shardwise.models.expert_families import EXPERT_FAMILIES
 from shardwise.models.family import (
     AFTER,
@@ -227,6 +228,7 @@ _OURS: dict[str, Family] = {
     ),
     **EXPERT_FAMILIES,
     **LATENT_FAMILIES,
+    **DELTA_FAMILIES,
     **SIGMOID_FAMILIES,
 }
 

@@ -32,7 +32,16 @@ class Stack:
     packed: bool = False
 
 
-Names = dict[str, str | Stack]
+@dataclass(frozen=True)
+class ByHead:
+    """A layer of the files in which several modules have rows in turn: those of the first head of each, then those of
+    the second. ``heads``: the field of ModelSpec that says how many there are."""
+
+    name: str
+    heads: str
+
+
+Names = dict[str, str | Stack | ByHead]
 """Canonical module -> its name in the files, or canonical parameter -> the name of a tensor. The first {} is the layer;
 with a second one, there is a tensor for each expert."""
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from shardwise.models.config import ModelSpec, parameter_shapes
+from shardwise.models.config import ModelSpec, flat, parameter_shapes
 from shardwise.models.families import FAMILIES
-from shardwise.models.family import Names, Stack
+from shardwise.models.family import ByHead, Names, Stack
 
 PACKED = 32
 """Values of MXFP4 that have a scale in common."""
@@ -58,10 +58,10 @@ def to_hf_name(name: str, family: str = "llama") -> str:
     found = _in_table(name, FAMILIES[family].names)
     if found is None:
         raise KeyError(f"no counterpart for parameter {name!r}")
-    return found.name if isinstance(found, Stack) else found.replace("{}", "*")
+    return found.replace("{}", "*") if isinstance(found, str) else found.name
 
 
-def _in_table(name: str, table: Names) -> str | Stack | None:
+def _in_table(name: str, table: Names) -> str | Stack | ByHead | None:
     """Return what a family's table says of a parameter, with the number of the layer filled in. Parameters keep their
     last word (weight, bias) unless the table has them by their whole name."""
     number = re.match(r"layers\.(\d+)\.", name)
@@ -69,9 +69,10 @@ def _in_table(name: str, table: Names) -> str | Stack | None:
     module, _, last = pattern.rpartition(".")
     found = table.get(pattern)
     if found is None and module in table and last in ("weight", "bias"):
-        found = f"{table[module]}.{last}"
+        whole = table[module]
+        found = replace(whole, name=f"{whole.name}.{last}") if isinstance(whole, ByHead) else f"{whole}.{last}"
     layer = number[1] if number else ""
-    if isinstance(found, Stack):
+    if isinstance(found, Stack | ByHead):
         return replace(found, name=found.name.replace("{}", layer, 1))
     return None if found is None else found.replace("{}", layer, 1)
 
@@ -107,14 +108,22 @@ def locations(spec: ModelSpec, found: Collection[str] = ()) -> dict[str, tuple[L
     forms = {name: _form(name, spec, found) for name in shapes}
     heights: Counter[str] = Counter()
     for name, form in forms.items():
-        if isinstance(form, str):
-            heights[form] += shapes[name][0]
+        if isinstance(form, str | ByHead):
+            heights[form if isinstance(form, str) else form.name] += shapes[name][0]
     located: dict[str, tuple[Location, ...]] = {}
     above: Counter[str] = Counter()
     for name, form in forms.items():
         rows, *columns = shapes[name]
         if isinstance(form, Stack):
             located[name] = tuple(_in_stack(form, shapes[name], spec.experts.num_experts))
+        elif isinstance(form, ByHead):
+            heads, height = int(flat(spec)[form.heads]), heights[form.name]
+            each, first = rows // heads, above[form.name] // heads
+            located[name] = tuple(
+                Location(each * i, each * (i + 1), form.name, (height, *columns), first + height // heads * i)
+                for i in range(heads)
+            )
+            above[form.name] += rows
         elif "{}" in form:
             each = rows // spec.experts.num_experts
             located[name] = tuple(
@@ -138,7 +147,7 @@ def _in_stack(form: Stack, shape: tuple[int, ...], experts: int) -> Iterator[Loc
         yield Location(each * e, each * (e + 1), form.name, whole, first, step, e, form.transposed, form.packed)
 
 
-def _form(name: str, spec: ModelSpec, found: Collection[str]) -> str | Stack:
+def _form(name: str, spec: ModelSpec, found: Collection[str]) -> str | Stack | ByHead:
     """Return the form in which the files have a parameter: the usual one, unless there is nothing of that but of
     another."""
     if spec.hf_model is not None:
@@ -150,8 +159,10 @@ def _form(name: str, spec: ModelSpec, found: Collection[str]) -> str | Stack:
     return next((form for form in forms if _is_there(form, spec, found)), forms[0])
 
 
-def _is_there(form: str | Stack, spec: ModelSpec, found: Collection[str]) -> bool:
+def _is_there(form: str | Stack | ByHead, spec: ModelSpec, found: Collection[str]) -> bool:
     """Return whether there is any tensor of this form."""
+    if isinstance(form, ByHead):
+        return form.name in found
     if isinstance(form, Stack):
         return any(form.name + word in found for word in (("_blocks", "_scales") if form.packed else ("",)))
     return any(form.format(e) in found for e in range(spec.experts.num_experts)) if "{}" in form else form in found

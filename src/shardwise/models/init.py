@@ -17,6 +17,8 @@ ALGORITHM = "shardwise-init-1"
 """Part of every key: if the algorithm changes, so must this name and the golden vectors in the tests."""
 
 BLOCK = 2**20
+FORGETTING = 15.99
+"""How far the largest ``exp(decay_log)`` is from the smallest, at first."""
 
 Draw = Callable[[str, Sequence[int], Sequence[slice], int, ModelSpec], Tensor]
 """A function such as :func:`fill`."""
@@ -27,16 +29,20 @@ def fill(name: str, shape: Sequence[int], part: Sequence[slice], seed: int, spec
 
     ``name`` is canonical and ``shape`` global. Matrices are normal(0, initializer_range), norms one (zero where one is
     added), biases and corrections zero; of an adapter, A is normal with the variance that PEFT's uniform values have,
-    1 / (3 in), and B zero; a magnitude follows from its weight (runtime/build.py). A model of transformers' own modules
-    begins as transformers begins it.
+    1 / (3 in), and B zero; a magnitude follows from its weight (runtime/build.py). What heads of a gated delta net
+    forget in a token is exp(-exp(decay_log) * 1.3) at first, of exp(decay_log) even between 0 and 16. A model of
+    transformers' own modules begins as transformers begins it.
     """
     local = [p.stop - p.start for p in part]
     kind = role(name)
     if spec.hf_model is not None and not is_adapter(name):
         mean, deviation = spec.hf_model.drawn(name)
         return (normal(name, shape, part, seed).mul_(deviation) if deviation else torch.zeros(local)) + mean
-    if kind in ("norm", "bias", "lora_b", "lora_m", "correction"):
-        return torch.full(local, 1.0 if kind == "norm" and not spec.norm_plus_one else 0.0)
+    if kind in ("norm", "bias", "lora_b", "lora_m", "correction", "dt_bias"):
+        one = kind == "dt_bias" or (kind == "norm" and not (spec.norm_plus_one and ".head_norm." not in name))
+        return torch.full(local, 1.0 if one else 0.0)
+    if kind == "decay_log":
+        return torch.special.ndtr(normal(name, shape, part, seed)).mul_(FORGETTING).add_(0.01).log_()
     deviation = (3 * shape[1]) ** -0.5 if kind == "lora_a" else spec.initializer_range
     return normal(name, shape, part, seed).mul_(deviation)
 

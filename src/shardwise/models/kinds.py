@@ -1,5 +1,5 @@
-"""A record for each kind of part of a model's blocks: attention, latent attention,
-positions, experts. No torch.
+"""A record for each kind of part of a model's blocks: attention, latent attention, gated delta nets, positions,
+experts. No torch.
 
 Fields have the names that Hugging Face gives them where it has one, and no two records share a name: a family says them
 without saying whose they are (:func:`shardwise.models.config.model_spec`). Each has a default that costs nothing.
@@ -19,7 +19,8 @@ class AttentionSpec:
 
     attention_output_bias: of o, where it differs from q, k and v. qk_norm: of queries and keys, over each head or over
     the whole projection. attention_scale: of scores, None for 1 / sqrt(head_dim). attention_sinks: a logit of each head
-    that takes part in its softmax. sliding_window: positions that a query of a sliding layer sees, its own included;
+    that takes part in its softmax. attention_gate: what heads make is multiplied by the sigmoid of a product of its
+    own. sliding_window: positions that a query of a sliding layer sees, its own included;
     all layers slide unless ``layer_types`` says which; it may also name another mixer than ``mixer`` for some layers
     (models/mixers.py). mixer_options: what a mixer of an installed package reads, by name.
     """
@@ -33,6 +34,7 @@ class AttentionSpec:
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     attention_sinks: bool = False
+    attention_gate: bool = False
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
     mixer: str = "softmax"
@@ -73,6 +75,19 @@ class LatentSpec:
     qk_nope_head_dim: int = 0
     v_head_dim: int = 0
     rope_interleave: bool = True
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Gated delta nets, the mixer ``linear_attention``: heads of values ``linear_value_head_dim`` wide share those of
+    queries and keys, ``linear_key_head_dim`` wide. Each channel of the three is the sum of ``linear_conv_kernel_dim``
+    tokens, its own the last."""
+
+    linear_num_key_heads: int = 1
+    linear_num_value_heads: int = 1
+    linear_key_head_dim: int = 1
+    linear_value_head_dim: int = 1
+    linear_conv_kernel_dim: int = 4
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def configs() -> dict[str, Config]:
     return {config.pop("name"): config for config in lines}
 
 
-_MARKS = ("-hf", "-instruct", "-chat", "-v1.0", "-base", "-it", "-pt")
+_MARKS = ("-hf", "-instruct", "-thinking", "-chat", "-v1.0", "-base", "-it", "-pt")
 _UNLIKE_THEIR_CHATS = ("qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "mixtral-8x22b-v0.1")
 """Models whose chat versions have other dimensions."""
 

@@ -22,14 +22,16 @@ class Mixer:
 
     module: its program, ``package.module:Class``: made of a ModelSpec, called with x [b,s,d], the tables of rotation
     (None: nothing is rotated) and a MaskSpec, it returns [b,s,d]. matrices: its linear layers; norms: the size of each
-    norm; vectors: that of each other parameter, all by their names in the program.
+    norm; others: the shape of each other parameter, all by their names in the program.
 
     columns, rows, whole: the names of layers whose outputs, a number of heads, are shared by tensor-parallel ranks;
     whose inputs are; and that every rank has, to use with its own heads. Without any the mixer cannot be shared so.
+    cut: the names of other parameters, of which each rank has the rows of its heads; heads: the sizes that ranks must
+    divide beside those of attention, by the fields that say them, and ``share`` the symbol of the first.
     rotated: whether it uses the tables of rotation. sequence: whether the seam ``inner(q, k, v, mask)`` is all in which
     its tokens meet, so that context parallelism can take its place. scores: how many numbers a token multiplies for
-    each position that it sees. wrong: what it cannot be made of, and what to write instead. small: its own fields in a
-    proof's small model of these sizes (prove/shrink.py).
+    each position that it sees; state: however many it sees. wrong: what it cannot be made of, and what to write
+    instead. small: its own fields in a proof's small model of these sizes (prove/shrink.py).
 
     template: the fields of a spec that change its program, in the numbers of a template (planner/variants.py), and
     ``symbols`` those that it uses besides d, f, K, G, e and p, with the model's own ``sizes``; ``ones`` are always 1,
@@ -40,13 +42,17 @@ class Mixer:
     module: str
     matrices: Callable[[ModelSpec], Matrices]
     norms: Callable[[ModelSpec], dict[str, int]] = lambda spec: {}
-    vectors: Callable[[ModelSpec], dict[str, int]] = lambda spec: {}
+    others: Callable[[ModelSpec], dict[str, tuple[int, ...]]] = lambda spec: {}
     columns: str = ""
     rows: str = ""
     whole: str = ""
+    cut: str = ""
+    heads: str = ""
+    share: str = ""
     rotated: bool = False
     sequence: bool = False
     scores: Callable[[ModelSpec], int] = lambda spec: 0
+    state: Callable[[ModelSpec], int] = lambda spec: 0
     template: Callable[[ModelSpec, Numbers], dict[str, Any]] = lambda spec, numbers: {}
     wrong: Callable[[ModelSpec], list[tuple[str, str]]] = lambda spec: []
     small: Callable[[ModelSpec, Numbers], dict[str, Any]] = lambda spec, sizes: {}

@@ -1,10 +1,11 @@
-"""The mixers that there are, by name: softmax attention and latent attention, then those of installed packages. Imports
-no torch."""
+"""The mixers that there are, by name: softmax attention, latent attention and gated delta nets, then those of installed
+packages. Imports no torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardwise.models.delta_sizes import kept, products
 from shardwise.models.mixer import Matrices, Mixer, Numbers
 from shardwise.spec.outside import with_others
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 def _softmax_matrices(spec: ModelSpec) -> Matrices:
     own, d = spec.attention, spec.hidden_size
     q, kv = own.num_attention_heads * own.head_dim, own.num_key_value_heads * own.head_dim
-    inner = {name: ((size, d), own.attention_bias) for name, size in (("q", q), ("k", kv), ("v", kv))}
+    sizes = {"q": q} | ({"q_gate": q} if own.attention_gate else {}) | {"k": kv, "v": kv}
+    inner = {name: ((size, d), own.attention_bias) for name, size in sizes.items()}
     return inner | {"o": ((d, q), own.output_bias)}
 
 
@@ -34,6 +36,7 @@ def _softmax_template(spec: ModelSpec, numbers: Numbers) -> dict[str, Any]:
         "attention_output_bias": None if own.output_bias == own.attention_bias else own.output_bias,
         "qk_norm": own.qk_norm,
         "attention_sinks": own.attention_sinks,
+        "attention_gate": own.attention_gate,
     }
 
 
@@ -42,8 +45,9 @@ SOFTMAX = Mixer(
     "shardwise.models.attention:Attention",
     _softmax_matrices,
     _softmax_norms,
-    lambda spec: {"sinks": spec.attention.num_attention_heads} if spec.attention.attention_sinks else {},
-    columns="q k v",
+    lambda spec: {"sinks": (spec.attention.num_attention_heads,)} if spec.attention.attention_sinks else {},
+    columns="q q_gate k v",
+    cut="sinks",
     rows="o",
     rotated=True,
     sequence=True,
@@ -143,7 +147,89 @@ LATENT = Mixer(
 )
 """Keys and values of all heads made of one narrow vector for each token (DeepSeek-V2, arXiv 2405.04434)."""
 
-MIXERS = with_others("shardwise.mixers", Mixer, {row.name: row for row in (SOFTMAX, LATENT)})
+
+def _delta_matrices(spec: ModelSpec) -> Matrices:
+    own, d = spec.delta, spec.hidden_size
+    heads = own.linear_num_value_heads
+    keys, values = own.linear_num_key_heads * own.linear_key_head_dim, heads * own.linear_value_head_dim
+    sizes = {"in_q": keys, "in_k": keys, "in_v": values, "in_z": values, "in_b": heads, "in_a": heads}
+    return {name: ((size, d), False) for name, size in sizes.items()} | {"out": ((d, values), False)}
+
+
+def _delta_others(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    rows, heads = _delta_matrices(spec), (spec.delta.linear_num_value_heads,)
+    convolved = {f"conv_{x}": (rows[f"in_{x}"][0][0], 1, spec.delta.linear_conv_kernel_dim) for x in "qkv"}
+    return convolved | {"decay_log": heads, "dt_bias": heads}
+
+
+def _delta_template(spec: ModelSpec, numbers: Numbers) -> dict[str, Any]:
+    return {
+        "linear_num_key_heads": numbers["k"],
+        "linear_num_value_heads": numbers["k"] * numbers["g"],
+        "linear_key_head_dim": numbers["q"],
+        "linear_value_head_dim": numbers["y"],
+        "linear_conv_kernel_dim": spec.delta.linear_conv_kernel_dim,
+    }
+
+
+def _delta_wrong(spec: ModelSpec) -> list[tuple[str, str]]:
+    own = spec.delta
+    found = [(f"{key} is {value}", f"{key}: 1 or more") for key, value in vars(own).items() if value < 1]
+    if not found and own.linear_num_value_heads % own.linear_num_key_heads:
+        what = f"{own.linear_num_key_heads} key heads do not divide {own.linear_num_value_heads} value heads"
+        found.append((what, f"linear_num_value_heads: a multiple of {own.linear_num_key_heads}"))
+    return found
+
+
+def _delta_small(spec: ModelSpec, sizes: Numbers) -> dict[str, Any]:
+    """Heads so narrow that a row is several chunks, and as many as ranks can share."""
+    heads, several = sizes["num_attention_heads"], spec.delta.linear_num_value_heads > spec.delta.linear_num_key_heads
+    own = {"linear_num_key_heads": heads, "linear_num_value_heads": heads * (2 if several else 1)}
+    return own | {"linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3}
+
+
+def _delta_sums(numbers: Numbers) -> Numbers:
+    """What is kept of states, and the products of the rule."""
+    each, key, value = (numbers[symbol] for symbol in "gqy")
+    rule = {f"rule{'+' * n}": products(key, value, each, backward=n > 1) for n in (1, 2)}
+    return {"state+": kept(key, value), **rule}
+
+
+def _delta_state(spec: ModelSpec) -> int:
+    own = spec.delta
+    each = own.linear_num_value_heads // own.linear_num_key_heads
+    return own.linear_num_key_heads * products(own.linear_key_head_dim, own.linear_value_head_dim, each)
+
+
+DELTA = Mixer(
+    "linear_attention",
+    "shardwise.models.delta:GatedDeltaNet",
+    _delta_matrices,
+    lambda spec: {"head_norm": spec.delta.linear_value_head_dim},
+    _delta_others,
+    columns="in_q in_k in_v in_z in_b in_a",
+    rows="out",
+    whole="head_norm",
+    cut="conv_q conv_k conv_v decay_log dt_bias",
+    heads="linear_num_key_heads linear_num_value_heads",
+    share="k",
+    state=_delta_state,
+    template=_delta_template,
+    wrong=_delta_wrong,
+    small=_delta_small,
+    symbols="kgqy",
+    sizes=lambda spec: {
+        "k": spec.delta.linear_num_key_heads,
+        "g": spec.delta.linear_num_value_heads // spec.delta.linear_num_key_heads,
+        "q": spec.delta.linear_key_head_dim,
+        "y": spec.delta.linear_value_head_dim,
+    },
+    sums=_delta_sums,
+)
+"""A state of each head that each token changes by what it lacks (Yang et al., arXiv 2412.06464), of which a token has
+as much to compute in a row of any length. Its name is the one that ``layer_types`` of Hugging Face has."""
+
+MIXERS = with_others("shardwise.mixers", Mixer, {row.name: row for row in (SOFTMAX, LATENT, DELTA)})
 
 
 def mixer_of(spec: ModelSpec, layer: int) -> Mixer:

@@ -19,8 +19,10 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.expert_families import TAKEN_FOR_EXPERTS
 from shardwise.models.hf_names import name_in_model, transposed
 from shardwise.models.peft_experts import Fused, Member, parameter_of, place_of, targeted
+from shardwise.models.peft_turns import in_turn, mixed, turned, weight_of
 from shardwise.models.peft_whole import ends_differ, whole_ends, whole_names
 from shardwise.models.roles import is_adaptable, is_adapter, is_expert, role
+from shardwise.models.stored import StoredParameter, StoredRows
 from shardwise.models.tensorfile import Entry
 from shardwise.spec.complaints import show_value
 from shardwise.spec.files import NOTE_BYTES
@@ -84,6 +86,7 @@ def write_adapter(
     shapes = {name: tuple(value.shape) for name, value in named.items()}
     dtype = reduce(torch.promote_types, {value.dtype for value in named.values()})
     modules, whole = _modules(filter(is_adapter, shapes), spec), whole_names(lora, spec)
+    turns = in_turn(spec)
     wide = {
         theirs: Fused.of(names, shapes, lora.rank, spec).shape()
         if is_expert(names[0])
@@ -99,7 +102,8 @@ def write_adapter(
                 if is_expert(names[0]):
                     yield Fused.of(names, shapes, lora.rank, spec).packed(parts)
                 else:
-                    yield torch.block_diag(*parts) if word == "lora_b" else torch.cat(parts)
+                    joined = torch.block_diag(*parts) if word == "lora_b" else torch.cat(parts)
+                    yield joined if word == "lora_a" else turned(joined, names, turns)
         fetched = {name: fetch(name) for name in dict.fromkeys(whole.values())}
         yield from (fetched[name] for name in whole.values())
 
@@ -212,7 +216,7 @@ def _linears(spec: ModelSpec) -> dict[str, dict[str, list[str]]]:
     return _modules((name.replace(".weight", ".lora_a.weight") for name in weights), spec)
 
 
-Found = tuple[Entry, int] | Member
+Found = tuple[Entry | StoredParameter, int] | Member
 """The stored rows of a parameter and the first column, or where it is in a tensor of several."""
 
 
@@ -239,6 +243,7 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     if problems:
         raise DataError(*problems)
     places: dict[str, Found] = {}
+    turns = in_turn(spec)
     for name, ours in whole.items():
         _shaped(name, found[name], weights[ours], where)
         places[ours] = found[name], 0
@@ -254,7 +259,7 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
                 raise DataError(_not_apart(name, where))
             places |= {member: Member(found[name], fused) for member in members}
             continue
-        layers = [weights[f"{member.removesuffix('.weight').rpartition('.')[0]}.weight"] for member in members]
+        layers = [weights[weight_of(member)] for member in members]
         forms = {
             "lora_a": [(lora.rank, wide) for _, wide in layers],
             "lora_b": [(tall, lora.rank) for tall, _ in layers],
@@ -263,11 +268,13 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
         rows, columns = blocks or word != "lora_a", blocks and word == "lora_b"
         _shaped(name, found[name], _joined(shapes, rows=rows, columns=columns), where)
         row = column = 0
-        pieces: list[tuple[Entry, int]] = []
-        for shape in shapes:
-            pieces.append((found[name].rows(row, row + shape[0]), column))
+        pieces: list[tuple[Entry | StoredParameter, int]] = []
+        for member, shape in zip(members, shapes, strict=True):
+            apart = turns.get(weight_of(member), ()) if word != "lora_a" else ()
+            held = StoredParameter(tuple(StoredRows(replace(one, tensor=name), found[name]) for one in apart))
+            pieces.append((held if apart else found[name].rows(row, row + shape[0]), column))
             row, column = row + shape[0] * rows, column + lora.rank * columns
-        if columns and _mixed(pieces, lora.rank):
+        if columns and mixed(pieces, shapes, lora.rank * len(members)):
             raise DataError(_not_apart(name, where))
         places |= dict(zip(members, pieces, strict=True))
     return places
@@ -327,12 +334,6 @@ def _targets(config: Mapping[str, Any], linears: Mapping[str, Mapping[str, Seque
     return f"lora.targets: [{', '.join(dict.fromkeys(roles))}]"
 
 
-def _mixed(blocks: Iterable[tuple[Entry, int]], rank: int) -> bool:
-    """Return whether rows hold anything outside their block of ``rank`` columns, which begins at the given column."""
-    found = ((entry.read(), column) for entry, column in blocks)
-    return any(rows.count_nonzero() > rows[:, column : column + rank].count_nonzero() for rows, column in found)
-
-
 def read_adapter(
     directory: Path,
     parts: Mapping[str, Sequence[slice]],
@@ -350,7 +351,8 @@ def read_adapter(
             continue
         (entry, column), (rows, *columns) = place, parts[name]
         own = (slice(column + part.start, column + part.stop) for part in columns)
-        yield name, entry.read_finite(name, (rows, *own))
+        part = (rows, *own)
+        yield name, entry.read_finite(name, part) if isinstance(entry, Entry) else entry.read_finite(part)
 
 
 def _unserved(config: Mapping[str, Any], where: str, *, blocks: bool) -> list[Problem]:

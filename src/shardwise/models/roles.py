@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from shardwise.models.mixers import MIXERS
+
+PLAIN = ("bias", "lora_m", "correction", *" ".join(mixer.cut for mixer in MIXERS.values()).split())
+"""Parameters whose role is their own name, whichever layer has them."""
+
 
 def role(name: str) -> str:
     """The role of the parameter with this canonical name, such as ``q`` for ``layers.3.attention.q.weight``: what its
     layer is called (embed, head, q, k, v, o, gate, up, down, router, shared_gate, expert_gate, expert_up, expert_down,
-    lora_a, lora_b; in an HF model, as transformers calls it), ``norm`` for that of any norm, and ``bias``, ``lora_m``,
-    ``sinks`` and ``correction`` for all parameters of that name."""
+    lora_a, lora_b; in an HF model, as transformers calls it), ``norm`` for that of any norm, and of ``PLAIN`` their
+    name."""
     layer, _, word = name.rpartition(".")
     module = layer.rpartition(".")[2]
-    if word in ("bias", "lora_m", "sinks", "correction"):
+    if word in PLAIN:
         return word
     if word != "weight":
         raise KeyError(f"no role for parameter {name!r}")

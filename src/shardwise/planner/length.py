@@ -51,7 +51,8 @@ def with_reference(length: Length, plan: Plan, spec: ModelSpec, passes: float) -
     if not plan.method.reference or found is None or length.seconds is None or not plan.estimate.flops_per_step:
         return length
     tokens = batch.global_batch_size(plan.layout.dp) * batch.seq_len
-    scores = batch.seq_len * sum(mixer_of(spec, layer).scores(spec) for layer in range(spec.num_hidden_layers))
+    mixers = [mixer_of(spec, layer) for layer in range(spec.num_hidden_layers)]
+    scores = sum(batch.seq_len * mixer.scores(spec) + 2 * mixer.state(spec) for mixer in mixers)
     share = tokens * (2 * active_parameter_count(spec) + scores) / plan.estimate.flops_per_step
     reference_s = length.steps * passes * share * (found.compute_s + sum(found.exposed_s.values()))
     factor = 1 + reference_s / length.seconds

@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
+from shardwise.models.delta_sizes import CHUNK, CHUNKS
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, groups_of
 from shardwise.spec.place import Place
@@ -21,6 +22,9 @@ DOCUMENT_TOKENS = 256
 FLASH_ROWS = 128
 """FlashAttention pads each sequence to a multiple of it (``round_multiple(seqlen_q, 128)`` in flash_api.cpp), and makes
 room for as many rows more for each document of a packed batch (``total_q + 128 * batch_size``)."""
+RULE_BYTES = 71
+"""What the backward of gated delta nets holds at its fullest for a token of a block, by the widths of key and value:
+18 kB for two of 128, where each head of values has a key of its own; counted on a CPU, operation by operation."""
 MOST_MULTIPROCESSORS = 192
 """No GPU has more (H100: 132, B200: 148, RTX PRO 6000: 188); what is computed from it is an upper bound."""
 
@@ -65,6 +69,12 @@ def attention_bytes(op: Op, sizes: tuple[int, int], compute: Dtype, *, determini
     copies = ceil(MOST_MULTIPROCESSORS / (b * heads)) if deterministic else 1
     expanded = 0 if key_heads == heads else 2 * b * s * heads * head_dim * BYTES[compute]
     return 4 * rows * heads * (padded * copies + 1) + expanded
+
+
+def rule_bytes(op: Op, sizes: tuple[int, int]) -> int:
+    """Workspace of the rule of gated delta nets in backward, where it is fullest: a block of every row and head."""
+    heads, key, value = (number(dim, sizes) for dim in op.dims)
+    return RULE_BYTES * (key + value) * heads // sizes[1] * min(sizes[1], CHUNK * CHUNKS)
 
 
 def standing_bytes(costed: Sheet, plan: Plan, cluster: Cluster) -> dict[str, int]:

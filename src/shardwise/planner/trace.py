@@ -28,6 +28,7 @@ from shardwise.distributed.slices import local
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import layer_kinds
 from shardwise.models.decoder import Decoder
+from shardwise.models.delta_sizes import products
 from shardwise.models.hf_model import HFDecoder, Model
 from shardwise.models.moe import counting
 from shardwise.planner.hf_units import Call, Start, hf_models
@@ -337,6 +338,12 @@ class _Naming:
                 "attention", name, symbols=size(pairs * (3 * e + 2 * v if backward else e + v)), dims=dims, axis=axis
             )
         read, written = (tuple(map(size, each)) for each in (event.read, event.written))
+        if name.startswith("shardwise.gated_delta"):
+            backward = name.endswith("_backward")
+            (*tokens, heads, key), (*_, value_heads, value) = event.shapes[1 + backward : 3 + backward]
+            numbers = prod(tokens) * heads * products(key, value, value_heads // heads, backward=backward)
+            dims = size(prod(tokens) * value_heads), size(key), size(value)
+            return Op("rule", name, symbols=size(2 * numbers), dims=dims, read=read, written=written)
         dims = _dims(name, event, size)
         return Op("elementwise", name, dims=dims, read=read, written=written)
 

@@ -36,7 +36,7 @@ PRIMES = {
 }
 """The number that stands for each symbol. A row of d, f or e is whole blocks of 64, as 4 bits ask, so that half a head
 is a product too."""
-MIXED = {"a": 64 * 239, "l": 64 * 241, "v": 64 * 251}
+MIXED = {"a": 64 * 239, "l": 64 * 241, "v": 64 * 251, "k": 113, "g": 127, "q": 64 * 131, "y": 64 * 137}
 """Of symbols that only some mixers use."""
 GROWING = {"b": 1_009, "s": 1_013}
 """Of the micro-batch and the sequence. Larger ones would not leave room for the sizes of storages."""

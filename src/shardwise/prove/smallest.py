@@ -9,7 +9,8 @@ from typing import Any, Literal
 from shardwise import techniques
 from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.family import FULL, SLIDING
-from shardwise.models.kinds import LatentSpec
+from shardwise.models.kinds import DeltaSpec, LatentSpec
+from shardwise.models.mixers import MIXERS
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Axis, least_dp_shard
 from shardwise.spec.plan import Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
@@ -153,11 +154,21 @@ FEATURES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "window": _no_window,
     "cap of attention scores": _feature(attention_soft_cap=None),
     "cap of logits": _feature(final_soft_cap=None),
+    "gate of attention": _feature(attention_gate=False),
     "attention sinks": _feature(attention_sinks=False),
     "norms of queries and keys": _feature(qk_norm=None),
     "scaled rotation": _feature(rope_scaling=None),
 }
 """Of the model."""
+
+
+def _attention(spec: ModelSpec) -> ModelSpec:
+    """The model with softmax attention in all layers."""
+    mixed = any(kind in MIXERS for kind in spec.attention.layer_types)
+    types = () if mixed else spec.attention.layer_types
+    return with_fields(spec, mixer="softmax", layer_types=types, **asdict(LatentSpec()), **asdict(DeltaSpec()))
+
+
 SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "ep": _no_ep,
     "dp_replicate": _alone("dp_replicate"),
@@ -182,7 +193,7 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "choice by sigmoids": lambda spec, plan: (with_fields(spec, sigmoid=None), plan),
     "groups of experts": lambda spec, plan: (with_fields(spec, softmax_groups=None), plan),
     "experts": _no_experts,
-    "mixer": lambda spec, plan: (with_fields(spec, mixer="softmax", **asdict(LatentSpec())), plan),
+    "mixer": lambda spec, plan: (_attention(spec), plan),
     **FEATURES,
     "tied embeddings": lambda spec, plan: (replace(spec, tie_word_embeddings=False), plan),
     "biases": _no_biases,

@@ -37,10 +37,10 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 
 def saves(ops: tuple[Op, ...]) -> frozenset[int]:
     """The technique's one fact: the indices of the operations of a block whose results ``selective`` saves: attention,
-    tokens that are exchanged for heads, rows that go to experts and come back, and every matrix product but the last,
-    whose result no gradient needs."""
+    the rule of gated delta nets, tokens that are exchanged for heads, rows that go to experts and come back, and every
+    matrix product but the last, whose result no gradient needs."""
     products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
-    attention = (i for i, op in enumerate(ops) if op.kind == "attention" or op.name == "all_to_all")
+    attention = (i for i, op in enumerate(ops) if op.kind in ("attention", "rule") or op.name == "all_to_all")
     return frozenset([*products[:-1], *attention])
 
 
@@ -162,6 +162,7 @@ class _Chosen:
             "shardwise::attention",
             "shardwise::attention_over_ranks",
             "shardwise::exchange",
+            "shardwise::gated_delta",
             "shardwise::start_rows",
         }
     )

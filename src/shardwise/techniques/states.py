@@ -35,12 +35,13 @@ class TableRow(NamedTuple):
     tp: Use
 
 
-_COLUMNS, _INPUTS, _WHOLE = (
+_COLUMNS, _INPUTS, _WHOLE, _CUT = (
     " ".join(dict.fromkeys(" ".join(words).split()))
     for words in (
         [*(mixer.columns for mixer in MIXERS.values()), "gate up"],
         [*(mixer.rows for mixer in MIXERS.values()), "down"],
         [mixer.whole for mixer in MIXERS.values()],
+        [mixer.cut for mixer in MIXERS.values()],
     )
 )
 """The layers of all mixers, and of the MLP, by how ranks share them."""
@@ -51,7 +52,7 @@ TABLE = (
     TableRow(_INPUTS, "groups lora_b lora_m", tp="own"),
     TableRow(_INPUTS, "bias", tp="stream"),
     TableRow(_WHOLE, "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),
-    TableRow("attention", "sinks", tp="outputs"),
+    TableRow("attention", _CUT, tp="outputs"),
     TableRow("router shared_gate", "weight bias", tp="stream"),
     TableRow("router", "correction", tp="stream"),
     TableRow("expert_gate expert_up expert_down", "weight bias codes sizes groups lora_a lora_b lora_m", tp="stream"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
+from shardwise.models.delta_sizes import CHUNK
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.records import TOKEN_ACCURACY
@@ -31,6 +32,9 @@ DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
 TRANSCENDENTAL = ("silu", "gelu", "sigmoid", "softmax", "tanh", "exp", "cos", "sin")
 """In the names of operations that compute such a function of each element."""
 BACKWARD = "_backward"
+RULE_BYTES, RULE_KERNELS = (18_000, 60_000), (15, 45)
+"""Bytes of fp32 that the rule of gated delta nets moves for a token and head of 128 values, forward and backward, and
+kernels for each chunk: counted in its program, not measured."""
 JOINED_BYTES, JOINS = {False: 26, True: 10}, 8
 """Of each number that a part of attention over ranks makes: the joined output is read and written twice in fp32, and
 what is added to it once; gradients once. Kernels of a part beside attention's own."""
@@ -108,6 +112,8 @@ def _of(op: Op, window: int | None, rates: Rates, sizes: tuple[int, int]) -> Dur
             seconds += rates.pointwise_s(JOINED_BYTES[backward] * joined)
             kernels = ranks * (kernels + JOINS)
         return _timed(seconds, rates, "attention", kernels=kernels)
+    if op.kind == "rule":
+        return _rule(op, rates, sizes)
     if op.kind == "matmul":
         return _product(op.name, tuple(_number(dim, sizes) for dim in op.dims), rates)
     moved = sum(_number(dim, sizes) for dim in (*op.read, *op.written))
@@ -121,6 +127,16 @@ def _of(op: Op, window: int | None, rates: Rates, sizes: tuple[int, int]) -> Dur
     extra = rates.product_s(*(_number(dim, sizes) for dim in op.dims)) if len(op.dims) == 4 else 0.0
     made = _kernel(moved, rates, transcendental=op.name.removeprefix("aten.").startswith(TRANSCENDENTAL))
     return Duration(made.device_ns + round(1e9 * extra), made.host_ns) if extra else made
+
+
+def _rule(op: Op, rates: Rates, sizes: tuple[int, int]) -> Duration:
+    """The rule of gated delta nets in kernels of torch: products of chunks, what they pass on to each other in memory,
+    and so many launches for each chunk of a row."""
+    backward, tokens = op.name.endswith(BACKWARD), _number(op.dims[0], sizes)
+    moved = sum(_number(dim, sizes) for dim in (*op.read, *op.written)) + RULE_BYTES[backward] * tokens
+    columns = max(1, op.flops * sizes[0] * sizes[1] // (2 * tokens * CHUNK))
+    seconds = rates.pointwise_s(moved) + rates.product_s(-(-tokens // CHUNK), CHUNK, columns, CHUNK)
+    return _timed(seconds, rates, "pointwise", kernels=RULE_KERNELS[backward] * -(-sizes[1] // CHUNK))
 
 
 @lru_cache(maxsize=2**14)

@@ -42,7 +42,7 @@ def flops_per_token(spec: ModelSpec, plan: Plan) -> float:
     frozen one, which has no gradient of its own (the output layer is one, the embedding is a look-up, norms do not
     count, and of experts those do that a token goes to), and for causal attention half of 12 * layers * seq * heads *
     head_dim (Kaplan et al., arXiv 2001.08361; Chowdhery et al., arXiv 2204.02311), less where a window cuts what is
-    seen. Recomputation is not counted."""
+    seen; for gated delta nets three times the products of their rule. Recomputation is not counted."""
     shapes = parameter_shapes(spec)
     if not spec.tie_word_embeddings:
         del shapes["embed.weight"]
@@ -57,7 +57,8 @@ def flops_per_token(spec: ModelSpec, plan: Plan) -> float:
     scores = 0.0
     for layer, kind in enumerate(order):
         window = min(kinds[kind].window or seq_len, seq_len)
-        scores += window * (2 * seq_len - window) / seq_len * mixer_of(spec, layer).scores(spec)
+        mixer = mixer_of(spec, layer)
+        scores += window * (2 * seq_len - window) / seq_len * mixer.scores(spec) + 2 * mixer.state(spec)
     return matmul + 3.0 * scores
 
 

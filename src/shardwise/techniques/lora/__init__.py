@@ -21,6 +21,7 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.expert_families import TAKEN_FOR_EXPERTS
 from shardwise.models.families import FAMILIES
+from shardwise.models.family import Stack
 from shardwise.models.roles import STACKED, is_adaptable, is_stacked, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import Place
@@ -175,8 +176,8 @@ def _stacks(spec: ModelSpec) -> dict[str, list[str]]:
     it."""
     found: dict[str, list[str]] = {}
     for ours, theirs in () if spec.hf_model is not None else FAMILIES[spec.family].names.items():
-        if isinstance(theirs, str):  # in the others are experts
-            found.setdefault(theirs, []).append(ours.rpartition(".")[2])
+        if not isinstance(theirs, Stack):  # in which are experts
+            found.setdefault(theirs if isinstance(theirs, str) else theirs.name, []).append(ours.rpartition(".")[2])
     stacked = {name: roles for name, roles in found.items() if len(roles) > 1}
     return {name.rpartition(".")[2].removesuffix("_proj"): roles for name, roles in stacked.items()}
 

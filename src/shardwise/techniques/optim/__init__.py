@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-UNDECAYED = frozenset({"norm", "bias", "lora_m", "sinks"})
+UNDECAYED = frozenset({"norm", "bias", "lora_m", "sinks", "decay_log", "dt_bias"})
 """Roles without weight decay unless a group of the recipe says otherwise."""
 
 

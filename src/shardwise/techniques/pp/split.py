@@ -25,7 +25,8 @@ def work(spec: ModelSpec, seq_len: int) -> tuple[tuple[int, ...], int]:
             each[int(name.split(".")[1])] += 2 * prod(shape)
     for block, kind in enumerate(order):
         seen = min(kinds[kind].window or seq_len, (seq_len + 1) // 2)
-        each[block] += 2 * seen * mixer_of(spec, block).scores(spec)
+        mixer = mixer_of(spec, block)
+        each[block] += 2 * (seen * mixer.scores(spec) + mixer.state(spec))
     return tuple(each), 2 * spec.hidden_size * spec.vocab_size
 
 

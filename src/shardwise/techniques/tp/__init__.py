@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import lru_cache, partial
-from math import ceil, prod
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.blocks import named, spec_of
-from shardwise.models.config import ModelSpec, parameter_shapes, with_fields
+from shardwise.models.config import ModelSpec, flat, parameter_shapes, with_fields
+from shardwise.models.mixers import mixer_of
 from shardwise.models.roles import is_adaptable, is_counted, is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, cut, divisors, missing
@@ -32,7 +32,6 @@ from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
-from shardwise.techniques.quantised import BLOCK, NF4_BLOCK, quantised
 from shardwise.techniques.share import LayerShare, MatrixPiece
 from shardwise.techniques.states import (
     ROW_PRODUCTS,
@@ -46,7 +45,7 @@ from shardwise.techniques.states import (
     sums,
     uncovered,
 )
-from shardwise.techniques.tp.sizes import own_head, own_rows, travels_alone
+from shardwise.techniques.tp.sizes import odd, own_head, own_rows, travels_alone
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -101,66 +100,25 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
     if missing := uncovered(_names(spec, plan.lora is not None), division(spec, plan)):
         what = f"tensor parallelism does not know what ranks hold of {', '.join(f'`{name}`' for name in missing)}"
         return [Problem("PLAN022", what, "parallel.tp", "`parallel.tp=1`: the batch, or weights, are divided instead")]
-    odd = _odd(spec, plan, ranks)
-    if not odd:
+    found = odd(spec, plan, ranks)
+    if not found:
         return []
     devices = plan.layout.world if cluster is None else cluster.world
-    legal = [str(n) for n in divisors(devices)[1:] if not _odd(spec, plan, n)]
+    legal = [str(n) for n in divisors(devices)[1:] if not odd(spec, plan, n)]
     fix = f"one of 1, {', '.join(legal)}"
     if not legal:
         fix = f"`parallel.tp=1`, the only number that serves this model, with these settings, on {devices} devices"
-    what = f"tensor parallelism over {ranks} ranks: {'; '.join(odd)}"
+    what = f"tensor parallelism over {ranks} ranks: {'; '.join(found)}"
     return [Problem("PLAN022", what, "parallel.tp", fix)]
 
 
 @lru_cache(maxsize=64)
 def _names(spec: ModelSpec, adapted: bool) -> list[str]:
-    """The parameters of a model, of whose blocks one stands for all, and those that adapters and 4 bits may add."""
-    names = list(parameter_shapes(replace(spec, num_hidden_layers=1)))
+    """The parameters of a model, of alike blocks those of one, and those that adapters and 4 bits may add."""
+    names = list(one_of_each(parameter_shapes(spec)))
     linear = [name.removesuffix("weight") for name in names if is_adaptable(name) and adapted]
     added = ("lora_a.weight", "lora_b.weight", "lora_m", "codes", "sizes", "groups")
     return names + [layer + word for layer in linear for word in added]
-
-
-def _odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
-    """Return why sizes of the model cannot be divided among the ranks, a reason for each."""
-    heads, key_heads, ids = spec.attention.num_attention_heads, spec.attention.num_key_value_heads, spec.vocab_size
-    found = []
-    if heads % ranks:
-        found.append(f"{ranks} does not divide its {heads} query heads")
-    if key_heads % ranks and ranks % key_heads:
-        found.append(f"{ranks} does not divide its {key_heads} key heads, nor do they divide {ranks}")
-    found += [f"{ranks} does not divide `intermediate_size` {size}" for size in spec.mlp_sizes if size % ranks]
-    if spec.attention.qk_norm == "projection" and key_heads % ranks:
-        found.append(f"{ranks} does not divide its {key_heads} key heads, which are normalised together")
-    if (ranks - 1) * ceil(ids / ranks) >= ids:
-        found.append(f"a vocabulary of {ids} cannot be split over {ranks} ranks")
-    for layer, columns in [("o", heads * spec.value_dim), *(("down", size) for size in spec.mlp_sizes)]:
-        for what, block in _blocks(spec, plan, layer, columns).items():
-            if ranks > 1 and columns % (ranks * block):
-                what = f"{what} in blocks of {block}, and of `{layer}` a rank would have "
-                found.append(f"{what}{columns / ranks:g} columns")
-    return found
-
-
-def _blocks(spec: ModelSpec, plan: Plan, layer: str, columns: int) -> dict[str, int]:
-    """Return what stores one scale per block of columns of ``layer``, whose columns are cut; and the block's length. A
-    cut within a block would change the scales, and make results depend on the layout."""
-    lora, found = plan.lora, {}
-    if lora is not None and lora.nf4:
-        found["nf4 stores rows"] = NF4_BLOCK
-    rows = spec.hidden_size if lora is None else lora.rank
-    if plan.optim.spec.packed and quantised((rows, columns)) and _trains(spec, plan, layer):
-        found[f"{plan.optim.name} keeps the moments of rows"] = BLOCK
-    return found
-
-
-def _trains(spec: ModelSpec, plan: Plan, layer: str) -> bool:
-    """Return whether what reads the cut columns of ``layer`` is trained in any block: of an adapter, A does."""
-    if plan.lora is not None:
-        return not plan.lora.targets or layer in plan.lora.targets
-    names = (name for name in parameter_shapes(spec) if name.endswith(f".{layer}.weight"))
-    return any(not any(fnmatchcase(name, pattern) for pattern in plan.frozen) for name in names)
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
@@ -195,6 +153,10 @@ def _own_sizes(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Trace
     )
     if model.experts.shared_expert_size:
         model = with_fields(model, shared_expert_size=model.experts.shared_expert_size * RANKS)
+    mixer = mixer_of(spec, made.unit) if isinstance(made.unit, int) else None
+    if mixer is not None and mixer.share:
+        model = with_fields(model, **{field: flat(model)[field] * RANKS for field in mixer.heads.split()})
+        made = made.bound(**{mixer.share: made.numbers[mixer.share] // ranks})
     atoms = dict(made.variant.atoms) | ({"K": prime_held, "G": prime_group} if is_block else {})
     made = made.told(model=model, atoms=tuple((symbol, prime) for symbol, prime in atoms.items() if prime > 1))
     f, h = (made.numbers[symbol] // ranks for symbol in "fh")
@@ -312,7 +274,6 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
 
     from shardwise.distributed import vocabulary
     from shardwise.distributed.collectives import enter, leave
-    from shardwise.models.attention import Attention
     from shardwise.models.layers import MLP, RMSNorm, rms_norm
     from shardwise.models.moe import MoE, Router, Stacked
     from shardwise.techniques.product import product_of
@@ -360,8 +321,8 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             module.share = LayerShare(place=meshes.index("tp") if sequence_parallel else None)  # type: ignore[assignment]
         elif isinstance(module, MoE) and sequence_parallel:
             share_rows(module, shape, meshes)
-        elif isinstance(module, Attention):
-            module.own_sinks = partial(_own_sinks, module)  # type: ignore[method-assign]
+        elif place == "attention":
+            module.own = partial(_own, module)
         if isinstance(module, MLP) or place in ("attention", "head"):
             module.register_forward_pre_hook(entered)
         if place in ROW_PRODUCTS:
@@ -380,8 +341,9 @@ def _share(module: nn.Linear, layer: str, spec: ModelSpec, meshes: Meshes) -> La
     return LayerShare(heads or slice(None), piece=MatrixPiece(row, 0, columns))
 
 
-def _own_sinks(module: Any) -> Tensor | None:
-    return None if module.sinks is None else module.sinks.to_local()
+def _own(module: Any, name: str) -> Tensor:
+    found: Tensor = module.get_parameter(name).to_local()
+    return found
 
 
 def _cut_norm(group: Any) -> Callable[..., Tensor]:

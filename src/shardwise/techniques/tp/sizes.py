@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+from math import ceil
+
+from shardwise.models.config import ModelSpec, flat, parameter_shapes
+from shardwise.models.mixers import mixers_of
 from shardwise.spec.plan import Plan
+from shardwise.techniques.quantised import BLOCK, NF4_BLOCK, quantised
 
 
 def own_head(ranks: int, key_heads: int, index: int) -> int | None:
@@ -22,3 +28,49 @@ def own_rows(layer: str, key_heads: int, width: int, ranks: int, index: int) -> 
 def travels_alone(size_bytes: int, plan: Plan) -> bool:
     """Return whether a gradient of so many bytes is summed by itself, and not in one all-reduce with the others."""
     return size_bytes >= plan.shard.bucket_bytes
+
+
+def odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
+    """Return why sizes of the model cannot be divided among the ranks, a reason for each."""
+    heads, key_heads, ids = spec.attention.num_attention_heads, spec.attention.num_key_value_heads, spec.vocab_size
+    found = []
+    if heads % ranks:
+        found.append(f"{ranks} does not divide its {heads} query heads")
+    if key_heads % ranks and ranks % key_heads:
+        found.append(f"{ranks} does not divide its {key_heads} key heads, nor do they divide {ranks}")
+    found += [f"{ranks} does not divide `intermediate_size` {size}" for size in spec.mlp_sizes if size % ranks]
+    if spec.attention.qk_norm == "projection" and key_heads % ranks:
+        found.append(f"{ranks} does not divide its {key_heads} key heads, which are normalised together")
+    if (ranks - 1) * ceil(ids / ranks) >= ids:
+        found.append(f"a vocabulary of {ids} cannot be split over {ranks} ranks")
+    mixers, numbers = mixers_of(spec), flat(spec)
+    beside = {field: numbers[field] for mixer in mixers for field in mixer.heads.split()}
+    found += [f"{ranks} does not divide `{field}` {size}" for field, size in beside.items() if size % ranks]
+    inner = {layer: shape[1] for mixer in mixers for layer, (shape, _) in mixer.matrices(spec).items()}
+    products = [(layer, inner[layer]) for mixer in mixers for layer in mixer.rows.split()]
+    for layer, columns in [*products, *(("down", size) for size in spec.mlp_sizes)]:
+        for what, block in _blocks(spec, plan, layer, columns).items():
+            if ranks > 1 and columns % (ranks * block):
+                what = f"{what} in blocks of {block}, and of `{layer}` a rank would have "
+                found.append(f"{what}{columns / ranks:g} columns")
+    return found
+
+
+def _blocks(spec: ModelSpec, plan: Plan, layer: str, columns: int) -> dict[str, int]:
+    """Return what stores one scale per block of columns of ``layer``, whose columns are cut; and the block's length. A
+    cut within a block would change the scales, and make results depend on the layout."""
+    lora, found = plan.lora, {}
+    if lora is not None and lora.nf4:
+        found["nf4 stores rows"] = NF4_BLOCK
+    rows = spec.hidden_size if lora is None else lora.rank
+    if plan.optim.spec.packed and quantised((rows, columns)) and _trains(spec, plan, layer):
+        found[f"{plan.optim.name} keeps the moments of rows"] = BLOCK
+    return found
+
+
+def _trains(spec: ModelSpec, plan: Plan, layer: str) -> bool:
+    """Return whether what reads the cut columns of ``layer`` is trained in any block: of an adapter, A does."""
+    if plan.lora is not None:
+        return not plan.lora.targets or layer in plan.lora.targets
+    names = (name for name in parameter_shapes(spec) if name.endswith(f".{layer}.weight"))
+    return any(not any(fnmatchcase(name, pattern) for pattern in plan.frozen) for name in names)
