@@ -71,8 +71,11 @@ def attention_bytes(op: Op, sizes: tuple[int, int], compute: Dtype, *, determini
     return 4 * rows * heads * (padded * copies + 1) + expanded
 
 
-def rule_bytes(op: Op, sizes: tuple[int, int]) -> int:
-    """Workspace of the rule of gated delta nets in backward, where it is fullest: a block of every row and head."""
+def workspace_bytes(op: Op, sizes: tuple[int, int], compute: Dtype, *, deterministic: bool = False) -> int:
+    """Workspace in backward of attention or, where it is fullest, of the rule of gated delta nets: a block of every row
+    and head."""
+    if op.kind == "attention":
+        return attention_bytes(op, sizes, compute, deterministic=deterministic)
     heads, key, value = (number(dim, sizes) for dim in op.dims)
     return RULE_BYTES * (key + value) * heads // sizes[1] * min(sizes[1], CHUNK * CHUNKS)
 

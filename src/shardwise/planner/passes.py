@@ -29,7 +29,7 @@ from shardwise.planner.events import (
     WeightsCall,
 )
 from shardwise.planner.held import recomputed, unfreed
-from shardwise.planner.overhead import attention_bytes, rule_bytes
+from shardwise.planner.overhead import workspace_bytes
 from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen, under_way
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.cluster import Kind
@@ -183,11 +183,7 @@ class Passes:
                     yield local.free(tensor)
                     yield GradientReady(gradients[tensor])
             if op.kind in ("attention", "rule") and self.kind == "cuda":
-                size = (
-                    rule_bytes(op, (self.b, self.s))
-                    if op.kind == "rule"
-                    else attention_bytes(op, (self.b, self.s), self.compute, deterministic=self.deterministic)
-                )
+                size = workspace_bytes(op, (self.b, self.s), self.compute, deterministic=self.deterministic)
                 workspace = "attention workspace", size
                 yield from (Make((0, workspace[0]), *workspace), Free((0, workspace[0]), *workspace))
             yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients and tensor not in held)
