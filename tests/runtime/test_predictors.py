@@ -26,11 +26,11 @@ from tests.models.test_float8 import FP8, meant, quantised
 from tests.runtime.small_run import directory, plan, recipe, train_here, write_text
 
 TOKENS = 320
-FAMILIES = ("glm4_moe", "deepseek_v3")
+FAMILIES = ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
 
 
-def predictor(layers: int, width: int, tokens: int = TOKENS) -> dict[str, Tensor]:
-    """Some tensors as a layer behind the last has them, in several dtypes, NaN and all: nobody here reads them."""
+def predictor(prefix: str, width: int, tokens: int = TOKENS) -> dict[str, Tensor]:
+    """Some tensors as such a layer has them, in several dtypes, NaN and all: nobody here reads them."""
     torch.manual_seed(5)
     shapes = {
         "embed_tokens": (tokens, width),
@@ -40,9 +40,9 @@ def predictor(layers: int, width: int, tokens: int = TOKENS) -> dict[str, Tensor
         "mlp.experts.3.up_proj": (20, width),
         "shared_head.head": (tokens, width),
     }
-    named = {f"model.layers.{layers}.{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-    named[f"model.layers.{layers}.mlp.gate.e_score_correction_bias"] = torch.randn(8)
-    named[f"model.layers.{layers}.enorm.weight"][2] = torch.nan
+    named = {f"{prefix}{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    named[f"{prefix}mlp.gate.e_score_correction_bias"] = torch.randn(8)
+    named[f"{prefix}enorm.weight"][2] = torch.nan
     return named
 
 
@@ -51,7 +51,8 @@ def write_model(path: Path, family: str, *, dtype: torch.dtype = torch.float32) 
     write_text(path.parent / "text")
     spec = read_spec(config_of(family, 1) | {"vocab_size": TOKENS}, "tiny")
     hf.write_weights(path, spec, random_model(spec).state_dict().__getitem__, dtype)
-    own = predictor(spec.num_hidden_layers, spec.hidden_size)
+    prefix = "mtp." if family.startswith("qwen") else f"model.layers.{spec.num_hidden_layers}."
+    own = predictor(prefix, spec.hidden_size)
     save_file(load_file(path / hf.SINGLE) | own, path / hf.SINGLE, {"format": "pt"})
     config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1, "mtp_loss": 0.1}
     (path / "config.json").write_text(json.dumps(config))
@@ -93,6 +94,20 @@ def test_a_fine_tune_keeps_them_bit_for_bit(tmp_path: Path, family: str) -> None
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in again.values())
     theirs = AutoModelForCausalLM.from_pretrained(directory(made) / "hf")
     assert torch.equal(theirs.state_dict()["model.norm.weight"], found["model.norm.weight"])
+
+
+def test_of_a_model_of_text_and_images_they_are_the_text_s(tmp_path: Path) -> None:
+    """As Qwen3.5's: they lie beside the text part, and the config tells of them within it. Images are not kept."""
+    own = write_model(tmp_path / "model", "qwen3_5_moe_text")
+    held = load_file(tmp_path / "model" / hf.SINGLE)
+    held = {name.replace("model.", "model.language_model.", 1): value for name, value in held.items()}
+    save_file(held | {"model.visual.x": torch.ones(2)}, tmp_path / "model" / hf.SINGLE, {"format": "pt"})
+    text = json.loads((tmp_path / "model" / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    config = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 2}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    kept, said = kept_of(beginning(tmp_path), load_spec(str(tmp_path / "model")))
+    assert not said and kept.tensors.keys() == own.keys()
+    assert kept.config == {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 1, "mtp_loss": 0.1}
 
 
 def test_a_merge_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,8 +111,7 @@ _DEFAULTS: Config = {
     "shared_expert_intermediate_size": 512,
 }
 _FIELDS: Fields = {"qk_norm": "head", "norm_plus_one": True, "attention_gate": True}
-_UNUSED = r"mtp\.|visual\."
-"""Of heads of several tokens, which transformers does not read either, and of images."""
+_IMAGES, _PREDICTORS = r"visual\.", r"mtp\."
 
 DELTA_FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
@@ -129,7 +128,7 @@ DELTA_FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
         },
         ("attention_bias",),
-        unused=_UNUSED,
+        predictors=_PREDICTORS,
         fields=_FIELDS | {"shared_expert_gate": True},
         read_too=(IN_MEMORY,),
     ),
@@ -141,7 +140,8 @@ DELTA_FAMILIES: dict[str, Family] = {
         _DEFAULTS | {"num_key_value_heads": 4},
         ("attention_bias",),
         "qwen3_5",
-        _UNUSED,
+        _IMAGES,
+        _PREDICTORS,
         fields=_FIELDS,
     ),
     "qwen3_5_moe_text": Family(
@@ -152,7 +152,8 @@ DELTA_FAMILIES: dict[str, Family] = {
         _DEFAULTS | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512},
         ("attention_bias",),
         "qwen3_5_moe",
-        _UNUSED,
+        _IMAGES,
+        _PREDICTORS,
         fields=_FIELDS | {"shared_expert_gate": True},
         read_too=(IN_MEMORY,),
     ),
