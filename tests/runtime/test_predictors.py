@@ -26,11 +26,11 @@ from tests.models.test_float8 import FP8, meant, quantised
 from tests.runtime.small_run import directory, plan, recipe, train_here, write_text
 
 TOKENS = 320
-FAMILIES = ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
+FAMILIES = ("glm4_moe", "deepseek_v3", "qwen3_next")
 
 
-def predictor(prefix: str, width: int, tokens: int = TOKENS) -> dict[str, Tensor]:
-    """Some tensors as such a layer has them, in several dtypes, NaN and all: nobody here reads them."""
+def predictor(layer: str, width: int, tokens: int = TOKENS) -> dict[str, Tensor]:
+    """Some tensors as a layer behind the last has them, in several dtypes, NaN and all: nobody here reads them."""
     torch.manual_seed(5)
     shapes = {
         "embed_tokens": (tokens, width),
@@ -40,9 +40,9 @@ def predictor(prefix: str, width: int, tokens: int = TOKENS) -> dict[str, Tensor
         "mlp.experts.3.up_proj": (20, width),
         "shared_head.head": (tokens, width),
     }
-    named = {f"{prefix}{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-    named[f"{prefix}mlp.gate.e_score_correction_bias"] = torch.randn(8)
-    named[f"{prefix}enorm.weight"][2] = torch.nan
+    named = {f"{layer}.{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    named[f"{layer}.mlp.gate.e_score_correction_bias"] = torch.randn(8)
+    named[f"{layer}.enorm.weight"][2] = torch.nan
     return named
 
 
@@ -51,8 +51,8 @@ def write_model(path: Path, family: str, *, dtype: torch.dtype = torch.float32) 
     write_text(path.parent / "text")
     spec = read_spec(config_of(family, 1) | {"vocab_size": TOKENS}, "tiny")
     hf.write_weights(path, spec, random_model(spec).state_dict().__getitem__, dtype)
-    prefix = "mtp." if family.startswith("qwen") else f"model.layers.{spec.num_hidden_layers}."
-    own = predictor(prefix, spec.hidden_size)
+    layer = "mtp.layers.0" if family.startswith("qwen3_") else f"model.layers.{spec.num_hidden_layers}"
+    own = predictor(layer, spec.hidden_size)
     save_file(load_file(path / hf.SINGLE) | own, path / hf.SINGLE, {"format": "pt"})
     config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1, "mtp_loss": 0.1}
     (path / "config.json").write_text(json.dumps(config))

@@ -112,6 +112,7 @@ _DEFAULTS: Config = {
 }
 _FIELDS: Fields = {"qk_norm": "head", "norm_plus_one": True, "attention_gate": True}
 _IMAGES, _PREDICTORS = r"visual\.", r"mtp\."
+"""Tensors of images; and of layers that predict further tokens, which transformers does not read either."""
 
 DELTA_FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
@@ -128,6 +129,7 @@ DELTA_FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
         },
         ("attention_bias",),
+        unused=_IMAGES,
         predictors=_PREDICTORS,
         fields=_FIELDS | {"shared_expert_gate": True},
         read_too=(IN_MEMORY,),
@@ -141,7 +143,7 @@ DELTA_FAMILIES: dict[str, Family] = {
         ("attention_bias",),
         "qwen3_5",
         _IMAGES,
-        _PREDICTORS,
+        predictors=_PREDICTORS,
         fields=_FIELDS,
     ),
     "qwen3_5_moe_text": Family(
@@ -153,7 +155,7 @@ DELTA_FAMILIES: dict[str, Family] = {
         ("attention_bias",),
         "qwen3_5_moe",
         _IMAGES,
-        _PREDICTORS,
+        predictors=_PREDICTORS,
         fields=_FIELDS | {"shared_expert_gate": True},
         read_too=(IN_MEMORY,),
     ),

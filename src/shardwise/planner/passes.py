@@ -183,9 +183,11 @@ class Passes:
                     yield local.free(tensor)
                     yield GradientReady(gradients[tensor])
             if op.kind in ("attention", "rule") and self.kind == "cuda":
-                size = rule_bytes(op, (self.b, self.s))
-                if op.kind == "attention":
-                    size = attention_bytes(op, (self.b, self.s), self.compute, deterministic=self.deterministic)
+                size = (
+                    rule_bytes(op, (self.b, self.s))
+                    if op.kind == "rule"
+                    else attention_bytes(op, (self.b, self.s), self.compute, deterministic=self.deterministic)
+                )
                 workspace = "attention workspace", size
                 yield from (Make((0, workspace[0]), *workspace), Free((0, workspace[0]), *workspace))
             yield from (local.free(tensor) for tensor in op.frees if tensor not in gradients and tensor not in held)
