@@ -51,7 +51,7 @@ def write_model(path: Path, family: str, *, dtype: torch.dtype = torch.float32) 
     write_text(path.parent / "text")
     spec = read_spec(config_of(family, 1) | {"vocab_size": TOKENS}, "tiny")
     hf.write_weights(path, spec, random_model(spec).state_dict().__getitem__, dtype)
-    layer = "mtp.layers.0" if family == "qwen3_next" else f"model.layers.{spec.num_hidden_layers}"
+    layer = "mtp.layers.0" if family.startswith("qwen3_") else f"model.layers.{spec.num_hidden_layers}"
     own = predictor(layer, spec.hidden_size)
     save_file(load_file(path / hf.SINGLE) | own, path / hf.SINGLE, {"format": "pt"})
     config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1, "mtp_loss": 0.1}
@@ -94,6 +94,20 @@ def test_a_fine_tune_keeps_them_bit_for_bit(tmp_path: Path, family: str) -> None
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in again.values())
     theirs = AutoModelForCausalLM.from_pretrained(directory(made) / "hf")
     assert torch.equal(theirs.state_dict()["model.norm.weight"], found["model.norm.weight"])
+
+
+def test_of_a_model_of_text_and_images_they_are_the_text_s(tmp_path: Path) -> None:
+    """As Qwen3.5's: they lie beside the text part, and the config tells of them within it. Images are not kept."""
+    own = write_model(tmp_path / "model", "qwen3_5_moe_text")
+    held = load_file(tmp_path / "model" / hf.SINGLE)
+    held = {name.replace("model.", "model.language_model.", 1): value for name, value in held.items()}
+    save_file(held | {"model.visual.x": torch.ones(2)}, tmp_path / "model" / hf.SINGLE, {"format": "pt"})
+    text = json.loads((tmp_path / "model" / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    config = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 2}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    kept, said = kept_of(beginning(tmp_path), load_spec(str(tmp_path / "model")))
+    assert not said and kept.tensors.keys() == own.keys()
+    assert kept.config == {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 1, "mtp_loss": 0.1}
 
 
 def test_a_merge_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
 from shardwise.models import float8, known, storage, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
-from shardwise.models.families import FAMILIES
+from shardwise.models.families import FAMILIES, text_part
 from shardwise.models.float8 import Scales
 from shardwise.models.hf_names import Location, locations, name_in_files, tensors
 from shardwise.models.hf_spec import HFModel
@@ -207,7 +207,7 @@ def kept_beside(source: Path, spec: ModelSpec) -> KeptLayers:
         raise DataError(*problems)
     not_kept = {each.name for each in scales.values()} | {name for name in own if _IGNORED.search(name)}
     kept = {name: KeptTensor(entry, scales.get(name)) for name, entry in own.items() if name not in not_kept}
-    config = _config_beside(source) if kept else {}
+    config = text_part(_config_beside(source)) if kept else {}
     return KeptLayers(kept, {key: value for key, value in config.items() if _PREDICTING.match(key)})
 
 
