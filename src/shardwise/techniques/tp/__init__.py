@@ -342,7 +342,7 @@ def _share(module: nn.Linear, layer: str, spec: ModelSpec, meshes: Meshes) -> La
 
 
 def _own(module: Any, name: str) -> Tensor:
-    found: Tensor = module.get_parameter(name).to_local()
+    found: Tensor = getattr(module, name).to_local()
     return found
 
 
