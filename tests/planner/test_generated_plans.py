@@ -64,7 +64,9 @@ SMALL = {
     "two blocks, biases": small(attention_bias=True, num_hidden_layers=2),
     "odd width": small(hidden_size=100, head_dim=16, num_hidden_layers=13, vocab_size=50257),
 }
-DENSE = [n for n in configs() if not load_spec(n).experts and "linear_attention" not in load_spec(n).attention.layer_types]
+DENSE = [
+    n for n in configs() if not load_spec(n).experts and "linear_attention" not in load_spec(n).attention.layer_types
+]
 MODELS = (*DENSE, *SMALL, *SMALL, *SMALL)
 RARELY = (None, None, None)
 DIALS: dict[str, tuple[Any, ...]] = {

@@ -44,6 +44,7 @@ TRACED = (
     "distributed/fake_world.py",
     "models/attention.py",
     "models/decoder.py",
+    "models/delta_sizes.py",
     "models/layers.py",
     "models/rotary.py",
     "planner/record.py",

@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.models.known import configs
 from shardwise.models.load import load_spec
+from shardwise.models.mixers import SOFTMAX, mixers_of
 from shardwise.planner.sheets import key_of, pack_unit
 from shardwise.planner.shipped import SHIPPED, written
 from shardwise.planner.trace import trace
@@ -38,7 +39,7 @@ def ordinary() -> dict[Variant, None]:
 def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
     for name, (types, sharded), lora in product(configs(), TYPES, ADAPTERS):
         spec = load_spec(name)
-        if spec.attention.mixer != "softmax" or spec.experts.sigmoid is not None:
+        if mixers_of(spec) != (SOFTMAX,) or spec.experts.sigmoid is not None:
             continue  # they would make the package half as large again
         if spec.experts:
             yield from _mixtures(spec, types, sharded, lora)

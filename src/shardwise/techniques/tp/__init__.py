@@ -115,7 +115,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
 @lru_cache(maxsize=64)
 def _names(spec: ModelSpec, adapted: bool) -> list[str]:
     """The parameters of a model, of alike blocks those of one, and those that adapters and 4 bits may add."""
-    names = list(one_of_each(parameter_shapes(spec)))
+    names = [*one_of_each(dict(reversed(parameter_shapes(spec).items())))]
     linear = [name.removesuffix("weight") for name in names if is_adaptable(name) and adapted]
     added = ("lora_a.weight", "lora_b.weight", "lora_m", "codes", "sizes", "groups")
     return names + [layer + word for layer in linear for word in added]
@@ -342,7 +342,7 @@ def _share(module: nn.Linear, layer: str, spec: ModelSpec, meshes: Meshes) -> La
 
 
 def _own(module: Any, name: str) -> Tensor:
-    found: Tensor = module.get_parameter(name).to_local()
+    found: Tensor = getattr(module, name).to_local()
     return found
 
 
