@@ -183,8 +183,9 @@ class Passes:
                     yield local.free(tensor)
                     yield GradientReady(gradients[tensor])
             if op.kind in ("attention", "rule") and self.kind == "cuda":
-                size = rule_bytes(op, (self.b, self.s))
-                if op.kind == "attention":
+                if op.kind == "rule":
+                    size = rule_bytes(op, (self.b, self.s))
+                else:
                     size = attention_bytes(op, (self.b, self.s), self.compute, deterministic=self.deterministic)
                 workspace = "attention workspace", size
                 yield from (Make((0, workspace[0]), *workspace), Free((0, workspace[0]), *workspace))
