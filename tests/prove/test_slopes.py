@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.models import attention, blockwise, grouped, layers, moe
+from shardwise.models import attention, blockwise, delta, grouped, layers, moe
 from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.hf_model import Model
 from shardwise.prove import certify, slopes
@@ -29,6 +29,7 @@ from shardwise.spec.recipe import Method
 from tests.models.hf_models import CONFIGS, spec_of
 from tests.parity.cases import FP64, GEMMA, QWEN, TIED, UNTIED
 from tests.parity.cases import plan as plan_of
+from tests.parity.deltas import DENSE as NETS
 from tests.parity.experts import MOE
 from tests.parity.mixtures import GPT_OSS, MODELS
 from tests.parity.test_lora import WIDE
@@ -150,6 +151,9 @@ FAULTS: dict[str, Fault] = {
         GPT_OSS,
         "layers.1.attention.sinks",
     ),
+    "what a head forgets later has no gradient": Fault(
+        lambda: patch.object(delta, "_from_here", lambda x, dim: x), NETS, "layers.1.attention.in_a.weight"
+    ),
 }
 
 
@@ -164,7 +168,7 @@ def test_a_wrong_backward_is_seen_and_named_first(name: str) -> None:
 
 
 RIGHT: dict[str, Callable[[int], Workload]] = {
-    **{spec.name: partial(job, spec) for spec in (UNTIED, TIED, GEMMA, QWEN, MOE, CAPACITY, *MODELS.values())},
+    **{spec.name: partial(job, spec) for spec in (UNTIED, TIED, GEMMA, QWEN, NETS, MOE, CAPACITY, *MODELS.values())},
     "not normalised": partial(job, MODELS["Qwen3, not normalised"]),
     "frozen": partial(job, UNTIED, frozen=("embed.*", "layers.0.*")),
     "adapters": partial(job, TIED, lora=Lora(2, 4.0, frozen="bf16")),
