@@ -75,7 +75,7 @@ def test_a_certificate_says_what_it_covers_and_that_it_matches(certificate: Path
     for path in (certificate, certificate.parent):
         code, told = checked(str(path))
         assert (code, told["holds"], told["matches"], told["changed"]) == (0, True, True, {})
-    assert [check["proof"] for check in told["checks"]] == ["drift", "drift"]
+    assert [check["proof"] for check in told["checks"]] == ["drift", "drift", "recipe"]
     assert any("2 ranks are the fewest" in line for line in told["not_shown"])
     kept = json.loads(certificate.read_text())
     assert kept["digests"] == basis.digests(told["basis"])

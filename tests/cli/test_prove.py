@@ -34,7 +34,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_certificate(made: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", made, *SETTINGS]) == 0
     told = capfd.readouterr().out
-    for proof in ("drift", "derivatives", "model", "parity", "documents", "dtypes", "checkpoint"):
+    for proof in ("drift", "recipe", "derivatives", "model", "parity", "documents", "dtypes", "checkpoint"):
         assert f"{proof:<11}  holds" in told
     [directory] = Path("certificates").iterdir()
     assert directory.name.startswith("mine-") and f"holds; written: {directory}/certificate.md and .json" in told
@@ -46,6 +46,7 @@ def test_a_certificate(made: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert [check["proof"] for check in kept["checks"]] == [
         "drift",
         "drift",
+        "recipe",
         "derivatives",
         "model",
         "parity",
@@ -110,7 +111,7 @@ def test_a_machine_too_small_for_the_ranks(
     assert main(["prove", made, *SETTINGS]) == 0
     told = capfd.readouterr().out
     assert "what could be shown holds" in told
-    assert "all proofs but drift and data: 2 ranks are the fewest with this layout" in told
+    assert "all proofs but drift, data and recipe: 2 ranks are the fewest with this layout" in told
 
 
 @pytest.mark.parametrize(

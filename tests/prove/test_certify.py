@@ -370,4 +370,4 @@ def test_a_schedule_of_several_stages_a_rank_is_made_plain() -> None:
 def test_a_layout_that_no_machine_of_this_size_holds() -> None:
     subject = certify.subject_of(DRAWN, *COMPOSITIONS["four axes"], 8)
     assert subject.small is None and "16 ranks" in subject.why
-    assert {proof for proof, _ in subject.cases("normal")} == {"drift"}
+    assert {proof for proof, _ in subject.cases("normal")} == {"drift", "recipe"}

@@ -263,8 +263,9 @@ def test_float64_is_float64_everywhere() -> None:
 @pytest.mark.parametrize("settings", [{}, {"recompute": "full"}], ids=str)
 def test_every_family_of_the_decoder_computes_in_bf16_under_ddp(settings: dict[str, Any]) -> None:
     """Autocast makes what projections compute bf16, beside tables and a residual stream that stay fp32. The gradient
-    has the direction of fp32's, but for the roundings of three layers with weights of 0.2, and of 1 before a clamp.
-    Tokens go to the same experts: where another is chosen for a rounding, so is another gradient."""
+    has the direction of fp32's, but for the roundings of three layers with weights of 0.2, and of 1 before a clamp or in
+    the sums of a gated delta net. Tokens go to the same experts: where another is chosen for a rounding, so is another
+    gradient."""
     for family in families.CONFIGS if not settings else ("qwen3", "phi3"):
         spec = families.spec_of(family)
         ids = torch.randint(spec.vocab_size, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -278,9 +279,8 @@ def test_every_family_of_the_decoder_computes_in_bf16_under_ddp(settings: dict[s
                 families.routed(model, chosen)
             shardwise.backward(model, own_ranks.next_token_loss(model, ids))
             gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-        assert torch.cosine_similarity(*gradients, dim=0) > (0.96 if spec.activation == "clamped_swiglu" else 0.99), (
-            family
-        )
+        coarse = spec.activation == "clamped_swiglu" or "linear_attention" in spec.attention.layer_types
+        assert torch.cosine_similarity(*gradients, dim=0) > (0.96 if coarse else 0.99), family
 
 
 def small(directory: Path) -> tuple[nn.Module, own.Checkpoints]:

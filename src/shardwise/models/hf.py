@@ -267,7 +267,7 @@ def read_weights(
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of a file of weights, unless one tensor is larger."""
-_NOTHING = KeptLayers()
+NOTHING = KeptLayers()
 
 
 def write_weights(
@@ -276,7 +276,7 @@ def write_weights(
     fetch: Callable[[str], Tensor],
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    kept: KeptLayers = _NOTHING,
+    kept: KeptLayers = NOTHING,
 ) -> list[Path]:
     """Write ``directory`` as transformers' ``from_pretrained`` reads it, and behind the model what is ``kept`` of
     another; returns the files of weights.

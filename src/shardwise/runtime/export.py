@@ -50,7 +50,7 @@ def export(
     tokenizer: tokens.Tokenizer,
     target: Path,
     dtype: torch.dtype,
-    kept: KeptLayers,
+    kept: KeptLayers = hf.NOTHING,
 ) -> None:
     """Write ``target`` from the (sharded) parameters of all ranks: gathered one tensor at a time, written by rank 0,
     which adds what is ``kept`` of the model that training began with (:func:`kept_of`). Every rank calls this alike.

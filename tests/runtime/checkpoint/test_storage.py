@@ -32,6 +32,7 @@ def test_every_data_type_comes_back_bitwise_and_aligned(tmp_path: Path) -> None:
     state = {
         f"model.{code}": torch.randint(0, 2, (3, dtype.itemsize), generator=make, dtype=torch.uint8).view(dtype)
         for dtype, code in NAMES.items()
+        if dtype != torch.float8_e8m0fnu  # scales in the files of others: no weight of a run has it
     }
     save(tmp_path, state)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
