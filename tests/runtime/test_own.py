@@ -263,9 +263,9 @@ def test_float64_is_float64_everywhere() -> None:
 @pytest.mark.parametrize("settings", [{}, {"recompute": "full"}], ids=str)
 def test_every_family_of_the_decoder_computes_in_bf16_under_ddp(settings: dict[str, Any]) -> None:
     """Autocast makes what projections compute bf16, beside tables and a residual stream that stay fp32. The gradient
-    has the direction of fp32's, but for the roundings of three layers with weights of 0.2, and of 1 before a clamp or in
-    the sums of a gated delta net. Tokens go to the same experts: where another is chosen for a rounding, so is another
-    gradient."""
+    has the direction of fp32's, but for the roundings of three layers with weights of 0.2, and of 1 before a clamp or
+    in the sums of a gated delta net. Tokens go to the same experts: where another is chosen for a rounding, so is
+    another gradient."""
     for family in families.CONFIGS if not settings else ("qwen3", "phi3"):
         spec = families.spec_of(family)
         ids = torch.randint(spec.vocab_size, (4, 9), generator=torch.Generator().manual_seed(0))
