@@ -206,7 +206,7 @@ for words in sys.argv[1].split(";"):
 """
 
 
-MIXTURES = ("mixtral-8x7b", "lora-moe-30b", "qlora-gpt-oss-20b")
+MIXTURES = ("mixtral-8x7b", "lora-moe-30b", "qlora-gpt-oss-20b", "sft-qwen3-next-80b")
 SEARCHED_FOR_LONG = ("continue-8b", "llama-405b-3d", "llama-70b-zero3", "lora-70b", "sft-8b")
 """Three seconds or more each: of many devices, with all that is open."""
 

@@ -70,7 +70,7 @@ def kept_of(recipe: Recipe, spec: ModelSpec) -> tuple[KeptLayers, str]:
     """Return the layers that predict further tokens of the model that training begins with, and what is to be said
     where they are left out. Nothing is downloaded for them."""
     source = recipe.model.path
-    if source is None or not begins_trained(recipe) or not FAMILIES[spec.family].predictors or spec.hf_model:
+    if source is None or spec.hf_model or not begins_trained(recipe) or not FAMILIES[spec.family].predictors:
         return KeptLayers(), ""
     try:
         kept = hf.kept_beside(hf.weights_directory(source, recipe.model.revision, here=True), spec)
