@@ -84,9 +84,7 @@ def main() -> None:
             began, found, plans = time.perf_counter(), list[str](), 0
             for machines in given.machines:
                 try:
-                    recipe = load_recipe(
-                        path, ["data.path=none.jsonl", "model.name=tiny"][: 1 + (path.stem == "sft-tiny")]
-                    )
+                    recipe = load_recipe(path, ["data.path=none.jsonl"])
                     spec = resolve(recipe)
                     plan = choose(recipe, spec, parse_cluster(machines))
                     subject = certify.subject_of(recipe, spec, plan, RANKS)

@@ -1,4 +1,4 @@
-"""Plans of models with latent attention say what is sent, held and saved, to the byte."""
+"""Plans of models with latent attention, or gated delta nets, say what is sent, held and saved, to the byte."""
 
 from __future__ import annotations
 

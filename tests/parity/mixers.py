@@ -1,8 +1,10 @@
-"""Tiny models with latent attention, and the layouts in which they are proved."""
+"""Tiny models with latent attention, or gated delta nets beside attention, and the layouts in which they are proved."""
 
 from __future__ import annotations
 
 from shardwise.models.config import ModelSpec, with_fields
+from shardwise.models.delta_families import RECURRENT
+from shardwise.models.family import FULL
 from shardwise.models.rope import RopeScaling
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Offload, Pipeline, Plan, Remat
@@ -43,12 +45,45 @@ DENSE = with_fields(
     rope_interleave=False,
 )
 """Values are as wide as keys, and queries are made of the token itself."""
-
+NEXT = with_fields(
+    QWEN2,
+    name="tiny-qwen3-next",
+    num_hidden_layers=3,
+    layer_types=(RECURRENT, FULL, RECURRENT),
+    attention_bias=False,
+    attention_output_bias=None,
+    attention_gate=True,
+    qk_norm="head",
+    norm_plus_one=True,
+    partial_rotary_factor=0.5,
+    normalised_top_k=True,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=4,
+    linear_value_head_dim=3,
+    linear_conv_kernel_dim=3,
+)
+"""A row is more than a block of chunks."""
+NETS = with_fields(
+    UNTIED,
+    name="tiny-qwen3.5",
+    intermediate_size=28,
+    layer_types=(RECURRENT, RECURRENT, FULL),
+    attention_gate=True,
+    qk_norm="head",
+    norm_plus_one=True,
+    tie_word_embeddings=True,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=3,
+    linear_value_head_dim=5,
+)
 
 V = {"accumulation": 4, "pipeline": Pipeline("zbv", 2, (1, 1, 1, 1)), "remat": Remat("selective")}
 PLANS = {
     "zero3": plan(Layout(dp_shard=2), "zero3", remat=Remat("selective")),
     "ddp": plan(Layout(dp_replicate=2), remat=Remat("full")),
+    "zero1": plan(Layout(dp_shard=2), "zero1"),
     "tp": plan(Layout(tp=2), length=15, remat=Remat("selective")),
     "ep x tp": plan(Layout(tp=2, ep=2)),
     "pp": plan(Layout(pp=2), accumulation=4, pipeline=Pipeline("1f1b", 1, (2, 1))),
@@ -62,13 +97,20 @@ PLANS = {
 }
 OF_DENSE = ("tp", "ring", "ulysses", "adapters, tp")
 """Where what is equal in width, and queries without a latent, take another path."""
+WITHIN_ROWS = ("ring", "gather", "ulysses")
+"""Refused for states."""
+OF_NETS = ("zero3", "tp", "pp", "adapters, tp")
 CASES = {
     **{f"mixture, {name}": (DEEPSEEK, of) for name, of in PLANS.items()},
     **{f"dense, {name}": (DENSE, PLANS[name]) for name in OF_DENSE},
+    **{f"mixture of nets, {name}": (NEXT, of) for name, of in PLANS.items() if name not in WITHIN_ROWS},
+    **{f"nets, {name}": (NETS, PLANS[name]) for name in OF_NETS},
 }
 
 
 def case(name: str) -> tuple[ModelSpec, Plan]:
     """The model, of four blocks for a V, and the plan."""
     spec, of = CASES[name]
-    return (with_fields(spec, num_hidden_layers=4) if of.layout.v_shaped else spec), of
+    types = spec.attention.layer_types
+    more = {"num_hidden_layers": 4, "layer_types": types and (*types, FULL)}
+    return (with_fields(spec, **more) if of.layout.v_shaped else spec), of

@@ -20,8 +20,8 @@ from shardwise.spec.plan import Plan, Shard
 from shardwise.techniques import cp
 from tests.parity.cases import FP64, GEMMA, UNTIED
 from tests.parity.cases import plan as plan_of
-from tests.parity.deltas import DENSE as NETS
 from tests.parity.experts import MOE
+from tests.parity.mixers import NETS
 from tests.parity.rings import DENSE
 from tests.parity.test_cp_faults import blind_to_documents, ring
 

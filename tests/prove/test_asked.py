@@ -183,6 +183,22 @@ def test_another_pull_is_seen(name: str) -> None:
     assert any(said in line for line in lines), lines
 
 
+def test_what_a_method_of_a_package_means_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may unlearn what was rejected by unlearning both."""
+    monkeypatch.setattr(simpo, "losses", lambda a, m: pairs.smoothed(-m.beta * a.means.margins, m))
+    row = replace(METHODS["simpo"], module="shardwise.methods.simpo")
+    assert found(OptimSection(), Method(name="simpo"))
+    monkeypatch.setitem(METHODS, "simpo", row)
+    assert not found(OptimSection(), Method(name="simpo"))
+
+
+def test_rates_where_a_fall_begins_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fall that begins a step too early shows in a long run."""
+    early = OptimSection(schedule="wsd", decay_steps=3)
+    monkeypatch.setattr(asked, "learning_rate", lambda o, step, n: rate(o, step + (step == n - 4), n))
+    assert found(early, steps=100_003)
+
+
 def shifted_too_far(matrix: Tensor) -> Any:
     codes, *rest = quantise(matrix)
     return codes << 1, *rest

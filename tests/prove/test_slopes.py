@@ -29,8 +29,8 @@ from shardwise.spec.recipe import Method
 from tests.models.hf_models import CONFIGS, spec_of
 from tests.parity.cases import FP64, GEMMA, QWEN, TIED, UNTIED
 from tests.parity.cases import plan as plan_of
-from tests.parity.deltas import DENSE as NETS
 from tests.parity.experts import MOE
+from tests.parity.mixers import NETS
 from tests.parity.mixtures import GPT_OSS, MODELS
 from tests.parity.test_lora import WIDE
 from tests.prove.test_certify import subject_of

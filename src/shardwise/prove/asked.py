@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from shardwise.methods.pairs import Answers, figures, losses_of
+from shardwise.prove.beside import quiet
 from shardwise.spec.recipe import Method, OptimSection
 from shardwise.spec.records import PREFERENCE_FIGURES
 from shardwise.techniques.nf4.fourbit import dequantise, quantise
@@ -88,6 +89,7 @@ class Requested:
 
 
 def _theirs(name: str, warmup: float, steps: float, given: dict[str, Any], rate: float = 1.0) -> Factor:
+    quiet()
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], rate)
@@ -110,7 +112,8 @@ def _rates(asked: Requested, told: dict[str, float]) -> Iterator[str]:
     between them."""
     optim, steps, warm = asked.optim, asked.steps, asked.warmup
     rise, fall, first = asked.rise(), asked.fall(), optim.warmup_from
-    edges = {optim.warmup_delay, optim.warmup_delay + ceil(warm), steps - 1, steps - round(steps / 10)}
+    length = ceil(optim.decay_steps or steps / 10)
+    edges = {at + optim.warmup_delay for at in (0, ceil(warm), ceil(warm) + length, steps - length)} | {steps - 1}
     near = {edge + by for edge in edges for by in (-2, -1, 0, 1, 2)}
     numbers = {0, 1, *near, *range(0, steps, max(1, steps // LOOKED))}
     told["steps"], told["rate"], told["of steps"] = 0, 0.0, steps
@@ -132,9 +135,9 @@ def _rates(asked: Requested, told: dict[str, float]) -> Iterator[str]:
 
 
 def _pulls(method: Method, told: dict[str, float]) -> Iterator[str]:
-    """A step makes the chosen answers likelier, or leaves them, and the rejected ones the other way; rewards, their
-    margins and how often these are above 0 are reported; and of a model that is compared with the initial one, only
-    what it has over that counts."""
+    """A step makes the chosen answers likelier, or leaves them, and the rejected ones the other way (a package's method
+    may mean something else); rewards, their margins and how often these are above 0 are reported; and of a model that
+    is compared with the initial one, only what it has over that counts."""
     draw = np.random.default_rng(0)
     counts = torch.from_numpy(draw.integers(2, 40, (PAIRS, 2)).astype(np.float64))
     logps, moved = (torch.from_numpy(draw.normal(size=(PAIRS, 2))) for _ in range(2))
@@ -144,7 +147,7 @@ def _pulls(method: Method, told: dict[str, float]) -> Iterator[str]:
     losses = losses_of(answers, method)
     pulls = torch.autograd.grad(losses.sum(), logps)[0] * torch.tensor([1.0, -1.0])
     told["pairs"] = PAIRS
-    if wrong := int((~(pulls <= 0)).any(1).sum()):
+    if (wrong := int((~(pulls <= 0)).any(1).sum())) and not method.spec.module:
         yield f"{method.name}: a step makes {wrong} of {PAIRS} chosen answers less likely, or rejected ones more"
     of = counts if method.spec.averaged else torch.ones_like(counts)
     means, rewards = logps.detach() / of, method.beta * moved / of

@@ -70,9 +70,17 @@ def counterpart(spec: ModelSpec) -> ModelSpec | str:
     return with_fields(told, **dict.fromkeys(ENDS))  # an embedding with a row for padding gives that no gradient
 
 
+def quiet() -> None:
+    """Keep libraries from telling of kernels that are not there: nothing here is to be fast."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+
 def on_rank(rank: int, world: int, job: Workload) -> Likeness:
     """Compute both, in this process. ``job`` has a :func:`counterpart`."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    quiet()
     spec, why = job.spec, ""
     square = with_fields(spec, hidden_size=spec.attention.num_attention_heads * spec.attention.head_dim)
     for tried in (spec, square):  # some classes take no other size of heads

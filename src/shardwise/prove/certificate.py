@@ -221,6 +221,8 @@ def result(check: Check) -> str:
     if check.proof == "recipe":
         looked, pairs = int(found["steps"]), int(found.get("pairs", 0))
         pulled = f"; {counted(pairs, 'pair')} of answers pulled apart, the chosen ones up" if pairs else ""
+        if not looked:
+            return f"transformers has no such schedule{pulled}"
         like = f"within {found['rate']:.0e} of" if found["rate"] else "equal to"
         return f"{looked:,} of {int(found['of steps']):,} rates {like} transformers'{pulled}"
     if check.proof == "derivatives":
