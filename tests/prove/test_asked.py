@@ -193,9 +193,9 @@ def test_what_a_method_of_a_package_means_is_its_own(monkeypatch: pytest.MonkeyP
 
 
 def test_rates_where_a_fall_begins_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fall that begins a step too early shows in a long run."""
-    early = OptimSection(schedule="wsd", decay_steps=3)
-    monkeypatch.setattr(asked, "learning_rate", lambda o, step, n: rate(o, step + (step == n - 4), n))
+    """Of a long run: the first step of the fall has the rate of the second."""
+    early = OptimSection(schedule="wsd", decay_steps=300)
+    monkeypatch.setattr(asked, "learning_rate", lambda o, step, n: rate(o, step + (step == n - 300), n))
     assert found(early, steps=100_003)
 
 
