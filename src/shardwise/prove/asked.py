@@ -29,12 +29,8 @@ MATRIX, FAR, USUAL = (64, 256), 0.16, 0.096
 """A matrix of normal numbers in 4 bits is off by at most half the widest step, (1 - 0.696) / 2 of a block's largest,
 and by 0.0925 of its length (Dettmers et al., "QLoRA", arXiv 2305.14314); a little more, as scales are in 8 bits."""
 FALLS = {
-    "linear": "linear",
-    "linear_to_last": "linear",
-    "wsd": "linear",
-    "cosine": "cosine",
-    "cosine_to_last": "cosine",
-    "wsd_cosine": "cosine",
+    **dict.fromkeys(("linear", "linear_to_last", "wsd"), "linear"),
+    **dict.fromkeys(("cosine", "cosine_to_last", "wsd_cosine"), "cosine"),
     "wsd_sqrt": "1-sqrt",
 }
 """Of schedules, the shape by which transformers' warmup_stable_decay has the same fall."""
@@ -93,8 +89,7 @@ def _theirs(name: str, warmup: float, steps: float, given: dict[str, Any], rate:
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], rate)
-    made = get_scheduler(name, optimizer, warmup, steps, given)  # type: ignore[arg-type]
-    factor: Factor = made.lr_lambdas[0]
+    factor: Factor = get_scheduler(name, optimizer, warmup, steps, given).lr_lambdas[0]  # type: ignore[arg-type]
     return factor
 
 
@@ -114,8 +109,7 @@ def _rates(asked: Requested, told: dict[str, float]) -> Iterator[str]:
     rise, fall, first = asked.rise(), asked.fall(), optim.warmup_from
     length = ceil(optim.decay_steps or steps / 10)
     edges = {at + optim.warmup_delay for at in (0, ceil(warm), ceil(warm) + length, steps - length)} | {steps - 1}
-    near = {edge + by for edge in edges for by in (-2, -1, 0, 1, 2)}
-    numbers = {0, 1, *near, *range(0, steps, max(1, steps // LOOKED))}
+    numbers = {*range(0, steps, max(1, steps // LOOKED)), *(edge + by for edge in edges for by in (-2, -1, 0, 1, 2))}
     told["steps"], told["rate"], told["of steps"] = 0, 0.0, steps
     for number in sorted(one for one in numbers if 0 <= one < steps):
         step = max(0, number - optim.warmup_delay)

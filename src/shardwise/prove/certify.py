@@ -205,9 +205,7 @@ def _case(subject: Certification, proof: str, rank: int) -> str:
     if proof == "data":
         return "at the plan's own size, the first step, a resumed one, the last of the first epoch and of the run"
     if proof == "recipe":
-        drawn = ["pairs of answers that are drawn"] * subject.plan.method.pairs
-        bits = subject.asked is not None and subject.asked.nf4
-        return ", and ".join(["the learning rate of its steps", *drawn, *["a matrix in 4 bits"] * bits])
+        return "the learning rate of its steps; drawn pairs of answers, and a matrix in 4 bits, where it has such"
     assert subject.small is not None
     world = subject.small.plan.layout.world
     those = f"{world} CPU rank" + "s" * (world > 1)

@@ -161,8 +161,7 @@ def setting_of(recipe: Recipe, spec: ModelSpec, seq_len: int) -> tuple[Setting, 
 def optim_of(asked: OptimSection) -> OptimSection:
     """Return what is asked for, with rates that are large and rise and fall within a few steps, all parts at work."""
     scale = OPTIM.learning_rate / asked.learning_rate
-    rates = ((one, one.learning_rate and one.learning_rate * scale) for one in asked.groups)
-    groups = [one.model_copy(update={"learning_rate": rate}) for one, rate in rates]
+    groups = [g.model_copy(update={"learning_rate": g.learning_rate and scale * g.learning_rate}) for g in asked.groups]
     numbers = {"beta1": asked.beta1, "beta2": asked.beta2, "eps": max(LEAST_EPS, asked.eps), "groups": groups}
     return OPTIM.model_copy(update=numbers | {"weight_decay": asked.weight_decay or OPTIM.weight_decay})
 
