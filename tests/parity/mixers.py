@@ -97,13 +97,11 @@ PLANS = {
 }
 OF_DENSE = ("tp", "ring", "ulysses", "adapters, tp")
 """Where what is equal in width, and queries without a latent, take another path."""
-WITHIN_ROWS = ("ring", "gather", "ulysses")
-"""Refused for states."""
-OF_NETS = ("zero3", "tp", "pp", "adapters, tp")
+OF_NETS = ("zero3", "tp", "pp", "adapters, tp", "ring")
 CASES = {
     **{f"mixture, {name}": (DEEPSEEK, of) for name, of in PLANS.items()},
     **{f"dense, {name}": (DENSE, PLANS[name]) for name in OF_DENSE},
-    **{f"mixture of nets, {name}": (NEXT, of) for name, of in PLANS.items() if name not in WITHIN_ROWS},
+    **{f"mixture of nets, {name}": (NEXT, of) for name, of in PLANS.items()},
     **{f"nets, {name}": (NETS, PLANS[name]) for name in OF_NETS},
 }
 

@@ -150,6 +150,37 @@ def forward(given: Given, before: Tensor | None = None) -> tuple[Tensor, Tensor,
     return out, states, state
 
 
+def across(given: Given) -> Tensor:
+    """Return the map [b,heads,values of each,key,key+value] of these tokens from the state before them to the one after:
+    M beside B of S -> M S + B. Past a start of a document M is exactly 0."""
+    shape, key = given.state_shape, given.state_shape[3]
+    eye = torch.eye(key, dtype=accumulation_dtype(given.v.dtype), device=given.v.device)
+    state = pad(eye, (0, shape[4])).expand(*shape[:3], -1, -1)
+    for at, count in given.blocks():
+        block = _Chunks(given, at, count)
+        block.v = pad(block.v, (key, 0))
+        for number in range(count):
+            state = block.step(number, state)[2]
+    return state
+
+
+def asked(grad: Tensor, given: Given) -> Tensor:
+    """Return the gradient of the state before these tokens by their own outputs' ``grad``, [b,heads,values of
+    each,key,value]: of that of the state after them it has M^T times as much besides."""
+    after = given.v.new_zeros(given.state_shape, dtype=accumulation_dtype(given.v.dtype))
+    for at, count in reversed(given.blocks()):
+        block = _Chunks(given, at, count)
+        scored, of_state = _of_outputs(block, block.cut(grad))
+        for number in reversed(range(count)):
+            after = block.back(number, after, scored, of_state)[2]
+    return after
+
+
+def _of_outputs(block: _Chunks, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of new values and of the state, as the outputs read them."""
+    return block.scores.mT @ grad, block.q.mT @ (block.reach * grad)
+
+
 def _places(states: Tensor, like: Tensor) -> Iterator[Tensor]:
     """Views of what is kept, each a state."""
     size, flat = like.numel(), states.view(-1)
@@ -183,10 +214,10 @@ def _of_block(block: _Chunks, grad: Tensor, state: Tensor, after: Tensor) -> tup
     for number in range(count):
         before[:, :, :, number] = state
         read[:, :, :, number], new[:, :, :, number], state = block.step(number, state)
-    scored, asked = block.scores.mT @ grad, block.q.mT @ (reach * grad)
+    scored, of_state = _of_outputs(block, grad)
     for number in reversed(range(count)):
         behind[:, :, :, number] = after
-        written[:, :, :, number], inner[:, :, :, number], after = block.back(number, after, scored, asked)
+        written[:, :, :, number], inner[:, :, :, number], after = block.back(number, after, scored, of_state)
     of_v = block.rate * inner
     seen = grad @ before.mT
     of_reach = (block.q * seen).sum(-1, keepdim=True) - (of_v * read).sum(-1, keepdim=True)
@@ -217,24 +248,40 @@ def _from_here(x: Tensor, dim: int) -> Tensor:
 _RULE = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor rate, Tensor? documents"
 
 
-@torch.library.custom_op("shardwise::gated_delta", mutates_args=(), schema=f"({_RULE}) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "shardwise::gated_delta", mutates_args=(), schema=f"({_RULE}, Tensor? before=None) -> (Tensor, Tensor)"
+)
 def gated_delta(*given: Any) -> tuple[Tensor, Tensor]:
     """The outputs of the rule, and the states that it keeps. The fields of :class:`Given`, with the bounds of documents
-    in the place of their starts; head h of values uses head h / (values of each) of keys."""
-    q, k, v, decay, rate, documents = given
-    out, states, _ = forward(Given(q, k, v, decay, rate, starts_of(documents, v.shape)))
-    return out, states
+    in the place of their starts; head h of values uses head h / (values of each) of keys. ``before``: the state before
+    the first token, which gets no gradient here."""
+    found, before = _given(given), given[6] if len(given) > 6 else None
+    return forward(found, before)[:2]
 
 
 @torch.library.custom_op(
     "shardwise::gated_delta_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, {_RULE}, Tensor states) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, {_RULE}, Tensor? before, Tensor states, Tensor? after=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def gated_delta_backward(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, decays and rates from that of the outputs."""
-    q, k, v, decay, rate, documents, states = saved
-    return backward(grad, Given(q, k, v, decay, rate, starts_of(documents, grad.shape)), states)[0]
+    """The gradients of q, k, v, decays and rates from that of the outputs, and of the state ``after`` the last
+    token."""
+    before, states, *after = saved[6:]
+    return backward(grad, _given(saved), states, before, *after)[0]
+
+
+@torch.library.custom_op(
+    "shardwise::gated_delta_across", mutates_args=(), schema=f"(Tensor? grad, {_RULE}) -> Tensor"
+)
+def gated_delta_across(grad: Tensor | None, *given: Any) -> Tensor:
+    """What :func:`across` returns; of the gradient of the outputs, what :func:`asked` does."""
+    return across(_given(given)) if grad is None else asked(grad, _given(given))
+
+
+def _given(fields: tuple[Any, ...]) -> Given:
+    return Given(*fields[:5], starts_of(fields[5], fields[2].shape))
 
 
 @gated_delta.register_fake
@@ -248,6 +295,14 @@ def _(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in saved[:5])
 
 
+@gated_delta_across.register_fake
+def _(grad: Tensor | None, *given: Any) -> Tensor:
+    *heads, key, value = Given(*given[:6]).state_shape
+    width = value + key * (grad is None)
+    made: Tensor = given[2].new_empty(*heads, key, width, dtype=accumulation_dtype(given[2].dtype))
+    return made
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -256,8 +311,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 6
-    return *gated_delta_backward(grad, *ctx.saved_tensors), None
+        return (None,) * 7
+    return *gated_delta_backward(grad, *ctx.saved_tensors), None, None
 
 
 gated_delta.register_autograd(_backward, setup_context=_save)

@@ -23,3 +23,12 @@ def products(key: int, value: int, each: int, *, backward: bool = False) -> int:
     tokens, inverse = chunk(key, value), chunk(key, value) ** 2 // 2
     state, within = (8, 5) if backward else (3, 2)
     return each * (state * key * value + within * tokens * value + inverse) + within * tokens * key
+
+
+def passed(key: int, value: int, each: int, *, backward: bool = False) -> int:
+    """Return how many numbers a token multiplies more where states pass between the pieces of a row: for the map of its
+    piece from state to state, or backward for the gradient of the state before it."""
+    if backward:
+        return products(key, value, each)
+    tokens, inverse = chunk(key, value), chunk(key, value) ** 2 // 2
+    return each * ((2 * key + tokens) * (key + value) + inverse) + 2 * tokens * key

@@ -213,6 +213,7 @@ DELTA = Mixer(
     cut="conv_q conv_k conv_v decay_log dt_bias",
     heads="linear_num_key_heads linear_num_value_heads",
     share="k",
+    sequence=True,
     state=_delta_state,
     template=_delta_template,
     wrong=_delta_wrong,

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
     from shardwise.models.attention import Attention, MaskSpec
+    from shardwise.models.delta import GatedDeltaNet
     from shardwise.models.balance import RowPlaces
     from shardwise.models.moe import MoE
 
@@ -245,15 +246,44 @@ def steps_of(operation: str) -> Callable[..., Any] | None:
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
     """Replace the attention of every layer, and tell layers with experts that rows are cut."""
     from shardwise.models.attention import Attention
+    from shardwise.models.delta import GatedDeltaNet
     from shardwise.models.moe import MoE
 
     for part in parts:
         for module in part.modules():
             if isinstance(module, Attention):
                 module.inner = _inner(module, plan, meshes)  # type: ignore[method-assign]
+            elif isinstance(module, GatedDeltaNet):
+                _pass_states(module, plan, meshes)
             elif isinstance(module, MoE):
                 _share_rows(module, meshes)
     return parts
+
+
+def _pass_states(module: GatedDeltaNet, plan: Plan, meshes: Meshes) -> None:
+    """Tell a gated delta net that its rows are cut."""
+    from shardwise.models.delta import conv_silu
+    from shardwise.techniques.cp.states import conv_silu_over_ranks, gated_delta_over_ranks
+
+    sums, rule, layout = module.convolve, module.recur, plan.layout
+
+    def cut(mask: MaskSpec) -> tuple[Any, ...]:
+        return mask.bounds, str(meshes.groups["cp"].group_name), mask.row_length, layout.ring, layout.ulysses
+
+    def convolve(x: Tensor, weight: Tensor, mask: MaskSpec) -> Tensor:
+        if mask.row_length is None:  # every rank has whole rows
+            return sums(x, weight, mask)
+        alone = weight.shape[-1] == 1
+        found: Tensor = conv_silu(x, weight, None) if alone else conv_silu_over_ranks(x, weight, *cut(mask))[0]
+        return found
+
+    def recur(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, mask: MaskSpec) -> Tensor:
+        if mask.row_length is None:
+            return rule(q, k, v, decay, rate, mask)
+        found: Tensor = gated_delta_over_ranks(q, k, v, decay, rate, *cut(mask))[0]
+        return found
+
+    module.convolve, module.recur = convolve, recur  # type: ignore[method-assign]
 
 
 def _share_rows(module: MoE, meshes: Meshes) -> None:
