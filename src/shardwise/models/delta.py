@@ -151,8 +151,8 @@ def forward(given: Given, before: Tensor | None = None) -> tuple[Tensor, Tensor,
 
 
 def across(given: Given) -> Tensor:
-    """Return the map [b,heads,values of each,key,key+value] of these tokens from the state before them to the one after:
-    M beside B of S -> M S + B. Past a start of a document M is exactly 0."""
+    """Return the map [b,heads,values of each,key,key+value] of these tokens from the state before them to that after
+    them: M beside B of S -> M S + B. Past a start of a document M is exactly 0."""
     shape, key = given.state_shape, given.state_shape[3]
     eye = torch.eye(key, dtype=accumulation_dtype(given.v.dtype), device=given.v.device)
     state = pad(eye, (0, shape[4])).expand(*shape[:3], -1, -1)
@@ -272,16 +272,15 @@ def gated_delta_backward(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     return backward(grad, _given(saved), states, before, *after)[0]
 
 
-@torch.library.custom_op(
-    "shardwise::gated_delta_across", mutates_args=(), schema=f"(Tensor? grad, {_RULE}) -> Tensor"
-)
+@torch.library.custom_op("shardwise::gated_delta_across", mutates_args=(), schema=f"(Tensor? grad, {_RULE}) -> Tensor")
 def gated_delta_across(grad: Tensor | None, *given: Any) -> Tensor:
     """What :func:`across` returns; of the gradient of the outputs, what :func:`asked` does."""
     return across(_given(given)) if grad is None else asked(grad, _given(given))
 
 
 def _given(fields: tuple[Any, ...]) -> Given:
-    return Given(*fields[:5], starts_of(fields[5], fields[2].shape))
+    q, k, v, decay, rate, documents = fields[:6]
+    return Given(q, k, v, decay, rate, starts_of(documents, v.shape))
 
 
 @gated_delta.register_fake
@@ -297,7 +296,7 @@ def _(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
 
 @gated_delta_across.register_fake
 def _(grad: Tensor | None, *given: Any) -> Tensor:
-    *heads, key, value = Given(*given[:6]).state_shape
+    *heads, key, value = Given(*given).state_shape
     width = value + key * (grad is None)
     made: Tensor = given[2].new_empty(*heads, key, width, dtype=accumulation_dtype(given[2].dtype))
     return made

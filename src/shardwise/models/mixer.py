@@ -28,10 +28,11 @@ class Mixer:
     whose inputs are; and that every rank has, to use with its own heads. Without any the mixer cannot be shared so.
     cut: the names of other parameters, of which each rank has the rows of its heads; heads: the sizes that ranks must
     divide beside those of attention, by the fields that say them, and ``share`` the symbol of the first.
-    rotated: whether it uses the tables of rotation. sequence: whether the seam ``inner(q, k, v, mask)`` is all in which
-    its tokens meet, so that context parallelism can take its place. scores: how many numbers a token multiplies for
-    each position that it sees; state: however many it sees. wrong: what it cannot be made of, and what to write
-    instead. small: its own fields in a proof's small model of these sizes (prove/shrink.py).
+    rotated: whether it uses the tables of rotation. sequence: whether the seam ``inner(q, k, v, mask)``, or those of a
+    gated delta net, are all in which its tokens meet, so that context parallelism can take their place. scores: how
+    many numbers a token multiplies for each position that it sees; state: however many it sees. wrong: what it cannot
+    be made of, and what to write instead. small: its own fields in a proof's small model of these sizes
+    (prove/shrink.py).
 
     template: the fields of a spec that change its program, in the numbers of a template (planner/variants.py), and
     ``symbols`` those that it uses besides d, f, K, G, e and p, with the model's own ``sizes``; ``ones`` are always 1,

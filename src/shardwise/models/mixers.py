@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.models.delta_sizes import kept, products
+from shardwise.models.delta_sizes import kept, passed, products
 from shardwise.models.mixer import Matrices, Mixer, Numbers
 from shardwise.spec.outside import with_others
 
@@ -189,10 +189,12 @@ def _delta_small(spec: ModelSpec, sizes: Numbers) -> dict[str, Any]:
 
 
 def _delta_sums(numbers: Numbers) -> Numbers:
-    """What is kept of states, and the products of the rule."""
+    """What is kept of states, how wide a piece's map is, and the products of the rule: forward, backward, and those of
+    both where states pass between pieces."""
     each, key, value = (numbers[symbol] for symbol in "gqy")
     rule = {f"rule{'+' * n}": products(key, value, each, backward=n > 1) for n in (1, 2)}
-    return {"state+": kept(key, value), **rule}
+    over = {f"rule{'+' * n}": rule[f"rule{'+' * (n - 2)}"] + passed(key, value, each, backward=n > 3) for n in (3, 4)}
+    return {"state+": kept(key, value), **rule, **over}
 
 
 def _delta_state(spec: ModelSpec) -> int:

@@ -76,7 +76,7 @@ def workspace_bytes(op: Op, sizes: tuple[int, int], compute: Dtype, *, determini
     and head."""
     if op.kind == "attention":
         return attention_bytes(op, sizes, compute, deterministic=deterministic)
-    heads, key, value = (number(dim, sizes) for dim in op.dims)
+    heads, key, value = (number(dim, sizes) for dim in op.dims[:3])
     return RULE_BYTES * (key + value) * heads // sizes[1] * min(sizes[1], CHUNK * CHUNKS)
 
 

@@ -28,19 +28,22 @@ from shardwise.distributed.slices import local
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import layer_kinds
 from shardwise.models.decoder import Decoder
-from shardwise.models.delta_sizes import products
+from shardwise.models.delta_sizes import passed, products
 from shardwise.models.hf_model import HFDecoder, Model
 from shardwise.models.moe import counting
 from shardwise.planner.hf_units import Call, Start, hf_models
 from shardwise.planner.record import RecordedOp, Recorder, Stored
 from shardwise.planner.symbols import Symbols
+from shardwise.spec.layout import Layout
 from shardwise.spec.sheet import ARRIVED, EXPERT_ROWS, GROUPED, GROUPED_OUTER, SEND, Dim, Op, Tensor, Unit
+from shardwise.techniques.cp.parts import pieces_of
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.variant import Variant, parameters
 
 Tell = Callable[[torch.Tensor], None]
 OVER_RANKS = "over_ranks"
-"""In the names of operations whose keys are on several ranks."""
+"""In the names of operations whose keys, or states, are on several ranks."""
+SUMS = "shardwise.conv_silu_over_ranks"
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -110,7 +113,7 @@ def trace(variant: Variant) -> Unit:
         named = dict(model.named_parameters())
         reading = Symbols.of(variant, {symbol: local(named[name].detach()).shape[0] for symbol, name in variant.sums})
         axes = meshes.called() if plan.layout.world > 1 else {}
-        return _Recording(variant.what, _subject(variant, model), _Naming(reading, axes, plan.layout.ring)).made()
+        return _Recording(variant.what, _subject(variant, model), _Naming(reading, axes, plan.layout)).made()
 
 
 @cache
@@ -270,12 +273,11 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _Naming:
-    """The terms in which a record is told: sizes as products, process groups as axes; keys come from a ``ring`` of so
-    many ranks."""
+    """The terms in which a record is told: sizes as products, process groups as axes; ranks have a ``layout``."""
 
     reading: Symbols
     axes: Mapping[str, str]
-    ring: int
+    layout: Layout
 
     def weight(self, name: str, parameter: nn.Parameter) -> Tensor:
         held = local(parameter.detach())
@@ -328,7 +330,7 @@ class _Naming:
             sizes = (left[0], right[-1], left[1]) if name == GROUPED else (left[1], right[1], left[0])
             return Op("matmul", name, symbols=size(2 * prod(sizes)), dims=tuple(map(size, (counts[0], *sizes))))
         if name.startswith("shardwise.attention"):
-            backward, ring = name.endswith("_backward"), self.ring if OVER_RANKS in name else 1
+            backward, ring = name.endswith("_backward"), self.layout.ring if OVER_RANKS in name else 1
             (_, key_heads, *_, e), (b, heads, s, v) = event.shapes[2 if backward else 1], event.shapes[0]
             v = event.shapes[3 if backward else 2][-1]
             pairs = b * heads * s * s * ring
@@ -339,13 +341,23 @@ class _Naming:
             )
         read, written = (tuple(map(size, each)) for each in (event.read, event.written))
         if name.startswith("shardwise.gated_delta"):
-            backward = name.endswith("_backward")
-            (*tokens, heads, key), (*_, value_heads, value) = event.shapes[1 + backward : 3 + backward]
-            numbers = prod(tokens) * heads * products(key, value, value_heads // heads, backward=backward)
-            dims = size(prod(tokens) * value_heads), size(key), size(value)
-            return Op("rule", name, symbols=size(2 * numbers), dims=dims, read=read, written=written)
+            return replace(self.rule(name, event), read=read, written=written)
         dims = _dims(name, event, size)
-        return Op("elementwise", name, dims=dims, read=read, written=written)
+        if name.startswith(SUMS):
+            (*_, channels), (*_, taps) = event.shapes[name.endswith("_backward") :][:2]
+            dims = size(channels), size(taps - 1), size(self.layout.cp)
+        return Op("elementwise", name, dims=dims, axis="cp" * (name.startswith(SUMS)), read=read, written=written)
+
+    def rule(self, name: str, event: RecordedOp) -> Op:
+        """The rule of gated delta nets: its products, and of its dims tokens of all heads, key and value; where states
+        pass between pieces the ranks too, and how many pieces each has."""
+        backward, over, size = name.endswith("_backward"), OVER_RANKS in name, self.reading
+        (*tokens, heads, key), (*_, value_heads, value) = event.shapes[1 + backward : 3 + backward]
+        sizes = key, value, value_heads // heads
+        each = products(*sizes, backward=backward) + over * passed(*sizes, backward=backward)
+        dims = prod(tokens) * value_heads, key, value, *[self.layout.cp, pieces_of(self.layout.ring)] * over
+        symbols = size(2 * prod(tokens) * heads * each)
+        return Op("rule", name, symbols=symbols, dims=tuple(map(size, dims)), axis="cp" * over)
 
 
 def _dims(name: str, event: RecordedOp, size: Callable[[int], Dim]) -> tuple[Dim, ...]:

@@ -36,8 +36,9 @@ PRIMES = {
 }
 """The number that stands for each symbol. A row of d, f or e is whole blocks of 64, as 4 bits ask, so that half a head
 is a product too."""
-MIXED = {"a": 64 * 239, "l": 64 * 241, "v": 64 * 251, "k": 113, "g": 127, "q": 64 * 131, "y": 64 * 137}
-"""Of symbols that only some mixers use."""
+MIXED = {"a": 64 * 239, "l": 64 * 241, "v": 64 * 251, "k": 113, "g": 127, "q": 8_387, "y": 64 * 137}
+"""Of symbols that only some mixers use. ``q*y`` is no multiple of what is kept of a state for each token, or a whole
+state would be taken for so many times that."""
 GROWING = {"b": 1_009, "s": 1_013}
 """Of the micro-batch and the sequence. Larger ones would not leave room for the sizes of storages."""
 

@@ -163,6 +163,7 @@ class _Chosen:
             "shardwise::attention_over_ranks",
             "shardwise::exchange",
             "shardwise::gated_delta",
+            "shardwise::gated_delta_over_ranks",
             "shardwise::start_rows",
         }
     )

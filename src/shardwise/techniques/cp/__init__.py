@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, layer_kinds, with_fields
-from shardwise.models.mixers import mixers_of
+from shardwise.models.mixers import DELTA, mixers_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import divisors
 from shardwise.spec.place import Place
@@ -32,7 +32,7 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.rows import RowShare, WholeRows, held, hops, needs, parts_of, sights
 from shardwise.spec.sheet import At, Op, Within
 from shardwise.techniques.cp import paper
-from shardwise.techniques.cp.parts import copies
+from shardwise.techniques.cp.parts import copies, pieces_of
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
     from shardwise.models.attention import Attention, MaskSpec
-    from shardwise.models.delta import GatedDeltaNet
     from shardwise.models.balance import RowPlaces
+    from shardwise.models.delta import GatedDeltaNet
     from shardwise.models.moe import MoE
 
 SETTINGS = {"layout.cp": 1}
@@ -51,6 +51,7 @@ INSIDE = (
     "techniques/cp/attention.py",
     "techniques/cp/exchange.py",
     "techniques/cp/parts.py",
+    "techniques/cp/states.py",
     "techniques/cp/ulysses.py",
 )
 RING, EXCHANGING, REPEATED, SEVERAL = 11, 13, 7, 17
@@ -115,6 +116,11 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
         return [*problems, Problem("PLAN026", what, "layout.ulysses", fix)]
     problems += _heads(spec, plan)
     multiple = parts_of(layout.ring, layout.ulysses)
+    if DELTA in mixers_of(spec):  # of the same length, which the sums over tokens look back in
+        multiple = layout.cp * pieces_of(layout.ring)
+        if 0 < length // multiple < (least := spec.delta.linear_conv_kernel_dim - 1):
+            what = f"pieces of {length // multiple} tokens are shorter than what {spec.name} adds up before each"
+            problems.append(Problem("PLAN026", what, "train.seq_len", f"{least * multiple} or more"))
     if length % multiple:
         nearest = max(1, length // multiple) * multiple
         what = f"rows of {length:,} tokens cannot be cut for {plan.cp_kind} over {layout.cp} ranks"
@@ -227,6 +233,10 @@ WITHIN: Mapping[str, Callable[[Op, At], Within]] = {
     "all_to_all": paper.exchange,
     "shardwise.attention_over_ranks": paper.forward,
     "shardwise.attention_over_ranks_backward": paper.backward,
+    "shardwise.gated_delta_over_ranks": paper.states,
+    "shardwise.gated_delta_over_ranks_backward": paper.states_back,
+    "shardwise.conv_silu_over_ranks": paper.tails,
+    "shardwise.conv_silu_over_ranks_backward": paper.tails_back,
 }
 
 
@@ -240,6 +250,13 @@ def steps_of(operation: str) -> Callable[..., Any] | None:
         from shardwise.techniques.cp import attention
 
         return attention.backward if operation.endswith("_backward") else attention.forward
+    if operation.startswith(("shardwise::gated_delta_over_ranks", "shardwise::conv_silu_over_ranks")):
+        from shardwise.techniques.cp import states
+
+        rule = operation.startswith("shardwise::gated_delta")
+        if operation.endswith("_backward"):
+            return states.backward if rule else states.convolve_backward
+        return states.forward if rule else states.convolve
     return None
 
 

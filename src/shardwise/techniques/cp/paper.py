@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+from shardwise.models.delta_sizes import kept
 from shardwise.spec.rows import Hop, WholeRows, hops, needs
 from shardwise.spec.sheet import At, Op, SentMeanwhile, Within, number
-from shardwise.techniques.cp.parts import ALL, Sees, parts
+from shardwise.techniques.cp.parts import ALL, Sees, parts, pieces_of
 
 
 def exchange(op: Op, at: At) -> Within:
@@ -171,3 +172,60 @@ def _each(
 ) -> Iterator[SentMeanwhile]:
     yield from (SentMeanwhile("send", size, beside) for target in targets if target is not None)
     yield from (SentMeanwhile("recv", size) for source in sources if source is not None)
+
+
+class StateBytes(NamedTuple):
+    """The bytes of the states and the maps of a rank's pieces, of the maps of all, and of what is made for each token:
+    of keys and values, and of the states that are kept."""
+
+    states: int
+    maps: int
+    all_maps: int
+    heads: int
+    kept: int
+
+    @classmethod
+    def of(cls, op: Op, at: At) -> StateBytes:
+        tokens, key, value, ranks, pieces = (number(dim, (at.b, at.s)) for dim in op.dims)
+        wide, heads = max(4, at.width), tokens // at.s * pieces
+        states, maps = wide * heads * key * value, wide * heads * key * (key + value)
+        return cls(states, maps, ranks * maps, tokens * value * at.width, tokens * kept(key, value) * wide)
+
+    @property
+    def sent(self) -> tuple[SentMeanwhile, ...]:
+        return (SentMeanwhile("all_gather", self.all_maps),)
+
+
+def states(op: Op, at: At) -> Within:
+    """Return what the rule holds and sends forward where states pass between pieces: their maps, before the outputs
+    are there."""
+    one = StateBytes.of(op, at)
+    return Within(max(0, one.all_maps + one.states - one.heads - one.kept), one.sent)
+
+
+def states_back(op: Op, at: At) -> Within:
+    """Return the same of backward, before the gradients are there, of which those of values alone are counted."""
+    one = StateBytes.of(op, at)
+    return Within(max(one.states, one.all_maps + one.maps + one.states - one.heads), one.sent)
+
+
+def _tail(op: Op, at: At) -> tuple[int, int]:
+    """The bytes of the tokens of a rank that the next pieces add up, and of all ranks'."""
+    channels, tokens, ranks = (number(dim, (at.b, at.s)) for dim in op.dims)
+    own = at.b * pieces_of(at.cut.ring) * tokens * channels * at.width
+    return own, ranks * own
+
+
+def tails(op: Op, at: At) -> Within:
+    """Return what sums over tokens hold and send forward: the last tokens of all pieces, then the first of a rank's
+    own once more."""
+    (own, whole), (channels, *_) = _tail(op, at), op.dims
+    made = number(channels, (at.b, at.s)) * at.b * at.s * at.width
+    return Within(max(4 * own, whole + own - made), (SentMeanwhile("all_gather", whole),))
+
+
+def tails_back(op: Op, at: At) -> Within:
+    """Return the same of backward, which copies the gradient that it is given."""
+    (own, whole), (channels, taps, _) = _tail(op, at), (number(dim, (at.b, at.s)) for dim in op.dims)
+    weight, made = channels * (taps + 1) * at.width, channels * at.b * at.s * at.width
+    return Within(4 * own + weight + max(made, whole), (SentMeanwhile("all_gather", whole),))

@@ -69,7 +69,8 @@ def line_of(rows: WholeRows, count: int, ring: int, ulysses: int, index: int) ->
     for row in range(count):
         runs = [RowShare(ring, ulysses, rank).runs(rows, row) for rank in range(ring * ulysses)]
         firsts = [[at for run in own for at in range(run.start, run.stop, size)] for own in runs]
-        places.append(tuple(sorted((at, (rank, part)) for rank, own in enumerate(firsts) for part, at in enumerate(own))))
+        found = ((at, (rank, part)) for rank, own in enumerate(firsts) for part, at in enumerate(own))
+        places.append(tuple(sorted(found)))
     return Line(rows, index, size, tuple(places))
 
 
@@ -119,7 +120,8 @@ def passed_states(maps: Tensor, index: int, back: bool, *cut: Any) -> Tensor:
     """Return the state before each own piece, [b*pieces,heads,values of each,key,value], from the maps of all pieces
     [ranks,b,pieces,heads,values of each,key,key+value]; ``back``: the gradient of the one after it."""
     key = maps.shape[-2]
-    line, found = Pieces(*cut).line(maps.shape[1], index), maps[0, ..., key:].clone()
+    line: Line = Pieces(*cut).line(maps.shape[1], index)
+    found = maps[0, ..., key:].clone()
     for rows, order in line.alike():
         state = torch.zeros_like(found[rows, 0])
         for rank, part in reversed(order) if back else order:
@@ -131,16 +133,16 @@ def passed_states(maps: Tensor, index: int, back: bool, *cut: Any) -> Tensor:
 
 
 @passed_states.register_fake
-def _(maps: Tensor, *_: Any) -> Tensor:
-    _, b, pieces, *heads, key, width = maps.shape
+def _(maps: Tensor, *cut: Any) -> Tensor:
+    b, pieces, *heads, key, width = maps.shape[1:]
     return maps.new_empty(b * pieces, *heads, key, width - key)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute what :func:`gated_delta_over_ranks` returns, operation by operation."""
     pieces = Pieces(*given[2:])
-    line, own = _here(pieces, v.shape[0]), [pieces.cut(x) for x in (q, k, v, *given[:2])]
-    own.append(_documents(line, 0, line.size, v.device))  # type: ignore[arg-type]
+    line = _here(pieces, v.shape[0])
+    own = *map(pieces.cut, (q, k, v, *given[:2])), _documents(line, 0, line.size, v.device)
     maps = delta.gated_delta_across(None, *own)
     before = passed_states(pieces.gathered(maps), line.index, False, *pieces)
     transition = maps[..., : k.shape[-1]].contiguous()
@@ -152,9 +154,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tenso
 def backward(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     """Compute what :func:`gated_delta_over_ranks_backward` returns, operation by operation."""
     given, (states, before, transition), pieces = saved[:5], saved[5:8], Pieces(*saved[8:])
-    line, own = _here(pieces, grad.shape[0]), [pieces.cut(x) for x in given]
-    own.append(_documents(line, 0, line.size, grad.device))
-    grad = pieces.cut(grad)
+    line, grad = _here(pieces, grad.shape[0]), pieces.cut(grad)
+    own = *map(pieces.cut, given), _documents(line, 0, line.size, grad.device)
     maps = torch.cat([transition, delta.gated_delta_across(grad, *own)], -1)
     after = passed_states(pieces.gathered(maps), line.index, True, *pieces)
     del maps
