@@ -21,17 +21,18 @@ from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce, step
 from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.rows import RowShare, TokenRun, WholeRows
-from shardwise.techniques.cp import attention, exchange
+from shardwise.techniques.cp import attention, exchange, states
 from shardwise.techniques.cp import parts as calls
 from tests.parity import planted
 from tests.parity.cases import FP64
+from tests.parity.mixers import NETS
 from tests.parity.planted import Fault, Planted
 from tests.parity.rings import DENSE, MODELS
 from tests.techniques import cp_ranks
 from tests.techniques.cp_ranks import Asked, dense, error
 
 parts, keys, cut, counts = calls.parts, exchange.RingExchange.keys, MicroBatch.cut, reduce.count_supervised
-part_attention = attention.attention
+part_attention, passed, places = attention.attention, states.passed_states, states.Line.alike
 
 
 def ring(cp: int = 2, **more: Any) -> Plan:
@@ -70,6 +71,16 @@ def a_step_late(self: exchange.RingExchange, own: Tensor) -> Iterator[tuple[int,
 def rounded(*args: Any) -> tuple[Tensor, Tensor]:
     out, lse = part_attention(*args)
     return out, lse.bfloat16().to(lse.dtype)
+
+
+def none_before(*args: Any) -> Tensor:
+    """As if every piece began a row, and none followed."""
+    return torch.zeros_like(passed(*args))
+
+
+def by_ranks(self: states.Line) -> Iterator[tuple[slice, list[states.Place]]]:
+    for rows, order in places(self):
+        yield rows, sorted(order)
 
 
 def with_local_positions(self: MicroBatch, share: RowShare) -> MicroBatch:
@@ -131,6 +142,8 @@ FAULTS: dict[str, Fault] = {
         FOUR,
     ),
     "log-sum-exps are joined in bf16": (lambda: patch.object(attention, "attention", rounded), DENSE, TWO),
+    "the state of the piece before is lost": (lambda: patch.object(states, "passed_states", none_before), NETS, TWO),
+    "states pass in the order of ranks": (lambda: patch.object(states.Line, "alike", by_ranks), NETS, TWO),
 }
 OF_ATTENTION: dict[str, Planted] = {"sinks count once a step": sunk_each_time}
 

@@ -27,7 +27,7 @@ from tests.parity.test_cp_faults import blind_to_documents, ring
 
 kernel, visible, backward = attention._kernel, blockwise._visible, attention.attention_backward
 normed, route = RMSNorm.forward, MoE.route
-given, taps = delta.Given, delta._taps
+given, taps, across_pieces = delta.Given, delta._taps, delta.across
 ALONE = plan_of("ddp", 1, FP64)
 
 
@@ -68,6 +68,10 @@ def without_starts(*fields: Any) -> delta.Given:
     return given(*fields[:5], None)
 
 
+def across_starts(found: delta.Given) -> Tensor:
+    return across_pieces(found._replace(starts=None))
+
+
 def over_starts(x: Tensor, starts: Tensor | None, count: int) -> Any:
     return taps(x, None, count)
 
@@ -93,6 +97,9 @@ LEAKS: dict[str, Leak] = {
     "a norm looks at the row": Leak(lambda: patch.object(RMSNorm, "forward", less_the_row), UNTIED, ALONE),
     "a state is not reset at a start": Leak(lambda: patch.object(delta, "Given", without_starts), NETS, ALONE),
     "sums reach into the document before": Leak(lambda: patch.object(delta, "_taps", over_starts), NETS, ALONE),
+    "a state passes across a start": Leak(
+        lambda: patch.object(delta, "across", across_starts), NETS, ring(), False, ("cp 2",)
+    ),
     "weights of experts depend on other tokens": Leak(lambda: patch.object(MoE, "route", among_tokens), MOE, ALONE),
 }
 

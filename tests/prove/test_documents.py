@@ -20,6 +20,7 @@ from shardwise.spec.recipe import Method
 from tests.parity.cases import FP64, GEMMA, TIED, UNTIED
 from tests.parity.cases import plan as plan_of
 from tests.parity.experts import MOE
+from tests.parity.mixers import NETS
 from tests.parity.rings import DENSE
 from tests.parity.test_cp_faults import ring
 from tests.prove.faulty_ranks import FaultyRanks
@@ -61,6 +62,7 @@ def test_leaks_are_seen(ranks: RankPool, name: str) -> None:
 RIGHT: dict[str, tuple[ModelSpec, Plan]] = {
     "zero3 of two micro-batches": (UNTIED, plan_of("zero3", 2, FP64, accumulation=2)),
     "ring": (DENSE, ring()),
+    "ring of nets": (NETS, ring()),
     "ulysses and windows": (
         with_fields(DENSE, sliding_window=7),
         replace(ring(), layout=Layout(cp=2, ulysses=2), cp_kind="ulysses"),
