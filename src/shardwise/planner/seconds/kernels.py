@@ -32,9 +32,12 @@ DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
 TRANSCENDENTAL = ("silu", "gelu", "sigmoid", "softmax", "tanh", "exp", "cos", "sin")
 """In the names of operations that compute such a function of each element."""
 BACKWARD = "_backward"
-RULE_BYTES, RULE_KERNELS = (18_000, 60_000), (15, 45)
+RULE_BYTES, RULE_KERNELS = ((18_000, 60_000), (35_000, 78_000)), ((15, 45), (28, 60))
 """Bytes of fp32 that the rule of gated delta nets moves for a token and head of 128 values, forward and backward, and
-kernels for each chunk: counted in its program, not measured."""
+kernels for each chunk; then the same with what is computed more where states pass between pieces: counted in its
+program, not measured."""
+PASSED_KERNELS = 3
+"""Of each piece whose map a state passes through: a product, a sum, and the copy of a state that is wanted."""
 JOINED_BYTES, JOINS = {False: 26, True: 10}, 8
 """Of each number that a part of attention over ranks makes: the joined output is read and written twice in fp32, and
 what is added to it once; gradients once. Kernels of a part beside attention's own."""
@@ -131,12 +134,18 @@ def _of(op: Op, window: int | None, rates: Rates, sizes: tuple[int, int]) -> Dur
 
 def _rule(op: Op, rates: Rates, sizes: tuple[int, int]) -> Duration:
     """The rule of gated delta nets in kernels of torch: products of chunks, what they pass on to each other in memory,
-    and so many launches for each chunk of a row."""
-    backward, tokens = op.name.endswith(BACKWARD), _number(op.dims[0], sizes)
-    moved = sum(_number(dim, sizes) for dim in (*op.read, *op.written)) + RULE_BYTES[backward] * tokens
+    and so many launches for each chunk of a row, or of a piece of one; then of each piece of the row the product with
+    the state before it."""
+    backward, (tokens, key, value, *over) = op.name.endswith(BACKWARD), (_number(dim, sizes) for dim in op.dims)
+    ranks, pieces = over or (0, 1)
+    moved = sum(_number(dim, sizes) for dim in (*op.read, *op.written)) + RULE_BYTES[ranks > 0][backward] * tokens
     columns = max(1, op.flops * sizes[0] * sizes[1] // (2 * tokens * CHUNK))
     seconds = rates.pointwise_s(moved) + rates.product_s(-(-tokens // CHUNK), CHUNK, columns, CHUNK)
-    return _timed(seconds, rates, "pointwise", kernels=RULE_KERNELS[backward] * -(-sizes[1] // CHUNK))
+    kernels = RULE_KERNELS[ranks > 0][backward] * -(-sizes[1] // (pieces * CHUNK))
+    if ranks:
+        seconds += ranks * pieces * rates.product_s(tokens // sizes[1], key, value, key)
+        kernels += ranks * pieces * PASSED_KERNELS
+    return _timed(seconds, rates, "pointwise", kernels=kernels)
 
 
 @lru_cache(maxsize=2**14)
