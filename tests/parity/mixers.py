@@ -97,12 +97,32 @@ PLANS = {
 }
 OF_DENSE = ("tp", "ring", "ulysses", "adapters, tp")
 """Where what is equal in width, and queries without a latent, take another path."""
+OVER_PIECES = {
+    "ring x tp": (NEXT, plan(Layout(cp=2, tp=2), remat=Remat("selective"))),
+    "ring x pp": (
+        NETS,
+        plan(Layout(cp=2, pp=2), accumulation=4, pipeline=Pipeline("1f1b", 1, (2, 1)), remat=Remat("full")),
+    ),
+    "nested x zero3": (
+        NETS,
+        plan(Layout(cp=4, ulysses=2), "zero3", length=32, cp_kind="nested", remat=Remat("selective")),
+    ),
+    "adapters, gather x zero3": (
+        NEXT,
+        plan(
+            Layout(dp_shard=2, cp=2), "zero3", cp_kind="gather", lora=Lora(3, 6.0, frozen="fp64"), remat=Remat("full")
+        ),
+    ),
+    "ulysses x ep": (NEXT, plan(Layout(cp=2, ulysses=2, ep=2), cp_kind="ulysses", remat=Remat("selective"))),
+}
+"""Gated delta nets, of which states pass, beside the other axes."""
 OF_NETS = ("zero3", "tp", "pp", "adapters, tp", "ring")
 CASES = {
     **{f"mixture, {name}": (DEEPSEEK, of) for name, of in PLANS.items()},
     **{f"dense, {name}": (DENSE, PLANS[name]) for name in OF_DENSE},
     **{f"mixture of nets, {name}": (NEXT, of) for name, of in PLANS.items()},
     **{f"nets, {name}": (NETS, PLANS[name]) for name in OF_NETS},
+    **OVER_PIECES,
 }
 
 

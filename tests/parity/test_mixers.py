@@ -90,7 +90,7 @@ def test_what_ranks_cannot_share() -> None:
     [problem] = techniques.check(NEXT, routers.plan(Layout(tp=4)), cluster)
     assert problem.code == "PLAN022" and "4 does not divide `linear_num_key_heads` 2" in problem.what
     cut = Layout(cp=4, ulysses=2)
-    [problem] = techniques.check(NEXT, routers.plan(cut, length=12, cp_kind="nested"), cluster)
-    assert problem.code == "PLAN026" and "a multiple of 8, such as 8" in problem.fix
+    [problem] = techniques.check(NEXT, routers.plan(cut, length=20, cp_kind="nested"), cluster)
+    assert problem.code == "PLAN026" and "a multiple of 8, such as 16" in problem.fix
     [problem] = techniques.check(NEXT, routers.plan(cut, length=8, cp_kind="nested"), cluster)
     assert problem.code == "PLAN026" and "pieces of 1 tokens" in problem.what and problem.fix == "16 or more"
