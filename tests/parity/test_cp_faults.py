@@ -32,7 +32,7 @@ from tests.techniques import cp_ranks
 from tests.techniques.cp_ranks import Asked, dense, error
 
 parts, keys, cut, counts = calls.parts, exchange.RingExchange.keys, MicroBatch.cut, reduce.count_supervised
-part_attention, passed, places = attention.attention, states.passed_states, states.Line.alike
+part_attention, passed, places = attention.attention, states.passed_states, states.RowPieces.alike
 
 
 def ring(cp: int = 2, **more: Any) -> Plan:
@@ -78,7 +78,7 @@ def none_before(*args: Any) -> Tensor:
     return torch.zeros_like(passed(*args))
 
 
-def by_ranks(self: states.Line) -> Iterator[tuple[slice, list[states.Place]]]:
+def by_ranks(self: states.RowPieces) -> Iterator[tuple[slice, list[states.Place]]]:
     for rows, order in places(self):
         yield rows, sorted(order)
 
@@ -143,7 +143,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "log-sum-exps are joined in bf16": (lambda: patch.object(attention, "attention", rounded), DENSE, TWO),
     "the state of the piece before is lost": (lambda: patch.object(states, "passed_states", none_before), NETS, TWO),
-    "states pass in the order of ranks": (lambda: patch.object(states.Line, "alike", by_ranks), NETS, TWO),
+    "states pass in the order of ranks": (lambda: patch.object(states.RowPieces, "alike", by_ranks), NETS, TWO),
 }
 OF_ATTENTION: dict[str, Planted] = {"sinks count once a step": sunk_each_time}
 

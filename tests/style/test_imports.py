@@ -54,6 +54,7 @@ WITH_TORCH = {
     "shardwise.planner.ship",
     "shardwise.techniques.cp.attention",
     "shardwise.techniques.cp.exchange",
+    "shardwise.techniques.cp.states",
     "shardwise.techniques.cp.ulysses",
     "shardwise.techniques.ep.dispatch",
     "shardwise.techniques.lora.joint",

@@ -66,7 +66,7 @@ def starts_of(documents: Tensor | None, shape: torch.Size) -> Tensor | None:
     return starts.index_fill_(0, documents.long(), True)[:-1].view(rows, length)
 
 
-class _Chunks:
+class Chunks:
     """What ``count`` chunks from the token ``at`` on need that does not depend on their state, [b,heads,values of
     each,count,tokens,..]."""
 
@@ -141,7 +141,7 @@ def forward(given: Given, before: Tensor | None = None) -> tuple[Tensor, Tensor,
     for at, count in given.blocks():
         if at:
             next(room).copy_(state)
-        block = _Chunks(given, at, count)
+        block = Chunks(given, at, count)
         each, new = state.new_empty(*shape[:3], count, *shape[3:]), torch.empty_like(block.v)
         for number in range(count):
             each[:, :, :, number] = state
@@ -150,33 +150,7 @@ def forward(given: Given, before: Tensor | None = None) -> tuple[Tensor, Tensor,
     return out, states, state
 
 
-def across(given: Given) -> Tensor:
-    """Return the map [b,heads,values of each,key,key+value] of these tokens from the state before them to that after
-    them: M beside B of S -> M S + B. Past a start of a document M is exactly 0."""
-    shape, key = given.state_shape, given.state_shape[3]
-    eye = torch.eye(key, dtype=accumulation_dtype(given.v.dtype), device=given.v.device)
-    state = pad(eye, (0, shape[4])).expand(*shape[:3], -1, -1)
-    for at, count in given.blocks():
-        block = _Chunks(given, at, count)
-        block.v = pad(block.v, (key, 0))
-        for number in range(count):
-            state = block.step(number, state)[2]
-    return state
-
-
-def asked(grad: Tensor, given: Given) -> Tensor:
-    """Return the gradient of the state before these tokens by their own outputs' ``grad``, [b,heads,values of
-    each,key,value]: of that of the state after them it has M^T times as much besides."""
-    after = given.v.new_zeros(given.state_shape, dtype=accumulation_dtype(given.v.dtype))
-    for at, count in reversed(given.blocks()):
-        block = _Chunks(given, at, count)
-        scored, of_state = _of_outputs(block, block.cut(grad))
-        for number in reversed(range(count)):
-            after = block.back(number, after, scored, of_state)[2]
-    return after
-
-
-def _of_outputs(block: _Chunks, grad: Tensor) -> tuple[Tensor, Tensor]:
+def of_outputs(block: Chunks, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of new values and of the state, as the outputs read them."""
     return block.scores.mT @ grad, block.q.mT @ (block.reach * grad)
 
@@ -199,14 +173,14 @@ def backward(
     after = zeros if after is None else after
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[:5])
     for (at, count), state in zip(reversed(blocks), reversed(incoming), strict=True):
-        block = _Chunks(given, at, count)
+        block = Chunks(given, at, count)
         found, after = _of_block(block, block.cut(grad), state, after)
         for x, out in zip(found, grads, strict=True):
             block.join(x, out)
     return grads, after
 
 
-def _of_block(block: _Chunks, grad: Tensor, state: Tensor, after: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+def _of_block(block: Chunks, grad: Tensor, state: Tensor, after: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """The gradients of a block's q, k, v, decays and rates, and that of its incoming ``state``."""
     count, k, reach = block.shape[0], block.k, block.reach
     before, behind = (state.new_empty(*state.shape[:3], count, *state.shape[3:]) for _ in range(2))
@@ -214,7 +188,7 @@ def _of_block(block: _Chunks, grad: Tensor, state: Tensor, after: Tensor) -> tup
     for number in range(count):
         before[:, :, :, number] = state
         read[:, :, :, number], new[:, :, :, number], state = block.step(number, state)
-    scored, of_state = _of_outputs(block, grad)
+    scored, of_state = of_outputs(block, grad)
     for number in reversed(range(count)):
         behind[:, :, :, number] = after
         written[:, :, :, number], inner[:, :, :, number], after = block.back(number, after, scored, of_state)
@@ -255,7 +229,7 @@ def gated_delta(*given: Any) -> tuple[Tensor, Tensor]:
     """The outputs of the rule, and the states that it keeps. The fields of :class:`Given`, with the bounds of documents
     in the place of their starts; head h of values uses head h / (values of each) of keys. ``before``: the state before
     the first token, which gets no gradient here."""
-    found, before = _given(given), given[6] if len(given) > 6 else None
+    found, before = given_of(given), given[6] if len(given) > 6 else None
     return forward(found, before)[:2]
 
 
@@ -269,16 +243,11 @@ def gated_delta_backward(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, decays and rates from that of the outputs, and of the state ``after`` the last
     token."""
     before, states, *after = saved[6:]
-    return backward(grad, _given(saved), states, before, *after)[0]
+    return backward(grad, given_of(saved), states, before, *after)[0]
 
 
-@torch.library.custom_op("shardwise::gated_delta_across", mutates_args=(), schema=f"(Tensor? grad, {_RULE}) -> Tensor")
-def gated_delta_across(grad: Tensor | None, *given: Any) -> Tensor:
-    """What :func:`across` returns; of the gradient of the outputs, what :func:`asked` does."""
-    return across(_given(given)) if grad is None else asked(grad, _given(given))
-
-
-def _given(fields: tuple[Any, ...]) -> Given:
+def given_of(fields: tuple[Any, ...]) -> Given:
+    """Return what the rule reads of an operation's arguments, which begin as those of :func:`gated_delta` do."""
     q, k, v, decay, rate, documents = fields[:6]
     return Given(q, k, v, decay, rate, starts_of(documents, v.shape))
 
@@ -292,14 +261,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @gated_delta_backward.register_fake
 def _(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in saved[:5])
-
-
-@gated_delta_across.register_fake
-def _(grad: Tensor | None, *given: Any) -> Tensor:
-    *heads, key, value = Given(*given).state_shape
-    width = value + key * (grad is None)
-    made: Tensor = given[2].new_empty(*heads, key, width, dtype=accumulation_dtype(given[2].dtype))
-    return made
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -44,6 +44,7 @@ Tell = Callable[[torch.Tensor], None]
 OVER_RANKS = "over_ranks"
 """In the names of operations whose keys, or states, are on several ranks."""
 SUMS = "shardwise.conv_silu_over_ranks"
+"""Of gated delta nets, over the last tokens of the piece before too."""
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -346,7 +347,7 @@ class _Naming:
         if name.startswith(SUMS):
             (*_, channels), (*_, taps) = event.shapes[name.endswith("_backward") :][:2]
             dims = size(channels), size(taps - 1), size(self.layout.cp)
-        return Op("elementwise", name, dims=dims, axis="cp" * (name.startswith(SUMS)), read=read, written=written)
+        return Op("elementwise", name, dims=dims, axis="cp" * name.startswith(SUMS), read=read, written=written)
 
     def rule(self, name: str, event: RecordedOp) -> Op:
         """The rule of gated delta nets: its products, and of its dims tokens of all heads, key and value; where states

@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shardwise.distributed.collectives import stacked
 from shardwise.distributed.torch_private import group_named
 from shardwise.models import delta
+from shardwise.models.delta import Chunks, Given, given_of, of_outputs
 from shardwise.models.delta_sizes import kept
 from shardwise.models.layers import accumulation_dtype
 from shardwise.spec.rows import RowShare, WholeRows
@@ -33,7 +35,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Line:
+class RowPieces:
     """The pieces of ``count`` rows: ``places`` are those of each row in its order, with the first token of each;
     ``size`` tokens each, of which the rank ``index`` has some."""
 
@@ -63,7 +65,7 @@ class Line:
 
 
 @lru_cache(maxsize=64)
-def line_of(rows: WholeRows, count: int, ring: int, ulysses: int, index: int) -> Line:
+def line_of(rows: WholeRows, count: int, ring: int, ulysses: int, index: int) -> RowPieces:
     """Return the pieces of ``count`` rows among rings of so many ranks across groups of ``ulysses``."""
     size, places = rows.length // (ring * ulysses * pieces_of(ring)), []
     for row in range(count):
@@ -71,7 +73,7 @@ def line_of(rows: WholeRows, count: int, ring: int, ulysses: int, index: int) ->
         firsts = [[at for run in own for at in range(run.start, run.stop, size)] for own in runs]
         found = ((at, (rank, part)) for rank, own in enumerate(firsts) for part, at in enumerate(own))
         places.append(tuple(sorted(found)))
-    return Line(rows, index, size, tuple(places))
+    return RowPieces(rows, index, size, tuple(places))
 
 
 class Pieces(NamedTuple):
@@ -84,7 +86,7 @@ class Pieces(NamedTuple):
     ring: int
     ulysses: int
 
-    def line(self, count: int, index: int) -> Line:
+    def line(self, count: int, index: int) -> RowPieces:
         rows = WholeRows(self.length, None if self.bounds is None else tuple(self.bounds.tolist()))
         return line_of(rows, count, self.ring, self.ulysses, index)
 
@@ -98,17 +100,58 @@ class Pieces(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _documents(line: Line, before: int, length: int, device: torch.device) -> Tensor | None:
+def _documents(line: RowPieces, before: int, length: int, device: torch.device) -> Tensor | None:
     starts = line.starts(before, length)
     return None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device)
 
 
-def _here(pieces: Pieces, count: int) -> Line:
+def _here(pieces: Pieces, count: int) -> RowPieces:
     return pieces.line(count, group_named(pieces.group).rank())
 
 
+def across(given: Given) -> Tensor:
+    """Return the map [b,heads,values of each,key,key+value] of these tokens from the state before them to that after
+    them: M beside B of S -> M S + B. Past a start of a document M is exactly 0."""
+    shape, key = given.state_shape, given.state_shape[3]
+    eye = torch.eye(key, dtype=accumulation_dtype(given.v.dtype), device=given.v.device)
+    state = pad(eye, (0, shape[4])).expand(*shape[:3], -1, -1)
+    for at, count in given.blocks():
+        block = Chunks(given, at, count)
+        block.v = pad(block.v, (key, 0))
+        for number in range(count):
+            state = block.step(number, state)[2]
+    return state
+
+
+def asked(grad: Tensor, given: Given) -> Tensor:
+    """Return the gradient of the state before these tokens by their own outputs' ``grad``, [b,heads,values of
+    each,key,value]: of that of the state after them it has M^T times as much besides."""
+    after = given.v.new_zeros(given.state_shape, dtype=accumulation_dtype(given.v.dtype))
+    for at, count in reversed(given.blocks()):
+        block = Chunks(given, at, count)
+        scored, of_state = of_outputs(block, block.cut(grad))
+        for number in reversed(range(count)):
+            after = block.back(number, after, scored, of_state)[2]
+    return after
+
+
 _CUT = "Tensor? bounds, str group, SymInt length, SymInt ring, SymInt ulysses"
+_GIVEN = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor rate, Tensor? documents"
 _RULE = f"Tensor q, Tensor k, Tensor v, Tensor decay, Tensor rate, {_CUT}"
+
+
+@torch.library.custom_op("shardwise::gated_delta_across", mutates_args=(), schema=f"(Tensor? grad, {_GIVEN}) -> Tensor")
+def gated_delta_across(grad: Tensor | None, *given: Any) -> Tensor:
+    """What :func:`across` returns; of the gradient of the outputs, what :func:`asked` does."""
+    return across(given_of(given)) if grad is None else asked(grad, given_of(given))
+
+
+@gated_delta_across.register_fake
+def _(grad: Tensor | None, *given: Any) -> Tensor:
+    *heads, key, value = Given(*given).state_shape
+    width = value + key * (grad is None)
+    made: Tensor = given[2].new_empty(*heads, key, width, dtype=accumulation_dtype(given[2].dtype))
+    return made
 
 
 @torch.library.custom_op(
@@ -120,7 +163,7 @@ def passed_states(maps: Tensor, index: int, back: bool, *cut: Any) -> Tensor:
     """Return the state before each own piece, [b*pieces,heads,values of each,key,value], from the maps of all pieces
     [ranks,b,pieces,heads,values of each,key,key+value]; ``back``: the gradient of the one after it."""
     key = maps.shape[-2]
-    line: Line = Pieces(*cut).line(maps.shape[1], index)
+    line: RowPieces = Pieces(*cut).line(maps.shape[1], index)
     found = maps[0, ..., key:].clone()
     for rows, order in line.alike():
         state = torch.zeros_like(found[rows, 0])
@@ -143,7 +186,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tenso
     pieces = Pieces(*given[2:])
     line = _here(pieces, v.shape[0])
     own = *map(pieces.cut, (q, k, v, *given[:2])), _documents(line, 0, line.size, v.device)
-    maps = delta.gated_delta_across(None, *own)
+    maps = gated_delta_across(None, *own)
     before = passed_states(pieces.gathered(maps), line.index, False, *pieces)
     transition = maps[..., : k.shape[-1]].contiguous()
     del maps
@@ -156,7 +199,7 @@ def backward(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     given, (states, before, transition), pieces = saved[:5], saved[5:8], Pieces(*saved[8:])
     line, grad = _here(pieces, grad.shape[0]), pieces.cut(grad)
     own = *map(pieces.cut, given), _documents(line, 0, line.size, grad.device)
-    maps = torch.cat([transition, delta.gated_delta_across(grad, *own)], -1)
+    maps = torch.cat([transition, gated_delta_across(grad, *own)], -1)
     after = passed_states(pieces.gathered(maps), line.index, True, *pieces)
     del maps
     grads = delta.gated_delta_backward(grad, *own, before, pieces.cut(states), after)
