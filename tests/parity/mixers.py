@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.delta_families import RECURRENT
 from shardwise.models.family import FULL
@@ -45,6 +47,19 @@ DENSE = with_fields(
     rope_interleave=False,
 )
 """Values are as wide as keys, and queries are made of the token itself."""
+WIDE = with_fields(
+    DENSE,
+    name="tiny-wide-latent",
+    hidden_size=128,
+    intermediate_size=128,
+    head_dim=32,
+    kv_lora_rank=192,
+    q_lora_rank=64,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=16,
+    v_head_dim=32,
+)
+"""Rows are blocks of 64, and matrices that are not cut several groups of these."""
 NEXT = with_fields(
     QWEN2,
     name="tiny-qwen3-next",
@@ -95,6 +110,14 @@ PLANS = {
     "adapters, tp": plan(Layout(tp=2), lora=Lora(3, 6.0, frozen="fp64")),
     "adapters, zero3": plan(Layout(dp_shard=2), "zero3", lora=Lora(3, 6.0, frozen="fp64")),
 }
+OF_LATENTS = {
+    "tp, whole": replace(PLANS["tp"], sequence_parallel=False),
+    "ring x tp": plan(Layout(cp=2, tp=2), remat=Remat("full")),
+    "zero3 x tp": plan(Layout(dp_shard=2, tp=2), "zero3", remat=Remat("selective")),
+    "zbv x tp": plan(Layout(pp=2, tp=2, v_shaped=True), **V),  # type: ignore[arg-type]
+}
+"""Where ranks of tp make latents, each of its own tokens or all of all."""
+SMALL = plan(Layout(tp=2), lora=Lora(3, 6.0, frozen="fp64", nf4=True, dora=True))
 OF_DENSE = ("tp", "ring", "ulysses", "adapters, tp")
 """Where what is equal in width, and queries without a latent, take another path."""
 OVER_PIECES = {
@@ -119,7 +142,10 @@ OVER_PIECES = {
 OF_NETS = ("zero3", "tp", "pp", "adapters, tp", "ring")
 CASES = {
     **{f"mixture, {name}": (DEEPSEEK, of) for name, of in PLANS.items()},
+    **{f"mixture, {name}": (DEEPSEEK, of) for name, of in OF_LATENTS.items()},
     **{f"dense, {name}": (DENSE, PLANS[name]) for name in OF_DENSE},
+    "dense, tp, whole": (DENSE, OF_LATENTS["tp, whole"]),
+    "wide, in 4 bits": (WIDE, SMALL),
     **{f"mixture of nets, {name}": (NEXT, of) for name, of in PLANS.items()},
     **{f"nets, {name}": (NETS, PLANS[name]) for name in OF_NETS},
     **OVER_PIECES,

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from shardwise import techniques
+from shardwise.distributed import collectives
 from shardwise.models import delta
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.techniques import states
+from shardwise.techniques import states, tp
 from shardwise.techniques.cp import attention as cp_attention
 from tests.parity import drawn, planted, routers
-from tests.parity.mixers import CASES, DEEPSEEK, NEXT, PLANS, case
+from tests.parity.mixers import CASES, DEEPSEEK, DENSE, NEXT, OF_LATENTS, PLANS, case
 from tests.parity.planted import Fault
 from tests.parity.test_fp64 import holds
 
@@ -31,12 +32,31 @@ def test_ranks_are_one_process(ranks: RankPool, name: str) -> None:
     holds(drawn.prove(ranks, spec, [of], 3), [of])
 
 
-use, apart, taps = states.use, cp_attention._apart, delta._taps
+use, state, apart, taps = states.use, states.state, cp_attention._apart, delta._taps
+
+
+def of_latents(name: str) -> bool:
+    return "_a" in name.rpartition(".")[0]
+
+
+def latents_are_whole(name: str, how: states.Division) -> Any:
+    """The gradients of q_a and kv_a, each of a rank's own tokens, are taken for whole."""
+    return state(name, how._replace(sequence_parallel=False) if of_latents(name) else how)
 
 
 def latents_on_the_stream(name: str, how: states.Division) -> Any:
-    """The gradients of q_a and kv_a are taken for whole."""
-    return "stream" if "_a" in name.rpartition(".")[0] else use(name, how)
+    """The same of kv_a where each rank computes it of all tokens, for its own heads."""
+    return "stream" if of_latents(name) else use(name, how)
+
+
+def latents_of_heads(name: str, how: states.Division) -> Any:
+    """The gradients of q_a and kv_a are taken for those of a rank's heads, after these were summed."""
+    return "own" if of_latents(name) else use(name, how)
+
+
+def not_summed(parts: Any, group: Any, tokens: Any = None) -> Any:
+    """The gradients of latents are those of a rank's heads."""
+    return parts
 
 
 def mixed_up(both: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,10 +76,25 @@ def a_token_less(x: Tensor, starts: Tensor | None, count: int) -> Any:
 
 
 FAULTS: dict[str, Fault] = {
-    "latents' gradients are not summed": (
-        lambda: patch.object(states, "use", latents_on_the_stream),
+    "latents' gradients are not summed over tokens": (
+        lambda: patch.object(tp, "state", latents_are_whole),
         DEEPSEEK,
+        PLANS["tp"],
+    ),
+    "latents' gradients are not summed over heads": (
+        lambda: patch.object(states, "use", latents_on_the_stream),
+        DENSE,
         replace(PLANS["tp"], sequence_parallel=False),
+    ),
+    "what is made of latents has no sum in backward": (
+        lambda: patch.object(collectives, "enter_together", not_summed),
+        DEEPSEEK,
+        OF_LATENTS["tp, whole"],
+    ),
+    "latents' gradients are summed twice": (
+        lambda: patch.object(states, "use", latents_of_heads),
+        DEEPSEEK,
+        OF_LATENTS["tp, whole"],
     ),
     "keys and values are cut at the wrong place": (
         lambda: patch.object(cp_attention, "_apart", mixed_up),

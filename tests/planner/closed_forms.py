@@ -50,14 +50,28 @@ def payload_bytes(what: str, spec: ModelSpec, plan: Plan) -> int:
     compute = BYTES[plan.precision.compute]
     return {
         "stream": filled * spec.hidden_size * compute,
+        "latents": filled * sum(latent_sizes(spec)) * compute,
         "row": tokens * max(4, compute),
         "out": spec.hidden_size * max(4, compute),
     }[what]
 
 
+def latent_sizes(spec: ModelSpec) -> tuple[int, int, int]:
+    """How wide the latent of queries, that of keys and values, and the key of all heads are."""
+    return spec.latent.q_lora_rank or 0, spec.latent.kv_lora_rank, spec.latent.qk_rope_head_dim
+
+
 def layers(spec: ModelSpec, plan: Plan) -> Iterator[tuple[str, int, int]]:
     """Each linear layer of a block with its inputs and outputs on one rank."""
     t, d = plan.layout.tp, spec.hidden_size
+    if spec.attention.mixer == "latent":
+        heads, f = spec.attention.num_attention_heads // t, spec.intermediate_size // t
+        queries, latent, key = latent_sizes(spec)
+        still, value = spec.latent.qk_nope_head_dim, spec.latent.v_head_dim
+        yield from (("q_a", d, queries), ("q_b", queries, heads * (still + key)), ("kv_a", d, latent + key))
+        yield from (("kv_b", latent, heads * (still + value)), ("o", heads * value, d))
+        yield from (("gate", d, f), ("up", d, f), ("down", f, d))
+        return
     heads, key_heads = spec.attention.num_attention_heads // t, max(1, spec.attention.num_key_value_heads // t)
     q, k, f = heads * spec.attention.head_dim, key_heads * spec.attention.head_dim, spec.intermediate_size // t
     yield from (("q", d, q), ("k", d, k), ("v", d, k), ("o", q, d))
@@ -66,13 +80,17 @@ def layers(spec: ModelSpec, plan: Plan) -> Iterator[tuple[str, int, int]]:
 
 def multiplied_flops(spec: ModelSpec, plan: Plan, *, first: bool = False) -> dict[str, int]:
     """Floating-point operations of the products of one block on one rank, forward and backward: 2 a multiplication.
-    Attention counts half of its square, twice forward (q k^T, p v) and five times backward. With adapters the layers'
-    own weights have no gradient, nor has what enters the ``first`` block."""
-    tokens, s = plan.batch.micro_batch_size * plan.batch.seq_len, plan.batch.seq_len
-    query = spec.attention.num_attention_heads // plan.layout.tp * spec.attention.head_dim
-    forward, backward = 2 * tokens * s * query, 5 * tokens * s * query
+    Attention counts half of its square, twice forward (q k^T, p v) and five times backward (three as wide as keys).
+    With adapters the layers' own weights have no gradient, nor has what enters the ``first`` block. Latents are made of
+    a rank's own tokens."""
+    all_tokens, s = plan.batch.micro_batch_size * plan.batch.seq_len, plan.batch.seq_len
+    heads, key = spec.attention.num_attention_heads // plan.layout.tp, spec.attention.head_dim
+    value = spec.latent.v_head_dim if spec.attention.mixer == "latent" else key
+    forward, backward = all_tokens * s * heads * (key + value), all_tokens * s * heads * (3 * key + 2 * value)
     for name, rows, columns in layers(spec, plan):
-        product, unneeded = 2 * tokens * rows * columns, first and name in ("q", "k", "v")
+        own = name in ("q_a", "kv_a") and plan.sequence_parallel
+        tokens = ceil(all_tokens / plan.layout.tp) if own else all_tokens
+        product, unneeded = 2 * tokens * rows * columns, first and name in ("q", "k", "v", "q_a", "kv_a")
         forward += product
         if plan.lora is None:
             backward += 2 * product

@@ -36,11 +36,23 @@ from tests.planner.closed_forms import Line, multiplied_flops, payload_bytes, ta
 
 SPEC = model_spec("closed", 640, 128, 512, 4, 8, 4, 64)
 PROJECTED = with_fields(SPEC, norm_placement="after", qk_norm="projection", num_key_value_heads=8)
+LATENT = with_fields(
+    SPEC,
+    mixer="latent",
+    num_key_value_heads=8,
+    head_dim=48,
+    kv_lora_rank=64,
+    q_lora_rank=96,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=32,
+    v_head_dim=24,
+)
 MODELS: dict[str, ModelSpec] = {
     "llama": SPEC,
     "biased": with_fields(SPEC, attention_bias=True, mlp_bias=True),
     "gemma": with_fields(SPEC, norm_placement="both", norm_plus_one=True, activation="gelu_tanh", qk_norm="head"),
     "norms over whole projections": PROJECTED,
+    "latents": LATENT,
 }
 ADAPTERS: dict[str, Lora | None] = {
     "full": None,
@@ -70,7 +82,8 @@ def sent(ops: tuple[Op, ...], plan: Plan) -> list[tuple[str, int]]:
 
 def flops(ops: tuple[Op, ...], plan: Plan) -> int:
     b, s = plan.batch.micro_batch_size, plan.batch.seq_len
-    return sum(op.flops * b * s * (s if op.per == "b*s*s" else 1) for op in ops if op.kind != SEND)
+    times = {"": 1, "b": b, "b*s": b * s, "b*s*s": b * s * s}
+    return sum(op.flops * times[op.per] for op in ops if op.kind != SEND)
 
 
 def lines(spec: ModelSpec, plan: Plan, *, first: bool) -> list[Line]:
@@ -81,6 +94,7 @@ def lines(spec: ModelSpec, plan: Plan, *, first: bool) -> list[Line]:
         ", norms over whole projections": spec.attention.qk_norm == "projection",
         ", magnitudes": plan.lora is not None and plan.lora.dora,
         ", first": first and plan.lora is not None,
+        ", latents": spec.attention.mixer == "latent",
     }
     mode, found = "sequence" if plan.sequence_parallel else "whole", dict[tuple[str, str], Line]()
     for word in (word for word, said in words.items() if said):
@@ -91,6 +105,7 @@ def lines(spec: ModelSpec, plan: Plan, *, first: bool) -> list[Line]:
 def legal(model: str, mode: str, adapters: str, ranks: int) -> bool:
     """One rank has one mode; and the table has no line for two of its headings at once."""
     two = (adapters == "magnitudes" and model == "gemma") or (adapters != "full" and model.startswith("norms"))
+    two |= model == "latents" and adapters not in ("full", "adapters", "dropout")
     return mode == "whole" if ranks == 1 else not two
 
 

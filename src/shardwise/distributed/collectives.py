@@ -8,6 +8,7 @@ selective recompute the product's result is saved, and would be summed a second 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,12 @@ def enter(stream: Tensor, group: Group, tokens: tuple[int, ...] | None = None) -
     """
     entered: Tensor = _Enter.apply(stream, group, tokens)
     return entered
+
+
+def enter_together(parts: Sequence[Tensor], group: Group, tokens: tuple[int, ...] | None = None) -> tuple[Tensor, ...]:
+    """Several results of the residual stream, [..,n] of one dtype each, as column products read them: what
+    :func:`enter` does, sent as one tensor, of which views come back."""
+    return enter(torch.cat(list(parts), -1), group, tokens).split([part.shape[-1] for part in parts], -1)
 
 
 def leave(partial: Tensor, group: Group, cut: bool = False) -> Tensor:

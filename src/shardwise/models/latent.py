@@ -21,6 +21,7 @@ class LatentAttention(Attention):
     def __init__(self, spec: ModelSpec) -> None:
         nn.Module.__init__(self)
         self.kind, self.head_dim, self.sinks = spec.latent, spec.attention.head_dim, None
+        self.narrows = spec.latent.q_lora_rank is not None
         kind, d, heads, bias = spec.latent, spec.hidden_size, spec.attention.num_attention_heads, spec.attention
         if kind.q_lora_rank is None:
             self.q = nn.Linear(d, heads * self.head_dim, bias=False)
@@ -34,12 +35,18 @@ class LatentAttention(Attention):
         self.o = nn.Linear(heads * kind.v_head_dim, d, bias=bias.output_bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: MaskSpec) -> Tensor:
-        """x [b,s,d] -> [b,s,d]. The number of heads follows from the projections' widths."""
+        """x [b,s,d] -> [b,s,d]; x may be the tokens of a rank, if :meth:`to_heads` makes [b,s,..] of them. The number
+        of heads follows from the projections' widths."""
         kind = self.kind
         still, turned, value = kind.qk_nope_head_dim, kind.qk_rope_head_dim, kind.v_head_dim
-        q = self.q(x) if kind.q_lora_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
         latent, key = self.kv_a(x).split([kind.kv_lora_rank, turned], -1)
-        kv = self.kv_b(self.kv_a_norm(latent)).unflatten(-1, (-1, still + value))
+        latent = self.kv_a_norm(latent)
+        if kind.q_lora_rank is None:
+            q = self.q(x)
+        else:
+            queries, latent, key = self.to_heads(self.q_a_norm(self.q_a(x)), latent, key)
+            q = self.q_b(queries)
+        kv = self.kv_b(latent).unflatten(-1, (-1, still + value))
         q_still, q_turned = q.unflatten(-1, (-1, self.head_dim)).split([still, turned], -1)
         key = key.unsqueeze(-2)
         if rotary is not None:
@@ -50,3 +57,8 @@ class LatentAttention(Attention):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v.contiguous()))  # saved by itself, without the keys beside it
         out, _ = self.inner(q, k, v, mask)
         return self.o(out.transpose(1, 2).flatten(2))
+
+    def to_heads(self, *narrow: Tensor) -> tuple[Tensor, ...]:
+        """The seam that tensor parallelism replaces: what is made of the tokens that a rank has, [..,n] each, as the
+        heads read it, of all tokens."""
+        return narrow

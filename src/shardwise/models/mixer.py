@@ -26,6 +26,9 @@ class Mixer:
 
     columns, rows, whole: the names of layers whose outputs, a number of heads, are shared by tensor-parallel ranks;
     whose inputs are; and that every rank has, to use with its own heads. Without any the mixer cannot be shared so.
+    narrow: the names of layers that, where ``narrows`` says so of a model, make each token narrow before its heads are
+    computed: every rank has them, to use with its own tokens, and what they make is gathered in the tokens' place; they
+    are like ``whole`` in other models.
     cut: the names of other parameters, of which each rank has the rows of its heads; heads: the sizes that ranks must
     divide beside those of attention, by the fields that say them, and ``share`` the symbol of the first.
     rotated: whether it uses the tables of rotation. sequence: whether the seam ``inner(q, k, v, mask)``, or those of a
@@ -47,6 +50,8 @@ class Mixer:
     columns: str = ""
     rows: str = ""
     whole: str = ""
+    narrow: str = ""
+    narrows: Callable[[ModelSpec], bool] = lambda spec: False
     cut: str = ""
     heads: str = ""
     share: str = ""

@@ -111,10 +111,12 @@ def _latent_small(spec: ModelSpec, sizes: Numbers) -> dict[str, Any]:
 
 
 def _latent_sums(numbers: Numbers) -> Numbers:
-    """Latents beside the key of all heads, keys beside values, and how wide the products of attention are."""
+    """Latents beside the key of all heads, and beside those of queries; keys beside values, and how wide the products
+    of attention are."""
     e, p, latent, value = (numbers[symbol] for symbol in "eplv")
     return {
         "l+2p": latent + 2 * p,
+        "a+l+2p": numbers["a"] + latent + 2 * p,
         "e-2p": e - 2 * p,
         "e-2p+v": e - 2 * p + value,
         "e+v": e + value,
@@ -129,7 +131,8 @@ LATENT = Mixer(
     _latent_norms,
     columns="q q_b kv_b",
     rows="o",
-    whole="q_a kv_a q_a_norm kv_a_norm",
+    narrow="q_a kv_a q_a_norm kv_a_norm",
+    narrows=lambda spec: spec.latent.q_lora_rank is not None,
     rotated=True,
     sequence=True,
     scores=lambda spec: spec.attention.num_attention_heads * (spec.attention.head_dim + spec.latent.v_head_dim),
@@ -244,3 +247,8 @@ def mixer_of(spec: ModelSpec, layer: int) -> Mixer:
 def mixers_of(spec: ModelSpec) -> tuple[Mixer, ...]:
     """Return the mixers of all layers, each once."""
     return tuple(dict.fromkeys(mixer_of(spec, layer) for layer in range(spec.num_hidden_layers)))
+
+
+def narrows(spec: ModelSpec) -> bool:
+    """Return whether layers with latents make each token narrow before its heads are computed."""
+    return any(mixer.narrows(spec) for mixer in mixers_of(spec))

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from shardwise import techniques
 from shardwise.data.whole import write_whole
 from shardwise.models.config import ModelSpec, layer_kinds
-from shardwise.models.mixers import MIXERS
+from shardwise.models.mixers import MIXERS, narrows
 from shardwise.planner.apart import traced_apart
 from shardwise.planner.shipped import SHIPPED, Shipped
 from shardwise.planner.variants import chosen
@@ -127,6 +127,7 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
         capped=spec.final_soft_cap is not None,
         key_heads=spec.attention.num_key_value_heads,
         heads_apart=spec.attention.qk_norm != "projection",
+        narrow=narrows(spec),
         inside=plan,
         vocabulary=spec.vocab_size,
         counts=spec.expert_counts,

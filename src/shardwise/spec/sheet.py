@@ -290,10 +290,11 @@ def tables_alone(stem: Unit) -> Unit:
 class Sheet:
     """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
     the loss caps its logits. ``vocabulary`` and ``key_heads`` are those of the whole model; ``heads_apart``: norms of
-    queries and keys are of a head. ``place``: whose sheet it is; ``inside``: the plan that acted inside its units;
-    ``plan``: that by which it has been rewritten. Of a pipeline: a place that lacks an end of the model has a unit
-    without weights in its stead; ``copied``: embedding and output layer are copies of one weight; ``trained``: of each
-    stage, whether any of its weights is. ``counts``: how many numbers a step tells of experts (runtime/balance.py)."""
+    queries and keys are of a head; ``narrow``: tokens are made narrow before heads are computed. ``place``: whose sheet
+    it is; ``inside``: the plan that acted inside its units; ``plan``: that by which it has been rewritten. Of a
+    pipeline: a place that lacks an end of the model has a unit without weights in its stead; ``copied``: embedding and
+    output layer are copies of one weight; ``trained``: of each stage, whether any of its weights is. ``counts``: how
+    many numbers a step tells of experts (runtime/balance.py)."""
 
     model: str
     stem: Unit
@@ -306,6 +307,7 @@ class Sheet:
     vocabulary: int = 0
     key_heads: int = 0
     heads_apart: bool = True
+    narrow: bool = True
     place: Place = Place()
     inside: Plan | None = None
     plan: Plan | None = None

@@ -14,7 +14,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from shardwise.models.config import ModelSpec
-from shardwise.models.mixers import MIXERS
+from shardwise.models.mixers import MIXERS, narrows
 from shardwise.models.roles import is_adaptable, is_adapter, is_counted, is_expert, role
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import Place
@@ -35,12 +35,13 @@ class TableRow(NamedTuple):
     tp: Use
 
 
-_COLUMNS, _INPUTS, _WHOLE, _CUT = (
+_COLUMNS, _INPUTS, _WHOLE, _NARROW, _CUT = (
     " ".join(dict.fromkeys(" ".join(words).split()))
     for words in (
         [*(mixer.columns for mixer in MIXERS.values()), "gate up"],
         [*(mixer.rows for mixer in MIXERS.values()), "down"],
         [mixer.whole for mixer in MIXERS.values()],
+        [mixer.narrow for mixer in MIXERS.values()],
         [mixer.cut for mixer in MIXERS.values()],
     )
 )
@@ -52,6 +53,7 @@ TABLE = (
     TableRow(_INPUTS, "groups lora_b lora_m", tp="own"),
     TableRow(_INPUTS, "bias", tp="stream"),
     TableRow(_WHOLE, "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),
+    TableRow(_NARROW, "weight bias codes sizes groups lora_a lora_b lora_m", tp="stream"),
     TableRow("attention", _CUT, tp="outputs"),
     TableRow("router shared_gate", "weight bias", tp="stream"),
     TableRow("router", "correction", tp="stream"),
@@ -62,6 +64,8 @@ TABLE = (
 )
 FEW_KEY_HEADS = (TableRow("k v", "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),)
 """In place of the above where there are fewer key heads than ranks: each uses the head that its query heads look at."""
+ALL_TOKENS = (TableRow(_NARROW, "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),)
+"""In place of the above where heads are computed of the stream too, so that it is the stream that is gathered."""
 PROJECTION_NORMS = (TableRow("q_norm k_norm", "weight", tp="outputs"),)
 """In place of the above where a norm is of all heads together."""
 ROW_PRODUCTS = tuple(_INPUTS.split())
@@ -73,7 +77,7 @@ def _indexed(rows: Iterable[TableRow]) -> dict[tuple[str, str], TableRow]:
     return {(layer, word): row for row in rows for layer in row.layers.split() for word in row.words.split()}
 
 
-_ROWS, _FEW, _PROJECTION = (_indexed(rows) for rows in (TABLE, FEW_KEY_HEADS, PROJECTION_NORMS))
+_ROWS, _FEW, _PROJECTION, _ALL = (_indexed(rows) for rows in (TABLE, FEW_KEY_HEADS, PROJECTION_NORMS, ALL_TOKENS))
 
 
 def adapted(weight: str, lora: Lora) -> bool:
@@ -94,12 +98,14 @@ def frozen(name: str, plan: Plan) -> bool:
 
 class Division(NamedTuple):
     """The facts that decide how a model is divided among the ``ranks`` of an axis. ``heads_apart``: queries and keys
-    are normalised head by head, not over the whole projection."""
+    are normalised head by head, not over the whole projection; ``narrow``: tokens are made narrow before heads are
+    computed (models/mixer.py)."""
 
     ranks: int
     key_heads: int
     heads_apart: bool = True
     sequence_parallel: bool = False
+    narrow: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,12 +128,13 @@ def division(spec: ModelSpec, plan: Plan) -> Division:
         spec.attention.num_key_value_heads,
         spec.attention.qk_norm != "projection",
         plan.sequence_parallel,
+        narrows(spec),
     )
 
 
 def division_on_paper(sheet: Sheet, plan: Plan) -> Division:
     """Return how ``plan`` divides the model of a sheet among tensor-parallel ranks."""
-    return Division(plan.layout.tp, sheet.key_heads, sheet.heads_apart, plan.sequence_parallel)
+    return Division(plan.layout.tp, sheet.key_heads, sheet.heads_apart, plan.sequence_parallel, sheet.narrow)
 
 
 def use(name: str, how: Division) -> Use:
@@ -138,7 +145,8 @@ def use(name: str, how: Division) -> Use:
         layer, _, word = layer.rpartition(".")
     key = (layer.rpartition(".")[2], word)
     row = _FEW.get(key) if how.key_heads < how.ranks else None
-    row = row or (None if how.heads_apart else _PROJECTION.get(key)) or _ROWS.get(key)
+    row = row or (None if how.heads_apart else _PROJECTION.get(key))
+    row = row or (None if how.narrow else _ALL.get(key)) or _ROWS.get(key)
     if row is None:
         raise ValueError(f"no row says what tensor-parallel ranks hold of `{name}`: add one to {__name__}.TABLE")
     return row.tp

@@ -21,9 +21,10 @@ from shardwise.spec.place import place_of
 from shardwise.spec.plan import Dtype, Lora, Optim, Plan, Precision
 from shardwise.techniques import lora, tp
 from shardwise.techniques.dtypes import torch_dtype
-from shardwise.techniques.states import Division, State, state, whole_shape
+from shardwise.techniques.states import Division, State, division, state, whole_shape
 from tests.models import hf_models
 from tests.parity.cases import GEMMA, QWEN, TIED, UNTIED
+from tests.parity.mixers import DEEPSEEK
 
 LLAMA = load_spec("Llama-3-8B")
 CLUSTER = parse_cluster("8xH100")
@@ -122,6 +123,20 @@ def test_the_fix_names_every_number_of_ranks_that_serves(spec: ModelSpec, ranks:
 def test_without_a_cluster_the_plan_says_how_many_devices() -> None:
     [problem] = tp.check(LLAMA, Plan(Layout(dp_shard=4, tp=3)))
     assert problem.fix == "one of 1, 2, 4"
+
+
+@pytest.mark.parametrize(("queries", "sequence"), [(9, True), (9, False), (None, True), (None, False)])
+def test_gradients_of_latents_are_summed_where_ranks_make_them_of_their_own_tokens(
+    queries: int | None, sequence: bool
+) -> None:
+    """And where each makes those of all tokens, for its own heads: of queries without a latent."""
+    spec = with_fields(DEEPSEEK, q_lora_rank=queries)
+    how = division(spec, Plan(Layout(tp=2), sequence_parallel=sequence))
+    names = [name for name in parameter_shapes(spec) if "_a." in name or "_a_norm." in name]
+    adapters = ["layers.1.attention.kv_a.lora_a.weight", "layers.1.attention.kv_a.lora_b.weight"]
+    assert len(names) == (18 if queries else 9)
+    for name in (*names, *adapters):
+        assert state(name, how) == State(None, partial=sequence or queries is None), name
 
 
 def test_magnitudes_are_cut_as_their_layers_outputs_are() -> None:

@@ -5,6 +5,7 @@
     o, down                     columns (inputs) leave: the sum of the ranks' products, after them
     embedding, output layer     rows (ids)       leave after the one, enter before the other
     norms, biases of o, down    nothing
+    q_a, kv_a (latents)         nothing          enter: what they make of a rank's own tokens, in the stream's place
 
 With sequence parallelism each rank holds its own tokens of the residual stream, between ``leave`` and ``enter``: an
 all-reduce becomes a reduce-scatter and an all-gather, which send as much, and norms and sums are computed once. Without
@@ -44,6 +45,7 @@ from shardwise.techniques.states import (
     state,
     sums,
     uncovered,
+    use,
 )
 from shardwise.techniques.tp.sizes import odd, own_head, own_rows, travels_alone
 from shardwise.techniques.variant import Traced
@@ -273,8 +275,9 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     from torch import nn
 
     from shardwise.distributed import vocabulary
-    from shardwise.distributed.collectives import enter, leave
-    from shardwise.models.layers import MLP, RMSNorm, rms_norm
+    from shardwise.distributed.collectives import enter, enter_together, leave
+    from shardwise.models.latent import LatentAttention
+    from shardwise.models.layers import MLP, RMSNorm
     from shardwise.models.moe import MoE, Router, Stacked
     from shardwise.techniques.product import product_of
     from shardwise.techniques.tp.rows import share_rows
@@ -286,21 +289,20 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     def begun(ids: Tensor) -> None:
         shape[:] = ids.shape
 
+    def tokens() -> tuple[int, ...] | None:
+        return tuple(shape) if sequence_parallel else None
+
     def entered(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return enter(args[0], group, tuple(shape) if sequence_parallel else None), *args[1:]
+        return enter(args[0], group, tokens()), *args[1:]
 
     def left(module: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
         out = leave(out, group, sequence_parallel)
         return out if module.bias is None else out + module.bias.to_local().to(out.dtype)
 
-    def embed(ids: Tensor) -> Tensor:
+    def embedded(ids: Tensor) -> Tensor:
         begun(ids)
         rows = vocabulary.look_up(ids, part.get_parameter("embed.weight"), spec.vocab_size)
         return leave(rows.to(outside), group, sequence_parallel)
-
-    def head(hidden: Tensor, finish: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        weight = part.get_parameter("head.weight")
-        return vocabulary.logits(hidden, weight, spec.vocab_size) if finish is None else finish(hidden, weight)
 
     if "embed" not in dict(part.named_children()):
         part.register_forward_pre_hook(lambda part, args: begun(args[0]))
@@ -308,13 +310,12 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
         inside = torch_dtype(compute_dtype(plan.precision, name))
         place = name.rpartition(".")[2]
         if place in VOCABULARY:
-            module.forward = {"embed": embed, "head": head}[place]
+            module.forward = embedded if place == "embed" else partial(_logits, part)
         elif isinstance(module, RMSNorm):
             cut = place in ("q_norm", "k_norm") and spec.attention.qk_norm == "projection"
-            norm = _cut_norm(group) if cut else rms_norm
-            product_of(module, inside, outside).multiply = _normed(module, norm)
+            product_of(module, inside, outside).multiply = _normed(module, group if cut else None)
         elif isinstance(module, nn.Linear):
-            module.share = _share(module, name, spec, meshes)  # type: ignore[assignment]
+            module.share = _share(module, name, spec, plan, meshes)  # type: ignore[assignment]
             product_of(module, inside, outside)
         elif isinstance(module, Router | Stacked):
             product_of(module, *(inside, outside) if isinstance(module, Stacked) else ())  # a router's are its own
@@ -323,22 +324,33 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
             share_rows(module, shape, meshes)
         elif place == "attention":
             module.own = partial(_own, module)
-        if isinstance(module, MLP) or place in ("attention", "head"):
+        if isinstance(module, LatentAttention) and module.narrows:
+            module.to_heads = lambda *narrow: enter_together(narrow, group, tokens())  # type: ignore[method-assign]
+        elif isinstance(module, MLP) or place in ("attention", "head"):
             module.register_forward_pre_hook(entered)
         if place in ROW_PRODUCTS:
             module.register_forward_hook(left)  # after an adapter's, whose product is a part of the sum too
 
 
-def _share(module: nn.Linear, layer: str, spec: ModelSpec, meshes: Meshes) -> LayerShare:
+def _logits(part: nn.Module, hidden: Tensor, finish: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+    from shardwise.distributed.vocabulary import logits
+
+    weight = part.get_parameter("head.weight")
+    return logits(hidden, weight, spec_of([part]).vocab_size) if finish is None else finish(hidden, weight)
+
+
+def _share(module: nn.Linear, layer: str, spec: ModelSpec, plan: Plan, meshes: Meshes) -> LayerShare:
     """The part of the layer with which this rank multiplies."""
-    ranks, index = meshes.size("tp"), meshes.index("tp")
+    ranks, index, used = meshes.size("tp"), meshes.index("tp"), use(f"{layer}.weight", division(spec, plan))
     heads = own_rows(layer, spec.attention.num_key_value_heads, spec.attention.head_dim, ranks, index)
     rows, columns = module.out_features, module.in_features
     if layer.rpartition(".")[2] in ROW_PRODUCTS:
         piece = MatrixPiece(0, cut((0, columns), ranks, index)[0], columns)
         return LayerShare(place=index, group=meshes.groups["tp"], piece=piece)
-    row = cut((0, rows), ranks, index)[0] if heads is None else heads.start
-    return LayerShare(heads or slice(None), piece=MatrixPiece(row, 0, columns))
+    if used == "outputs" or heads is not None:
+        row = cut((0, rows), ranks, index)[0] if heads is None else heads.start
+        return LayerShare(heads or slice(None), piece=MatrixPiece(row, 0, columns))
+    return LayerShare(place=index if used == "stream" and plan.sequence_parallel else None)
 
 
 def _own(module: Any, name: str) -> Tensor:
@@ -346,11 +358,11 @@ def _own(module: Any, name: str) -> Tensor:
     return found
 
 
-def _cut_norm(group: Any) -> Callable[..., Tensor]:
+def _normed(module: Any, group: Any) -> Callable[[Tensor], Tensor]:
+    """The norm of rows, whose columns are cut over the ranks of ``group``, unless it is None."""
+    from shardwise.models.layers import rms_norm
     from shardwise.techniques.tp.cut_norm import cut_norm
 
-    return lambda x, weight, eps, plus_one: cut_norm(x, weight, eps, group)
-
-
-def _normed(module: Any, norm: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: norm(x, module.weight.to_local(), module.eps, module.plus_one)
+    if group is not None:
+        return lambda x: cut_norm(x, module.weight.to_local(), module.eps, group)
+    return lambda x: rms_norm(x, module.weight.to_local(), module.eps, module.plus_one)
