@@ -207,6 +207,15 @@ def glm4_moe(rng: random.Random) -> dict[str, Any]:
     return shared(rng) | experts | more | own | {"rope_parameters": stretch, "norm_topk_prob": True}
 
 
+def dots1(rng: random.Random) -> dict[str, Any]:
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": rng.choice([16, 20])}
+    groups, kept = rng.choice([(1, 1), (2, 1), (4, 2)])
+    more = {"n_shared_experts": rng.choice([1, 2]), "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
+    more |= {"n_group": groups, "topk_group": kept, "norm_topk_prob": rng.random() < 0.75}
+    own = {"attention_bias": rng.random() < 0.5, "sliding_window": 9, "max_window_layers": 2}
+    return shared(rng) | rope(rng, {"rope_type": "default"}, LINEAR) | experts | more | own
+
+
 def minimax_m2(rng: random.Random) -> dict[str, Any]:
     experts = {"num_local_experts": rng.choice([5, 8]), "num_experts_per_tok": 3, "intermediate_size": 20}
     stretch = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
@@ -249,6 +258,7 @@ CONFIGS: dict[str, Make] = {
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
     "glm4_moe": glm4_moe,
+    "dots1": dots1,
     "minimax_m2": minimax_m2,
     "gpt_oss": gpt_oss,
     "deepseek_v2": deepseek_v2,

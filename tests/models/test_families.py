@@ -144,7 +144,8 @@ def test_configs_survive_transformers(family: str, seed: int) -> None:
 def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> None:
     bare = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 7}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
-    needed = {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}  # of which transformers has no default
+    needed = {"num_experts_per_tok": 2} if family in ("deepseek_v2", "dots1") else {}  # transformers has no default
+    needed |= {"n_routed_experts": 4, "n_shared_experts": 1} if family == "dots1" else {}
     given = {**bare, **heads, **needed, "model_type": family}
     assert from_hf(given, "x") == from_hf(AutoConfig.for_model(**given).to_dict(), "x")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.olmo.modeling_olmo import OlmoMLP
 
 from shardwise import techniques
 from shardwise.errors import ConfigError, DataError, PolicyError
@@ -221,6 +223,50 @@ def test_what_cannot_be_taken_over_is_refused(kind: str, sizes: dict[str, object
     given = {key: value for key, value in GATED.items() if key in CONFIG_MAPPING[kind]().to_dict()}
     with pytest.raises(ConfigError, match=f"MOD001(.|\n)*{said}(.|\n)*docs/own-loop.md"):
         hf_model.read(CONFIG_MAPPING[kind](**(given | sizes)).to_dict(), "other")
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(1)
+
+
+def looped(x: torch.Tensor) -> torch.Tensor:
+    """A state that each token halves and adds to."""
+    states = [x[:, 0]]
+    for at in range(1, x.shape[1]):
+        states.append(states[-1] / 2 + x[:, at])
+    return torch.stack(states, 1)
+
+
+def rolled(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
+
+
+def convolved(x: torch.Tensor) -> torch.Tensor:
+    return F.conv1d(F.pad(x.mT, (2, 0)), x.new_ones(x.shape[-1], 1, 3), groups=x.shape[-1]).mT
+
+
+def linearly(x: torch.Tensor) -> torch.Tensor:
+    return torch.tril(x @ x.mT) @ x
+
+
+@pytest.mark.parametrize(
+    ("mixes", "said"),
+    [(summed, "cumsum"), (looped, "stack"), (rolled, "cat"), (convolved, "convolution"), (linearly, "bmm, tril")],
+)
+def test_blocks_that_carry_a_state_beside_attention_are_refused(
+    monkeypatch: pytest.MonkeyPatch, mixes: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
+    """Packed rows would run together there: what the state makes of later tokens depends on an earlier one."""
+    plain = OlmoMLP.forward
+    monkeypatch.setattr(OlmoMLP, "forward", lambda self, x: mixes(plain(self, x)))
+    with pytest.raises(ConfigError, match=rf"MOD001(.|\n)*more than attention \(.*{said}.*packed documents"):
+        read_spec(config_of("olmo"), "other")
+    model = theirs_of("olmo")
+    ids, _ = tokens(90, length=LENGTH)
+    other = ids.clone()
+    other[:, 2] = (other[:, 2] + 1) % 90
+    first, second = (model.model.layers[0].mlp(model.model.embed_tokens(each)) for each in (ids, other))
+    assert not torch.equal(first[:, 3:], second[:, 3:])
 
 
 @pytest.mark.prove

@@ -33,6 +33,7 @@ from tests.models.families import LENGTH, config_of, in_memory, mixtures, random
 from tests.models.llama import relative, tokens
 
 CASES = [("glm4_moe", groups, seed) for groups in ((1, 1), (2, 1), (4, 2)) for seed in range(2)]
+CASES += [("dots1", (2, 1), seed) for seed in range(2)]
 CASES += [("minimax_m2", (1, 1), seed) for seed in range(3)]
 CASES += [("deepseek_v2", groups, seed) for groups in ((1, 1), (2, 1), (4, 2), (8, 5)) for seed in range(2)]
 
@@ -59,7 +60,7 @@ def in_float64(family: str) -> Iterator[None]:
 
 def pair(family: str, groups: tuple[int, int], seed: int) -> tuple[Decoder, PreTrainedModel]:
     config = config_of(family, seed)
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "dots1"):
         config |= {"n_group": groups[0], "topk_group": groups[1]}
     if family == "deepseek_v2":
         config |= {"n_group": groups[0], "topk_group": groups[1], "topk_method": "group_limited_greedy"}

@@ -206,7 +206,8 @@ for words in sys.argv[1].split(";"):
 """
 
 
-MIXTURES = ("mixtral-8x7b", "lora-moe-30b", "qlora-gpt-oss-20b", "sft-qwen3-next-80b")
+MIXTURES = ("mixtral-8x7b", "lora-moe-30b", "qlora-gpt-oss-20b", "lora-glm-4.5-air", "lora-deepseek-v3", "deepseek-v3")
+NETS = ("sft-qwen3-next-80b", "lora-qwen3.5-9b")
 SEARCHED_FOR_LONG = ("continue-8b", "llama-405b-3d", "llama-70b-zero3", "lora-70b", "sft-8b")
 """Three seconds or more each: of many devices, with all that is open."""
 
@@ -240,14 +241,14 @@ def test_ordinary_plans_need_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.prove)], ids=["few seconds", "many"])
 def test_recipes_need_no_torch(tmp_path: Path, long: bool) -> None:
     """Every one that ships, but those of long rows, which try heads and rings at once, and those of mixtures of
-    experts, of whose many units only some ship."""
+    experts and of delta nets, of whose many units only some ship."""
     model = quickstart_model(tmp_path)
     plans_without_torch(
         tmp_path,
         (
             f"{path} --cluster {MEANT_FOR[path.stem]}" + f" {model}" * (path.stem == "sft-tiny")
             for path in FILES
-            if "long" not in path.stem and path.stem not in MIXTURES and (path.stem in SEARCHED_FOR_LONG) == long
+            if "long" not in path.stem and path.stem not in MIXTURES + NETS and (path.stem in SEARCHED_FOR_LONG) == long
         ),
     )
 

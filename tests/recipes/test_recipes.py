@@ -52,6 +52,10 @@ MEANT_FOR = {
     "lora-moe-30b": "8xH100",
     "qlora-gpt-oss-20b": "1xRTX-4090",
     "sft-qwen3-next-80b": "2x8xH100",
+    "lora-glm-4.5-air": "8xH100",
+    "lora-qwen3.5-9b": "1xH100",
+    "lora-deepseek-v3": "4x8xH100",
+    "deepseek-v3": "256x8xH100",
 }
 FILES = sorted(recipes_directory().glob("*.yaml"))
 
@@ -90,6 +94,9 @@ def test_a_recipe_can_be_planned_and_fits(path: Path, tmp_path: Path) -> None:
     if path.stem == "full-8b-host":
         assert (plan.offload, plan.batch.accumulation) == (Offload("host"), 1) and fits(plan)
         assert plan.estimate.host_bytes < 128e9 * 1.01
+    if path.stem == "deepseek-v3":
+        layout = plan.layout
+        assert (layout.tp, layout.ep, layout.pp, layout.dp_shard, plan.remat.mode) == (1, 64, 16, 128, "full")
     if path.stem == "llama-8b-hsdp":
         assert (plan.layout.dp_replicate, plan.layout.dp_shard, plan.batch.seq_len) == (2, 8, 8192)
 

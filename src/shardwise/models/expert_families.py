@@ -293,6 +293,14 @@ EXPERT_FAMILIES: dict[str, Family] = {
     ),
 }
 
-TAKEN_FOR_EXPERTS = ("qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
+TAKEN_FOR_EXPERTS = (
+    "qwen3_moe",
+    "glm4_moe",
+    "dots1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+)
 """Families of which PEFT takes adapters of a dense layer's MLP, or of one beside experts, for those of experts, where
 its config names them as modules: seen with peft 0.21."""

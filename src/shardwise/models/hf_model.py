@@ -28,6 +28,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.hf_spec import HFModel, check_supported, refuse
 from shardwise.models.layers import Finish, Head, Part, soft_cap
 from shardwise.models.roles import is_linear, role
+from shardwise.models.token_mixing import TokenMixing
 
 NAME = "shardwise"
 """The name under which our attention is registered with transformers."""
@@ -167,6 +168,7 @@ class _Seen:
         self.heads: tuple[int, int, int] = (0, 0, 0)
         self.layers: list[nn.Module] = []
         self.transposed: list[str] = []
+        self.mixing = TokenMixing()
 
     def mask(self, *, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Any:
         """Returns a window in place of a mask; refuses masks that are neither causal nor a sliding window."""
@@ -193,7 +195,10 @@ class _Seen:
             self.refuse("it has attention outside its blocks, or twice in one block")
         self.windows.append(window)
         self.heads = (q.shape[1], k.shape[1], q.shape[-1])
-        return _attend(module, q, k, v, None, **given)
+        self.mixing.pause = True
+        out = _attend(module, q, k, v, None, **given)
+        self.mixing.pause = False
+        return out
 
 
 class _Operations(TorchDispatchMode):
@@ -240,8 +245,8 @@ def examine(config: dict[str, Any], name: str) -> ModelSpec:
     scaling, cap = _run(whole, path.rpartition(".")[0], seen)
     first = seen.order.index("layers")
     before, after = (list(dict.fromkeys(part)) for part in (seen.order[:first], seen.order[first + 1 :]))
-    if sorted([*before, *after]) != sorted(rest) or len(seen.windows) != len(seen.layers):
-        seen.refuse("one of its modules does not run exactly once, or a block has no attention")
+    if sorted([*before, *after]) != sorted(rest):
+        seen.refuse("one of its modules does not run exactly once")
     named = [(where.rpartition(".")[2], where) for where in before]
     places = [("embed", paths[embed]), *named, ("layers", path)]
     places += [*((where.rpartition(".")[2], where) for where in after), ("head", paths[head])]
@@ -287,6 +292,8 @@ def _rest(whole: Any, blocks: str, edges: tuple[nn.Module, ...], seen: _Seen) ->
             seen.refuse("its blocks return more than a tensor, or a view of one")
 
     found = []
+    for block in seen.layers:
+        seen.mixing.watch(block)
     seen.layers[0].register_forward_pre_hook(note("layers"))
     seen.layers[0].register_forward_hook(returned)
     for where, module in whole.named_modules():
@@ -306,6 +313,9 @@ def _run(whole: Any, inner: str, seen: _Seen) -> tuple[float, float | None]:
     with _Operations() as operations:
         whole.get_submodule(inner).register_forward_hook(lambda *_: operations.listed.clear())
         whole(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, shardwise=MaskSpec())
+    if seen.mixing.found or len(seen.windows) != len(seen.layers):
+        how = ", ".join(dict.fromkeys(seen.mixing.found)) or "a block without attention"
+        seen.refuse(f"its blocks mix tokens by more than attention ({how}), and packed documents would run together")
     names, copies = [name for name, *_ in operations.listed], ("clone", "_to_copy", "_unsafe_view")
     match [(name, *numbers[:1]) for name, numbers, _ in operations.listed if name not in copies]:
         case [("mm",)]:

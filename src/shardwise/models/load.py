@@ -38,6 +38,7 @@ def read_spec(config: dict[str, Any], name: str) -> ModelSpec:
 def _read(config: dict[str, Any], name: str) -> ModelSpec:
     try:
         if family_of(config, name) is not None:
+            refuse_config(config, name, ours=True)
             return from_hf(config, name)
     except (TypeError, AttributeError, ValueError, LookupError, ArithmeticError) as error:
         # a list where a word belongs, a word where settings do

@@ -12,9 +12,12 @@ from shardwise.models.family import (
     Family,
     Fields,
     Names,
+    layer_types,
+    layers,
     refuse,
     rotated_share,
     whole,
+    window,
 )
 from shardwise.models.kinds import SigmoidRouting
 from shardwise.models.rope import number, unsupported
@@ -78,6 +81,18 @@ def _write_glm4_moe(fields: Fields) -> Config:
     return write_deepseek(fields) | own
 
 
+def _dots1(config: Config, name: str) -> Fields:
+    """The published files call DeepSeek-V3's scores by the name of its choice among them."""
+    scores = config.get("scoring_func")
+    config = {**config, "scoring_func": "sigmoid" if scores in (None, "noaux_tc") else scores}
+    first = whole(config, "max_window_layers", name)
+    return read_deepseek(config, name) | layers(config, name, lambda layer: layer >= first)
+
+
+def _write_dots1(fields: Fields) -> Config:
+    return write_deepseek(fields) | window(fields) | {"layer_types": layer_types(fields)}
+
+
 def _minimax_m2(config: Config, name: str) -> Fields:
     refuse(config, "router_jitter_noise", name)
     if config.get("scoring_func", "sigmoid") != "sigmoid":
@@ -118,6 +133,26 @@ SIGMOID_FAMILIES: dict[str, Family] = {
         ("attention_bias",),
         predictors=r"layers\.LAYERS\.",
         fields={"attention_output_bias": False},
+        read_too=(IN_MEMORY,),
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        EDGES | BEFORE | BLOCK | QK_NORM | DEEPSEEK,
+        _dots1,
+        _write_dots1,
+        {
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 2048,
+            "router_aux_loss_coef": 0.0,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+        },
+        ("attention_bias",),
+        fields={"qk_norm": "head"},
         read_too=(IN_MEMORY,),
     ),
     "minimax_m2": Family(

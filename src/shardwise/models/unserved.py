@@ -1,12 +1,14 @@
-"""Models that are not supported, recognised by config.json or by name (unserved.json). Imports no torch: what needs the
-model to be built is found by models/hf_model.py.
+"""Models that are not supported, recognised by config.json or by name (unserved.json). Imports torch only to
+count what no formula here does: what needs the model to be built is found by models/hf_model.py.
 
     counts   keys of a config of which one is above 1
     keys     keys of which one is given, and not off
     layers   words of ``layer_types``
     kinds    ``model_type``
     names    a pattern in a model's name without its owner, for where no config.json is at hand
-    counted  whether the parameters of such a model can be counted all the same
+    counted  whose parameters can be counted all the same
+    alone    given where the rest of a model of these ``kinds`` is supported: nothing else of its config is told, and it
+             is refused under the name of a family of ours too
 """
 
 from __future__ import annotations
@@ -32,14 +34,18 @@ def _rows() -> list[dict[str, str]]:
     return rows
 
 
-def refuse_config(config: dict[str, Any], name: str) -> None:
+def refuse_config(config: dict[str, Any], name: str, *, ours: bool = False) -> None:
     """Raise ConfigError MOD001 for a model of a kind that is not supported, with all that it lacks; its text part
-    counts too."""
+    counts too. ``ours``: it is named as one of a family of ours."""
     inner = [part for part in config.values() if isinstance(part, dict) and "hidden_size" in part]
     lacking = [row for row in _rows() if any(_is_such(row, part) for part in (config, *inner))]
+    kind = config.get("model_type")
+    alone = [row for row in lacking if "alone" in row and (ours or kind in row["kinds"].split())]
+    lacking = alone or ([] if ours else lacking)
     if lacking:
-        counted = all("counted" in row for row in lacking)
-        raise _refused(name, lacking, f"config of {name}", parameters_of(config) if counted else None)
+        counted = parameters_of(config) if all("counted" in row for row in lacking) else None
+        counted = counted or _said_of(name.lower()) or count_in_transformers(config)
+        raise _refused(name, lacking, f"config of {name}", counted)
 
 
 def _is_such(row: dict[str, str], part: dict[str, Any]) -> bool:
@@ -54,12 +60,15 @@ def refuse_name(source: str) -> None:
     """Raise ConfigError MOD001 where the name of a model says that it is of such a kind."""
     name = source.rpartition("/")[2]
     if lacking := [row for row in _rows() if "names" in row and re.search(row["names"], name.lower())]:
-        raise _refused(name, lacking, "model.path", _said_of(name.lower()))
+        alone = [row for row in lacking if "alone" in row]
+        raise _refused(name, alone or lacking, "model.path", _said_of(name.lower()))
 
 
 def parameters_of(config: dict[str, Any]) -> int | None:
-    """Return how many parameters a decoder has, whose attention may be latent and whose blocks may have experts, as
-    DeepSeek's; None where the config does not tell."""
+    """Return how many parameters a decoder has, or the text part of a model of text and images, whose attention may be
+    latent and whose blocks may have experts, as DeepSeek's; None where the config does not tell."""
+    if "hidden_size" not in config and isinstance(config.get("text_config"), dict):
+        config = {**config, **config["text_config"]}
     try:
         hidden, blocks, heads = (config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
         if latent := config.get("kv_lora_rank"):
@@ -90,10 +99,25 @@ def _said_of(name: str) -> int | None:
     return int(billions * 1e9) if billions else None
 
 
+def count_in_transformers(config: dict[str, Any]) -> int | None:
+    """Return how many parameters transformers' model of ``config`` has, which is built without memory; None where it
+    cannot build it."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    try:
+        made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        with torch.device("meta"):
+            return sum(value.numel() for value in AutoModelForCausalLM.from_config(made).parameters())
+    except Exception:  # code of some hundred models, of which any may fail in its own way
+        return None
+
+
 def _refused(name: str, lacking: list[dict[str, str]], where: str, parameters: int | None) -> ConfigError:
     fix = "a model of another family (docs/models.md), or the module in your own training loop (docs/own-loop.md)"
     what = f"{name} {'; and it '.join(row['what'] for row in lacking)}"
     if parameters:
         size = f"{show_bytes(BYTES_OF_STATE * parameters)} over all GPUs"
-        what += f" (weights, gradients and AdamW's moments of its {show_count(parameters)} parameters take {size})"
+        whose = next((row["counted"] for row in lacking if row.get("counted", "its") != "its"), "its")
+        what += f" (weights, gradients and AdamW's moments of {whose} {show_count(parameters)} parameters take {size})"
     return ConfigError(Problem("MOD001", what, where, fix))
