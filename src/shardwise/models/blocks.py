@@ -22,7 +22,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     from torch import nn
 
     members = list(module.children())
-    alike = len({type(member) for member in members}) == 1
+    alike = bool(members) and all(isinstance(member, type(members[0])) for member in members)
     single = all(type(member).__module__.startswith("torch.nn.") and not [*member.children()] for member in members)
     chained = isinstance(module, nn.Sequential) and len(members) > 1
     listed = chained or (isinstance(module, nn.ModuleList) and not single)

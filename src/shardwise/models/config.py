@@ -38,7 +38,8 @@ class ModelSpec:
     norm_placement: of the norms of a block, before attention and MLP, after them, or both. norm_plus_one: norms
     multiply by 1 + weight. logits_scaling: what logits are divided by. intermediate_sizes: of each layer, where they
     differ; no family's config has them. hf_model: blocks that are not the decoder's. stored: how its files hold
-    weights, where not in 16 or 32 bits.
+    weights, where not in 16 or 32 bits. predictor_weight: by what the loss of the last block, which then predicts a
+    further token, is multiplied; 0: there is no such block.
     """
 
     name: str
@@ -70,6 +71,16 @@ class ModelSpec:
     intermediate_sizes: tuple[int, ...] = ()
     hf_model: HFModel | None = None
     stored: str = ""
+    predictor_weight: float = 0.0
+
+    @property
+    def predictors(self) -> int:
+        """The number of blocks, the last ones, that predict a further token (models/predictor.py)."""
+        return int(self.predictor_weight > 0)
+
+    def predicts(self, layer: int) -> bool:
+        """Return whether this layer predicts a further token."""
+        return layer >= self.num_hidden_layers - self.predictors
 
     def mlp_size(self, layer: int) -> int:
         """Return the width of this layer's MLP."""
@@ -194,6 +205,9 @@ def _of_block(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     inner = expert_matrices(spec.experts, d, bias=spec.mlp_bias) if experts else {}
     inner = inner or mlp_matrices("mlp", d, spec.mlp_size(layer), bias=spec.mlp_bias)
     norms = _norms(spec) | {f"attention.{name}": size for name, size in mixer.norms(spec).items()}
+    if spec.predicts(layer):
+        norms |= dict.fromkeys(("main_norm", "embed_norm", "hidden_norm"), d)
+        inner = {"join": ((d, 2 * d), False), **inner}
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in norms.items()}
     mixing = {f"attention.{name}": matrix for name, matrix in mixer.matrices(spec).items()}
     for name, (shape, bias) in (mixing | inner).items():
@@ -212,6 +226,20 @@ def _norms(spec: ModelSpec) -> dict[str, int]:
     if placement != "before":
         norms |= {"attention_after_norm": d, "mlp_after_norm": d}
     return norms
+
+
+def with_predictor(spec: ModelSpec, weight: float) -> ModelSpec:
+    """The spec with one more block, which predicts a further token; tokens are mixed in it by attention."""
+    types = spec.attention.layer_types and (*spec.attention.layer_types, FULL)
+    layers = spec.num_hidden_layers + 1
+    return with_fields(spec, num_hidden_layers=layers, layer_types=types, predictor_weight=weight)
+
+
+def without_predictor(spec: ModelSpec) -> ModelSpec:
+    """The inverse of :func:`with_predictor`; a spec without such a block as it is."""
+    layers = spec.num_hidden_layers - spec.predictors
+    types = spec.attention.layer_types[:layers]
+    return with_fields(spec, num_hidden_layers=layers, layer_types=types, predictor_weight=0.0)
 
 
 def learnt_positions(spec: ModelSpec) -> str | None:
@@ -357,6 +385,8 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         return json.loads(spec.hf_model.config) | {"eos_token_id": eos, "bos_token_id": spec.bos_token_id}
     if spec.intermediate_sizes:
         raise ValueError(f"no config says that the MLPs of {spec.name} differ in width")
+    if spec.predictors:
+        return to_hf(without_predictor(spec)) | {"num_nextn_predict_layers": 1}
     family, values = FAMILIES[spec.family], flat(spec)
     act = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation), "silu")
     stretch = rope.write(spec.positions.rope_scaling)

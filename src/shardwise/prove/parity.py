@@ -46,7 +46,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import accumulate, step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, Recipe, Run
-from shardwise.spec.records import ENTROPY, TOKEN_ACCURACY
+from shardwise.spec.records import ENTROPY, FURTHER, TOKEN_ACCURACY
 from shardwise.techniques import lora, nf4
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.nf4.fourbit import dequantise, quantise
@@ -206,7 +206,8 @@ def _take_steps(
     rules = StepRules(plan, groups, optim, MAX_STEPS, finish_of(job.setting.method, plan), enter)
     losses, norms, pieces, figures = [], [], [], []
     for number in range(job.updates):
-        batches = [batch.to(device) for batch in share_of_rank(job.batch(number), groups, plan)]
+        shares = share_of_rank(job.batch(number), groups, plan, ahead=spec.predictors > 0)
+        batches = [batch.to(device) for batch in shares]
         terms, _ = reduce.count_supervised(groups, sum(batch.terms() for batch in batches))
         if number < steps:
             stats = step(state, batches, terms, rules)
@@ -264,12 +265,12 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach().clone().cpu()
 
 
-def share_of_rank(rows: Sequence[Sample], groups: Meshes, plan: Plan) -> list[MicroBatch]:
-    """The micro-batches of a rank: data-parallel ranks take consecutive rows."""
+def share_of_rank(rows: Sequence[Sample], groups: Meshes, plan: Plan, *, ahead: bool = False) -> list[MicroBatch]:
+    """The micro-batches of a rank: data-parallel ranks take consecutive rows; ``ahead`` as of ``collate``."""
     size, count = plan.batch.micro_batch_size, plan.batch.accumulation
     first = groups.index("batch") * size * count
     each = (rows[first + index * size : first + (index + 1) * size] for index in range(count))
-    return [collate(own).cut(groups.row_share) for own in each]
+    return [collate(own, ahead=ahead).cut(groups.row_share) for own in each]
 
 
 @cache
@@ -283,7 +284,8 @@ def plain(job: Workload) -> Trace:
         optimizer.zero_grad()
         with plain_balance(model) as balance:
             loss, told = plain_terms(model, merged(parameters, job), collate(job.batch(number)), job)
-        (loss + balance.added()).backward()
+        further = job.spec.predictor_weight * told.get(FURTHER, torch.zeros(()))
+        (loss + further + balance.added()).backward()
         if number == job.steps:
             torch.optim.SGD([p for p in parameters.values() if p.requires_grad], job.setting.optim.learning_rate).step()
             break
@@ -292,7 +294,7 @@ def plain(job: Workload) -> Trace:
         norms.append(plain_update(optimizer, parameters, number, job.setting.optim))
         balance.correct(parameters)
         losses.append(loss.item())
-        figures.append({name: told[name] for name in job.figures})
+        figures.append({name: torch.as_tensor(told[name]).item() for name in told if name in (*job.figures, FURTHER)})
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     return Trace(tuple(losses), tuple(norms), first, weights, figures=tuple(figures))
 
@@ -373,21 +375,29 @@ def _adapted(parameters: Mapping[str, Tensor], layer: str, job: Workload) -> Ten
 
 
 def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, job: Workload) -> Tensor:
-    """The loss of :func:`plain_terms`."""
-    return plain_terms(model, weights, batch, job)[0]
+    """The loss of :func:`plain_terms`, with what a layer that predicts a further token adds."""
+    loss, told = plain_terms(model, weights, batch, job)
+    return loss + job.spec.predictor_weight * told[FURTHER] if job.spec.predictors else loss
 
 
 def plain_terms(
     model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, job: Workload
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, float | Tensor]]:
     """Mean loss over the supervised tokens, or the pairs of answers, from full logits, with every weight cast to the
-    job's compute dtype; and of tokens what may be reported beside it, means too."""
+    job's compute dtype; and of tokens what may be reported beside it, means too, of which the loss for further tokens
+    leads back to the weights."""
     cast = {name: weight.to(torch_dtype(job.compute)) for name, weight in weights.items()}
-    logits = torch.func.functional_call(model, cast, (batch.ids, batch.positions, mask(batch)))
+    following, targets = further_tokens(batch) if job.spec.predictors else (None, None)
+    given = {} if following is None else {"following": following}
+    logits = torch.func.functional_call(model, cast, (batch.ids, batch.positions, mask(batch)), given)
+    told: dict[str, float | Tensor] = {}
+    if targets is not None:
+        logits, further = logits.unbind(2)
+        told[FURTHER] = functional.cross_entropy(further.flatten(0, 1), targets.flatten())
     wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     if batch.references is None:
         labels, count = batch.labels.flatten(), batch.supervised_tokens()
-        told = {TOKEN_ACCURACY: (wide.argmax(-1) == labels).sum().item() / count}
+        told |= {TOKEN_ACCURACY: (wide.argmax(-1) == labels).sum().item() / count}
         if ENTROPY in job.figures:
             told[ENTROPY] = Categorical(logits=wide.detach()).entropy()[labels >= 0].sum().item() / count
         return functional.cross_entropy(wide, labels, reduction="sum") / count, told
@@ -398,3 +408,20 @@ def plain_terms(
     logps = -torch.stack([one.sum() for one in each]).view(-1, 2)
     counts = torch.tensor([len(one) for one in each]).view(-1, 2)
     return losses_of(Answers(logps, batch.references, counts), method).mean(), {}
+
+
+def further_tokens(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """The id behind each token and the label of the one behind it, token by token: 0 and -100 where that is not in its
+    document, or the row does not say it."""
+    b, s = batch.ids.shape
+    ends = [] if batch.documents is None else batch.documents.tolist()
+    following, targets = torch.zeros_like(batch.ids), torch.full_like(batch.labels, IGNORE)
+    for row in range(b):
+        borders = sorted({s, *(end - row * s for end in ends if row * s < end <= row * s + s)})
+        for place in range(s):
+            stop = next(border for border in borders if place < border)
+            if place + 1 < stop:
+                following[row, place] = batch.ids[row, place + 1]
+            if place + 2 < stop or (place + 2 == stop == s):
+                targets[row, place] = batch.labels[row, place + 1]
+    return following, targets

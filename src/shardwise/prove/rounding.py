@@ -158,7 +158,7 @@ def _on_rank(rank: int, spec: ModelSpec, plan: Plan, setting: Setting) -> Rounde
     rules = StepRules(plan, groups, setting.optim, MAX_STEPS, finish_of(setting.method, plan), enter)
 
     def given(number: int) -> tuple[list[Any], int]:
-        batches = parity.share_of_rank(job.batch(number), groups, plan)
+        batches = parity.share_of_rank(job.batch(number), groups, plan, ahead=job.spec.predictors > 0)
         return batches, reduce.count_supervised(groups, sum(batch.terms() for batch in batches))[0]
 
     losses, gradients = [], []

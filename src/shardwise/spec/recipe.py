@@ -33,13 +33,20 @@ class Section(BaseModel):
         yield from ()
 
 
+class Mtp(Section):
+    """A layer that predicts a further token, trained with the model: its loss is added, times ``weight``."""
+
+    weight: float = Field(default=0.1, gt=0)
+
+
 class Model(Section):
     """The model to train: a Hub id, a local directory, a built-in name, or dimensions of a new model in ``config``.
     ``frozen``: globs over names of parameters (``embed.*``) that stay as they are. ``rope_scaling`` and ``rope_theta``
     take the place of those in the model's config.json; so does ``router_aux_loss``, the coefficient of the loss that
     balances experts; left out, a tuned model has it where its config.json says ``output_router_logits``.
     ``router_z_loss`` keeps logits of routers small. ``expert_capacity``: how many times its even share of a row an
-    expert takes at most in training; left out, all. ``router_bias_rate``: by how much a step moves its correction."""
+    expert takes at most in training; left out, all. ``router_bias_rate``: by how much a step moves its correction.
+    ``mtp``: the layer that predicts a further token is trained; left out, it is exported as it was."""
 
     path: str | None = None
     revision: str | None = None
@@ -52,6 +59,7 @@ class Model(Section):
     router_z_loss: float = Field(default=0.0, ge=0)
     expert_capacity: float | None = Field(default=None, ge=1)
     router_bias_rate: float = Field(default=0.0, ge=0)
+    mtp: Mtp | None = None
 
     def contradictions(self) -> Iterator[Problem]:
         if self.path is not None and self.config is not None:

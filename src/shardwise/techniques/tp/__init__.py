@@ -284,7 +284,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     shape: list[int] = []  # [b,s] of the pass
 
     def begun(ids: Tensor) -> None:
-        shape[:] = ids.shape
+        shape[:] = ids.shape[:2]
 
     def entered(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return enter(args[0], group, tuple(shape) if sequence_parallel else None), *args[1:]
@@ -296,7 +296,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     def embed(ids: Tensor) -> Tensor:
         begun(ids)
         rows = vocabulary.look_up(ids, part.get_parameter("embed.weight"), spec.vocab_size)
-        return leave(rows.to(outside), group, sequence_parallel)
+        return leave(rows.flatten(2).to(outside), group, sequence_parallel)
 
     def head(hidden: Tensor, finish: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         weight = part.get_parameter("head.weight")

@@ -1,0 +1,40 @@
+"""Tiny models with a layer that predicts a further token, and the layouts in which they are proved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.models.config import ModelSpec, with_fields, with_predictor
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Offload, Plan, Remat
+from tests.parity.cases import UNTIED
+from tests.parity.mixers import DEEPSEEK, NEXT
+from tests.parity.routers import GLM, plan
+
+WEIGHT = 0.3
+MODELS: dict[str, ModelSpec] = {
+    name: with_predictor(with_fields(spec, name=f"{spec.name}-mtp", tie_word_embeddings=False), WEIGHT)
+    for name, spec in {"dense": UNTIED, "GLM": GLM, "DeepSeek": DEEPSEEK, "Qwen3-Next": NEXT}.items()
+}
+FULL, SELECTIVE = Remat("full"), Remat("selective")
+PLANS: dict[str, Plan] = {
+    "one rank": plan(Layout(), accumulation=4, remat=FULL),
+    "ddp": plan(Layout(dp_replicate=2), remat=SELECTIVE),
+    "zero2": plan(Layout(dp_shard=2), "zero2"),
+    "zero3": plan(Layout(dp_shard=2), "zero3", remat=SELECTIVE),
+    "hsdp": plan(Layout(dp_replicate=2, dp_shard=2), "zero3"),
+    "tp": plan(Layout(tp=2), length=15, remat=SELECTIVE),
+    "tp, whole stream": replace(plan(Layout(tp=2)), sequence_parallel=False),
+    "zero3 x tp": plan(Layout(dp_shard=2, tp=2), "zero3", remat=FULL),
+    "ep": plan(Layout(dp_shard=2, ep=2), "zero3", remat=FULL),
+    "ep x tp": plan(Layout(tp=2, ep=2)),
+    "ring": plan(Layout(cp=2)),
+    "ulysses": plan(Layout(cp=2, ulysses=2), "zero3"),
+    "host": plan(Layout(dp_shard=2), "zero3", offload=Offload("host", "none", "host"), remat=FULL),
+}
+
+
+def serves(name: str, model: str) -> bool:
+    """Whether there is such a layout of the model: experts are needed to divide them, and a state goes along a row."""
+    spec, layout = MODELS[model], PLANS[name].layout
+    return not (layout.ep > 1 and not spec.experts) and not (layout.cp > 1 and model == "Qwen3-Next")
