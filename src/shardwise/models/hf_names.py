@@ -167,8 +167,9 @@ def _of_predictor(name: str, spec: ModelSpec) -> str:
     """The name in the files of what a layer that predicts a further token has besides a block's; else empty."""
     number = str(spec.num_hidden_layers - spec.predictors)
     table = FAMILIES[spec.family].predictor if spec.predictors else {}
-    form = _in_table(name, table) if name == "norm.weight" or name.startswith(f"layers.{number}.") else None
-    return form.replace("{}", number) if isinstance(form, str) else ""
+    filled: Names = {ours: theirs.replace("{}", number) for ours, theirs in table.items() if isinstance(theirs, str)}
+    form = _in_table(name, filled) if name == "norm.weight" or name.startswith(f"layers.{number}.") else None
+    return form if isinstance(form, str) else ""
 
 
 def _blocks_of(spec: ModelSpec) -> tuple[str, str]:
