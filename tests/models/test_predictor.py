@@ -4,7 +4,7 @@ which transformers' own layers compute; the names in files; and what a recipe ma
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,17 +16,14 @@ from transformers import AutoConfig, PreTrainedModel
 from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.pack import IGNORE
 from shardwise.distributed.meshes import Meshes
-from shardwise.errors import ConfigError
 from shardwise.methods.loss import Further
-from shardwise.models import hf
-from shardwise.models.config import ModelSpec, from_hf, parameter_shapes, to_hf, with_predictor, without_predictor
-from shardwise.models.hf_names import copies, predictor_names
-from shardwise.models.resolve import resolve
+from shardwise.models.config import from_hf
+from shardwise.models.further import with_predictor
 from shardwise.prove.workload import job_of, texts
 from shardwise.runtime import passes
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.spec.plan import Batch, Plan, Precision
-from shardwise.spec.recipe import Method, OptimSection, Recipe
+from shardwise.spec.recipe import Method, OptimSection
 from tests.models.families import config_of, corrections, in_memory, random_model
 from tests.models.test_delta import in_float64, relative
 
@@ -94,7 +91,7 @@ def documents(batch: MicroBatch) -> Iterator[tuple[Tensor, list[int], int | None
     """Ids and labels of each document, and for the last of a row the id behind it, which its label tells."""
     assert batch.documents is not None
     length, borders = batch.ids.shape[1], batch.documents.tolist()
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in pairwise(borders):
         ids, labels = batch.ids.flatten()[start:stop], batch.labels.flatten()[start:stop].tolist()
         behind = labels[-1] if stop % length == 0 and labels[-1] != IGNORE else None
         yield ids[None], labels, behind
@@ -114,7 +111,11 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(family: str, seed: int) ->
     """Two micro-batches with unlike numbers of targets, rows of two documents each: 1e-9."""
     given = config(family, seed)
     spec = with_predictor(from_hf(given, "test"), WEIGHT)
-    ours, theirs, layers = random_model(spec, seed, torch.float64), their_model(family, given), spec.num_hidden_layers - 1
+    ours, theirs, layers = (
+        random_model(spec, seed, torch.float64),
+        their_model(family, given),
+        spec.num_hidden_layers - 1,
+    )
     named = own_names(family, layers)
     block = "mtp.layers.0." if family == "qwen3_next" else f"model.layers.{layers}."
     there = {name.replace(f"model.layers.{layers}.", block): name for name in theirs.state_dict()}
@@ -130,7 +131,9 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(family: str, seed: int) ->
         for document in documents(batch):
             for which, loss in plain.losses(*document):
                 sums[which].append(loss)
-    counts = {which: [batch.supervised_tokens() if which == "main" else batch.further for batch in batches] for which in sums}
+    counts = {
+        which: [batch.supervised_tokens() if which == "main" else batch.further for batch in batches] for which in sums
+    }
     assert {which: sum(each) for which, each in counts.items()} == {which: len(each) for which, each in sums.items()}
     assert len({*counts["further"]}) > 1
     main, further = (torch.stack(each).mean() for each in sums.values())

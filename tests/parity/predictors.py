@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.models.config import ModelSpec, with_fields, with_predictor
+from shardwise.models.config import ModelSpec, with_fields
+from shardwise.models.further import with_predictor
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Offload, Plan, Remat
 from tests.parity.cases import UNTIED

@@ -38,8 +38,7 @@ class ModelSpec:
     norm_placement: of the norms of a block, before attention and MLP, after them, or both. norm_plus_one: norms
     multiply by 1 + weight. logits_scaling: what logits are divided by. intermediate_sizes: of each layer, where they
     differ; no family's config has them. hf_model: blocks that are not the decoder's. stored: how its files hold
-    weights, where not in 16 or 32 bits. predictor_weight: by what the loss of the last block, which then predicts a
-    further token, is multiplied; 0: there is no such block.
+    weights, where not in 16 or 32 bits. predictor_weight: of the loss of a last block that predicts more.
     """
 
     name: str
@@ -75,7 +74,7 @@ class ModelSpec:
 
     @property
     def predictors(self) -> int:
-        """The number of blocks, the last ones, that predict a further token (models/predictor.py)."""
+        """The number of blocks, the last ones, that predict a further token."""
         return int(self.predictor_weight > 0)
 
     def predicts(self, layer: int) -> bool:
@@ -228,20 +227,6 @@ def _norms(spec: ModelSpec) -> dict[str, int]:
     return norms
 
 
-def with_predictor(spec: ModelSpec, weight: float) -> ModelSpec:
-    """The spec with one more block, which predicts a further token; tokens are mixed in it by attention."""
-    types = spec.attention.layer_types and (*spec.attention.layer_types, FULL)
-    layers = spec.num_hidden_layers + 1
-    return with_fields(spec, num_hidden_layers=layers, layer_types=types, predictor_weight=weight)
-
-
-def without_predictor(spec: ModelSpec) -> ModelSpec:
-    """The inverse of :func:`with_predictor`; a spec without such a block as it is."""
-    layers = spec.num_hidden_layers - spec.predictors
-    types = spec.attention.layer_types[:layers]
-    return with_fields(spec, num_hidden_layers=layers, layer_types=types, predictor_weight=0.0)
-
-
 def learnt_positions(spec: ModelSpec) -> str | None:
     """The name of the table of learned positions, of ``max_position_embeddings`` rows; None if the model has none."""
     shapes = parameter_shapes(spec).items()
@@ -385,8 +370,6 @@ def to_hf(spec: ModelSpec) -> dict[str, Any]:
         return json.loads(spec.hf_model.config) | {"eos_token_id": eos, "bos_token_id": spec.bos_token_id}
     if spec.intermediate_sizes:
         raise ValueError(f"no config says that the MLPs of {spec.name} differ in width")
-    if spec.predictors:
-        return to_hf(without_predictor(spec)) | {"num_nextn_predict_layers": 1}
     family, values = FAMILIES[spec.family], flat(spec)
     act = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == spec.activation), "silu")
     stretch = rope.write(spec.positions.rope_scaling)

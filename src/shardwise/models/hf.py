@@ -18,6 +18,7 @@ from shardwise.models import float8, known, storage, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.families import FAMILIES, text_part
 from shardwise.models.float8 import Scales
+from shardwise.models.further import without_predictor
 from shardwise.models.hf_names import Location, copies, locations, name_in_files, predictor_names, tensors, written
 from shardwise.models.hf_spec import HFModel
 from shardwise.models.roles import is_counted
@@ -206,7 +207,7 @@ def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entr
     others = "|".join(filter(None, (family.unused, "" if spec.predictors else family.predictors)))
     if not others and not spec.predictors:
         return found
-    own = {name: entry for name, entry in found.items() if not _is_of(others, name, spec)}
+    own = {name: entry for name, entry in found.items() if not (others and _is_of(others, name, spec))}
     own = {_OUTER.sub(r"\1", name): entry for name, entry in own.items()}
     return {name: entry for name, entry in own.items() if name not in copies(spec)}
 
@@ -328,7 +329,9 @@ def write_weights(
     if len(files) > 1:
         file_of = {name: file for file, names in files.items() for name in names}
         _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": file_of})
-    config = to_hf(spec) | {**kept.config, "dtype": str(dtype).removeprefix("torch.")}
+    config = to_hf(without_predictor(spec)) | {**kept.config, "dtype": str(dtype).removeprefix("torch.")}
+    if spec.predictors:
+        config["num_nextn_predict_layers"] = spec.predictors
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
     _write_json(directory / "config.json", config)
     return [directory / file for file in files]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, DataError, Problem
-from shardwise.models.config import ModelSpec, parameter_count, to_hf, with_fields, with_predictor
+from shardwise.models.config import ModelSpec, parameter_count, to_hf, with_fields
 from shardwise.models.families import FAMILIES
+from shardwise.models.further import with_predictor
 from shardwise.models.load import load_spec, read_spec
 from shardwise.models.rows import rows_for, with_added
 from shardwise.spec.recipe import PREFERENCE, Data, Model, Recipe, TokenizerSection
@@ -31,8 +32,8 @@ def resolve(recipe: Recipe) -> ModelSpec:
 def _predicting(spec: ModelSpec, recipe: Recipe) -> ModelSpec:
     """The spec with the layer that predicts a further token, where the recipe trains one. Raises ConfigError (CFG008)
     where there is none, or what else the recipe asks for does not go with it."""
-    asked = recipe.model.mtp
-    if asked is None:
+    weight = recipe.model.mtp.weight
+    if not weight:
         return spec
     barred = {
         f"{spec.name} is of no family whose layers that predict further tokens are trained": spec.hf_model is not None
@@ -44,8 +45,10 @@ def _predicting(spec: ModelSpec, recipe: Recipe) -> ModelSpec:
     }
     if what := next((what for what, holds in barred.items() if holds), ""):
         what = f"`model.mtp` trains a layer that predicts a further token, and {what}"
-        raise ConfigError(Problem("CFG008", what, "model.mtp", "leave it out: such layers are exported as they were"))
-    return with_predictor(spec, asked.weight)
+        raise ConfigError(
+            Problem("CFG008", what, "model.mtp.weight", "leave it out: such layers are exported as they were")
+        )
+    return with_predictor(spec, weight)
 
 
 def _balanced(spec: ModelSpec, model: Model) -> ModelSpec:

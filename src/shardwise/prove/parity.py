@@ -22,21 +22,20 @@ from torch.distributed.tensor import DTensor
 from torch.distributions import Categorical
 from torch.nn import functional
 from torch.optim import Optimizer
-from xxhash import xxh3_64_intdigest
 
 from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.pack import IGNORE, Sample
 from shardwise.distributed.meshes import Meshes, meshes
-from shardwise.distributed.slices import kept, local, local_slice
-from shardwise.methods.loss import mask
+from shardwise.distributed.slices import kept, local_slice
 from shardwise.methods.pairs import Answers, losses_of
 from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
 from shardwise.models.roles import is_adapter, is_counted, is_stacked
-from shardwise.prove.apart import Worst, apart, differences, directions, farthest, worst
+from shardwise.prove.apart import Worst, apart, differences, digest, directions, farthest, worst
 from shardwise.prove.balance import plain_balance
 from shardwise.prove.pool import Ranks
+from shardwise.prove.predicted import logits_of
 from shardwise.prove.regimes import scaled
 from shardwise.prove.workload import MAX_STEPS, STEPS, Setting, Workload, job_of
 from shardwise.runtime import reduce
@@ -235,12 +234,6 @@ def held(state: TrainState) -> dict[str, list[int]]:
     return found
 
 
-def digest(tensor: Tensor) -> int:
-    """Return a digest of the bits of what this rank holds of a tensor."""
-    stored = local(tensor).detach().cpu().flatten().clone().view(torch.uint8)  # numpy's memory cannot be resized
-    return xxh3_64_intdigest(stored.numpy().tobytes())
-
-
 def whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """``weights``, with those in 4 bits dequantised."""
     found = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in NF4_PARTS}
@@ -387,13 +380,7 @@ def plain_terms(
     job's compute dtype; and of tokens what may be reported beside it, means too, of which the loss for further tokens
     leads back to the weights."""
     cast = {name: weight.to(torch_dtype(job.compute)) for name, weight in weights.items()}
-    following, targets = further_tokens(batch) if job.spec.predictors else (None, None)
-    given = {} if following is None else {"following": following}
-    logits = torch.func.functional_call(model, cast, (batch.ids, batch.positions, mask(batch)), given)
-    told: dict[str, float | Tensor] = {}
-    if targets is not None:
-        logits, further = logits.unbind(2)
-        told[FURTHER] = functional.cross_entropy(further.flatten(0, 1), targets.flatten())
+    logits, told = logits_of(model, cast, batch, further=job.spec.predictors > 0)
     wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     if batch.references is None:
         labels, count = batch.labels.flatten(), batch.supervised_tokens()
@@ -408,20 +395,3 @@ def plain_terms(
     logps = -torch.stack([one.sum() for one in each]).view(-1, 2)
     counts = torch.tensor([len(one) for one in each]).view(-1, 2)
     return losses_of(Answers(logps, batch.references, counts), method).mean(), {}
-
-
-def further_tokens(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The id behind each token and the label of the one behind it, token by token: 0 and -100 where that is not in its
-    document, or the row does not say it."""
-    b, s = batch.ids.shape
-    ends = [] if batch.documents is None else batch.documents.tolist()
-    following, targets = torch.zeros_like(batch.ids), torch.full_like(batch.labels, IGNORE)
-    for row in range(b):
-        borders = sorted({s, *(end - row * s for end in ends if row * s < end <= row * s + s)})
-        for place in range(s):
-            stop = next(border for border in borders if place < border)
-            if place + 1 < stop:
-                following[row, place] = batch.ids[row, place + 1]
-            if place + 2 < stop or (place + 2 == stop == s):
-                targets[row, place] = batch.labels[row, place + 1]
-    return following, targets
