@@ -13,9 +13,11 @@ from tests.parity.mixers import DEEPSEEK, NEXT
 from tests.parity.routers import GLM, plan
 
 WEIGHT = 0.3
+DENSE = with_fields(UNTIED, intermediate_size=28)
+"""Of a width that two ranks can share."""
 MODELS: dict[str, ModelSpec] = {
     name: with_predictor(with_fields(spec, name=f"{spec.name}-mtp", tie_word_embeddings=False), WEIGHT)
-    for name, spec in {"dense": UNTIED, "GLM": GLM, "DeepSeek": DEEPSEEK, "Qwen3-Next": NEXT}.items()
+    for name, spec in {"dense": DENSE, "GLM": GLM, "DeepSeek": DEEPSEEK, "Qwen3-Next": NEXT}.items()
 }
 FULL, SELECTIVE = Remat("full"), Remat("selective")
 PLANS: dict[str, Plan] = {
@@ -35,7 +37,19 @@ PLANS: dict[str, Plan] = {
 }
 
 
-def serves(name: str, model: str) -> bool:
+def _serves(name: str, model: str) -> bool:
     """Whether there is such a layout of the model: experts are needed to divide them, and a state goes along a row."""
     spec, layout = MODELS[model], PLANS[name].layout
     return not (layout.ep > 1 and not spec.experts) and not (layout.cp > 1 and model == "Qwen3-Next")
+
+
+def _by_turns() -> list[tuple[str, str]]:
+    """Each layout with one of the models that have it, so that all models come up alike."""
+    found = []
+    for number, name in enumerate(PLANS):
+        models = [model for model in MODELS if _serves(name, model)]
+        found.append((name, models[number % len(models)]))
+    return found
+
+
+CASES = _by_turns()

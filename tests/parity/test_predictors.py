@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -21,13 +20,11 @@ from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
 from tests.parity import drawn, planted
 from tests.parity.planted import Fault
-from tests.parity.predictors import MODELS, PLANS, serves
+from tests.parity.predictors import CASES, MODELS, PLANS
 from tests.parity.test_fp64 import holds
 
-CASES = [case for case in product(PLANS, MODELS) if serves(*case)]
 
-
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(13)
 @pytest.mark.parametrize(("name", "model"), CASES)
 def test_ranks_are_one_process(ranks: RankPool, name: str, model: str) -> None:
     of = PLANS[name]
