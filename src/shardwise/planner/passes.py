@@ -256,7 +256,7 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tu
         yield Compute(2 * times * vocabulary * hidden * tokens, multiplied.device_ns, multiplied.host_ns)
         if rest.device_ns:
             yield Compute(0, rest.device_ns, rest.host_ns, rest.kind)
-        yield from (Send("all_gather", "tp", "activations", size) for size in gathers(sheet, plan))
+        yield from (Send("all_gather", "tp", "activations", size) for size in gathers(plan, sheet.per_token))
         yield from (Send("all_reduce", "cp", "control", size) for size in sums(plan))
 
     def backward() -> Iterator[Piece]:
