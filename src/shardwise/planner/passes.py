@@ -250,13 +250,13 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tu
         for name, size, frees in forward_tensors(sheet, plan, kind):
             yield from (*free(frees), *make(name, size))
         vocabulary, hidden = map(int, sheet.output.shape)
-        tokens = plan.batch.micro_batch_size * plan.row_tokens
+        tokens = plan.batch.micro_batch_size * plan.row_tokens * sheet.per_token
         times = products(sheet, plan)
         multiplied, rest = loss_durations(sheet, plan, rates, times) if rates else (NOTHING, NOTHING)
         yield Compute(2 * times * vocabulary * hidden * tokens, multiplied.device_ns, multiplied.host_ns)
         if rest.device_ns:
             yield Compute(0, rest.device_ns, rest.host_ns, rest.kind)
-        yield from (Send("all_gather", "tp", "activations", size) for size in gathers(plan))
+        yield from (Send("all_gather", "tp", "activations", size) for size in gathers(plan, sheet.per_token))
         yield from (Send("all_reduce", "cp", "control", size) for size in sums(plan))
 
     def backward() -> Iterator[Piece]:

@@ -157,7 +157,8 @@ def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
     for category, size in offload.on_device(state, moved["moments"], sheet, plan).items():
         tape.make(("state", category), category, size)
     # Token ids, labels and positions, 8 bytes each; of pairs, each token's answer; of cut rows, its document's length.
-    batch, each = plan.batch, 8 * (3 + plan.method.pairs + (plan.layout.cp > 1))
+    ahead = 3 * (sheet.per_token - 1)  # of a further token its id, and two labels
+    batch, each = plan.batch, 8 * (3 + plan.method.pairs + (plan.layout.cp > 1) + ahead)
     tape.make("batch", "buffers", each * batch.micro_batch_size * plan.row_tokens * batch.accumulation)
 
 
