@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from shardwise.models.load import load_spec
+from shardwise.planner.log import StepLog
 from shardwise.planner.passes import Passes
 from shardwise.planner.price import at_places, price
 from shardwise.planner.schedule import micro_batches
 from shardwise.planner.schedule import staged as staged_on
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span, fold, same
-from shardwise.planner.tape import Tape
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of
@@ -41,9 +41,9 @@ def full(plan: Plan, rank: int) -> Span:
     """Every action of a rank."""
     place = place_of(plan.layout.rank({"pp": rank}), plan.layout, plan.stages(SPEC.num_hidden_layers))
     costed = cost(sheet_of(SPEC, plan, place), plan)
-    tape = Tape()
-    staged_on(tape, costed, plan, "cuda", None)
-    return fold(tape.events)
+    log = StepLog()
+    staged_on(log, costed, plan, "cuda", None)
+    return fold(log.events)
 
 
 @pytest.mark.matrix(2)

@@ -18,7 +18,6 @@ from shardwise.models.families import FULL, SLIDING
 from shardwise.models.load import load_spec
 from shardwise.planner import schedule as told
 from shardwise.planner import sheets
-from shardwise.planner.events import Compute, Copy, Event, Free, Make, Mark, Send
 from shardwise.planner.passes import Passes
 from shardwise.planner.price import price
 from shardwise.planner.schedule import folded, schedule
@@ -28,6 +27,8 @@ from shardwise.planner.spans import fold, joined, memory_at_marks, same
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
+from shardwise.techniques.events import TO_HOST, Compute, Copy, Event, Free, Make, Mark, Send, TensorKey, UnitName
+from shardwise.techniques.shard.paper import Sharded
 from shardwise.techniques.shard.replicas import blocks_of_bucket, buckets
 from tests.covering import pairwise
 
@@ -146,9 +147,9 @@ def test_a_deep_model_is_told_by_a_few_of_its_blocks(dial: str, monkeypatch: pyt
     depths: list[int] = []
     real = told.Step
 
-    def noted(tape: told.Tape, sheet: told.Sheet, plan: Plan, kind: told.Kind) -> told.Step:
+    def noted(log: told.StepLog, sheet: told.Sheet, plan: Plan, kind: told.Kind) -> told.Step:
         depths.append(len(sheet.order))
-        return real(tape, sheet, plan, kind)
+        return real(log, sheet, plan, kind)
 
     monkeypatch.setattr(told, "Step", noted)
     for depth in (80, 800):
@@ -160,14 +161,14 @@ def test_where_two_periods_differ_more_blocks_are_told(monkeypatch: pytest.Monke
     """A period that is none is found out: here every gather of the block 2 is twice as large."""
     plan = Plan(Layout(1, 8), Batch(1, 1, 512), Shard("zero3"), Precision("bf16"))
     sheet = costed(SEVENTY_B, plan)
-    real = told.Sharded.before_forward
+    real = Sharded.before_forward
 
-    def odd(self: told.Sharded, name: object) -> None:
-        real(self, name)  # type: ignore[arg-type]
+    def odd(self: Sharded, name: UnitName, at: TensorKey) -> None:
+        real(self, name, at)
         if name == 2:
-            self.tape.add(Send("all_gather", "dp_shard", "weights", 1))
+            self.log.add(Send("all_gather", "dp_shard", "weights", 1))
 
-    monkeypatch.setattr(told.Sharded, "before_forward", odd)
+    monkeypatch.setattr(Sharded, "before_forward", odd)
     assert same(folded(sheet, plan), fold(schedule(sheet, plan)))
 
 
@@ -179,7 +180,7 @@ EVENTS = lists(
         builds(Free, just(0), sampled_from("ab"), SIZES, TIERS),
         builds(Compute, SIZES),
         builds(Send, just("all_gather"), just("tp"), just("weights"), SIZES, sampled_from(("compute", "gather"))),
-        builds(Copy, TIERS, TIERS, SIZES, just("out")),
+        builds(Copy, TIERS, TIERS, SIZES, just(TO_HOST)),
     )
 )
 

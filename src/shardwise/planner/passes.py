@@ -15,7 +15,17 @@ from functools import cached_property, lru_cache
 from shardwise import techniques
 from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products, sums
 from shardwise.models.roles import is_expert, role
-from shardwise.planner.events import (
+from shardwise.planner.held import recomputed, unfreed
+from shardwise.planner.overhead import workspace_bytes
+from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen, under_way
+from shardwise.planner.seconds.rates import Rates
+from shardwise.spec.cluster import Kind
+from shardwise.spec.hash_once import hash_once
+from shardwise.spec.plan import BYTES, Dtype, Plan
+from shardwise.spec.sheet import KEPT_UNITS, SEND, At, Cut, Op, Sheet, Unit, Within
+from shardwise.techniques.events import (
+    GRADIENT,
+    OUTPUT,
     AddTiedGradients,
     Compute,
     Event,
@@ -28,16 +38,7 @@ from shardwise.planner.events import (
     Send,
     WeightsCall,
 )
-from shardwise.planner.held import recomputed, unfreed
-from shardwise.planner.overhead import workspace_bytes
-from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen, under_way
-from shardwise.planner.seconds.rates import Rates
-from shardwise.spec.cluster import Kind
-from shardwise.spec.hash_once import hash_once
-from shardwise.spec.plan import BYTES, Dtype, Plan
-from shardwise.spec.sheet import KEPT_UNITS, SEND, At, Cut, Op, Sheet, Unit, Within
 
-OUTPUT, GRADIENT = "output", "gradient of output"
 Piece = Event | WeightsCall
 """Of a pass: an event, or a point at which the weights add theirs."""
 

@@ -11,7 +11,6 @@ from functools import lru_cache
 from math import exp, hypot, log, log2
 
 from shardwise.models.config import ModelSpec
-from shardwise.planner.events import Send
 from shardwise.planner.passes import Passes, put_off
 from shardwise.planner.price import at_places
 from shardwise.planner.schedule import Step
@@ -24,8 +23,8 @@ from shardwise.planner.seconds.wires import Wires, wires_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan, Seconds
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
-from shardwise.techniques import offload
-from shardwise.techniques.offload import updated
+from shardwise.techniques.events import ON_HOST, TO_HOST, Send
+from shardwise.techniques.offload import paper as outside
 from shardwise.techniques.offload.legal import return_beside
 
 PLAYED = 4
@@ -51,7 +50,7 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     rates = rates_of(plan, cluster, traits)
     now = _played(costed, plan, cluster, rates, traits)
     optimizer_s = optimizer(costed, plan, rates, unfused=traits.unfused)
-    late_s = max(0.0, max(now.at_s[stream] for stream in ("out", "adds")) - now.at_s["compute"])
+    late_s = max(0.0, max(now.at_s[stream] for stream in (TO_HOST, ON_HOST)) - now.at_s["compute"])
     waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)  # in passes, for copies: no axis is waited for
     found = _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, late_s, copies_s(costed, plan, rates))
     return _waited(found, waited_s, passes_s(costed, plan, rates))
@@ -66,12 +65,7 @@ def _waited(found: Seconds, waited_s: float, copied_s: float) -> Seconds:
 def passes_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
     """Return the seconds that it takes to copy what leaves and comes within the passes of a step: inputs of blocks, to
     a file and from there too, weights, and the gradients of micro-batches before the last."""
-    read, written = rates.disk_bytes_per_s
-    filed = (read, written) if plan.offload.activations == "nvme" else ()
-    inputs, fetched = sum(map(sum, offload.input_bytes(costed, plan))), offload.fetched_bytes(costed, plan)
-    moved_s = sum(inputs / rate for rate in (*rates.host_link_bytes_per_s, *filed))
-    moved_s += fetched / rates.host_link_bytes_per_s[1]
-    moved_s += fetched / read if plan.offload.weights == "nvme" else 0.0
+    moved_s = sum(map(rates.moved_s, outside.passing(costed, plan)))
     early_s = copies_s(costed, plan, rates)[0] if plan.offload.sums == "host" else 0.0
     return plan.batch.accumulation * moved_s + (plan.batch.accumulation - 1) * early_s
 
@@ -81,10 +75,11 @@ def copies_s(costed: Sheet, plan: Plan, rates: Rates) -> tuple[float, float]:
     they come all at once, one is rounded while the one before it is copied."""
     if plan.offload.optimizer == "none":
         return 0.0, 0.0
-    out, home = rates.host_link_bytes_per_s
-    copied, rounded = updated.returned_bytes(costed, plan)
-    rounded_s = 0.0 if return_beside(plan) else rounded / rates.host_bytes_per_s
-    return updated.trained_bytes(costed, plan) / out, max(copied / home, rounded_s)
+    left, back = outside.trained(outside.elsewhere(costed), plan), outside.returning(costed, plan)
+    to_host, to_device = rates.host_link_bytes_per_s
+    rounded_s = 0.0 if return_beside(plan) else back.cast / rates.host_bytes_per_s
+    left_s = left.numbers * BYTES[plan.precision.weights] / to_host
+    return left_s, max(back.returned / to_device, rounded_s)
 
 
 def _offloaded(found: Seconds, plan: Plan, late_s: float, copied_s: tuple[float, float]) -> Seconds:
@@ -199,9 +194,9 @@ def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: T
         after.append(clock.now.copy())
     now = clock.now
     if count > played:
-        late_s = now.at_s["out"] - now.at_s["compute"]
+        late_s = now.at_s[TO_HOST] - now.at_s["compute"]
         now.goes_on(after[1], after[2], count - played)
-        now.at_s["out"] = now.at_s["compute"] + late_s  # what leaves in the last backward, and in none before it
+        now.at_s[TO_HOST] = now.at_s["compute"] + late_s  # what leaves in the last backward, and in none before it
     _send_last(now, costed, clock.wires)
     return now
 
@@ -220,15 +215,15 @@ def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False)
     moments. Where it is no fused kernel it reads or writes a number more often, and gradients are scaled in memory,
     as they are on the host. From NVMe each number is read and written. What the device updates, it does while the host
     updates the rest."""
-    numbers, elsewhere_s = updated.trained_numbers(costed), 0.0
-    tensors = sum(times * sum(weight.trained for weight in unit.weights) for unit, times in costed.repeated())
+    tensors, numbers, *_ = outside.trained(costed, plan)
+    elsewhere_s = 0.0
     weight = BYTES[plan.precision.weights]
     spec = plan.optim.spec
     moment = spec.kept * (1 if spec.packed else BYTES[plan.optim.moments or plan.precision.weights])
     once = weight + 2 * weight + 2 * moment + weight  # the norm reads gradients first
     moved = once if spec.fused and not unfused else weight * spec.passes
     if plan.offload.optimizer != "none":
-        elsewhere = updated.trained_numbers(updated.elsewhere(costed))
+        elsewhere = outside.trained(outside.elsewhere(costed), plan).numbers
         streamed = elsewhere * (weight + moment) if plan.offload.optimizer == "nvme" else 0
         on_host_s = elsewhere * (moved + 2 * weight) / rates.host_bytes_per_s
         elsewhere_s = max(on_host_s, sum(streamed / rate for rate in rates.disk_bytes_per_s))
