@@ -57,11 +57,14 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Tier, Unit, Within, number
 from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, offload, optim, pp, precision, remat, shard, tp
 from shardwise.techniques.between import Between, Weights
-from shardwise.techniques.events import Copy, EventLog, StageLog
-from shardwise.techniques.offload import paper as outside
+from shardwise.techniques.events import EventLog, StageLog
+from shardwise.techniques.offload import tiers
 from shardwise.techniques.offload.narrow import store_narrow
-from shardwise.techniques.shard.paper import Replicated, Sharded
-from shardwise.techniques.shard.paper import period as period
+from shardwise.techniques.offload.paper import ComingWeights, LeavingGradients, WaitingInputs
+from shardwise.techniques.offload.tiers import copied_after as copied_after
+from shardwise.techniques.shard.paper import Sharded
+from shardwise.techniques.shard.replicated import Replicated
+from shardwise.techniques.shard.replicated import period as period
 from shardwise.techniques.states import frozen
 from shardwise.techniques.variant import Traced
 
@@ -226,23 +229,17 @@ def between(log: EventLog, sheet: Sheet, plan: Plan, stage: int = 0) -> tuple[We
     """Return what has the weights of a stage and their gradients, and all that is done between its units, in the order
     in which each acts before a unit: after it, what was first is last."""
     own = log if plan.layout.pp == 1 else StageLog(log, stage)
-    units = (sheet.stem, *(sheet.blocks[kind] for kind in sheet.order), sheet.tail)
-    gradients = outside.LeavingGradients(own, sheet, plan)
+    gradients = LeavingGradients(own, sheet, plan)
     weights: Weights = (Sharded if plan.sharded else Replicated)(own, sheet, plan, gradients)
-    inputs = outside.WaitingInputs(log, units, plan, stage)
-    return weights, [outside.ComingWeights(own, sheet, plan), weights, inputs, gradients]
+    inputs = WaitingInputs(log, sheet, plan, stage)
+    return weights, [ComingWeights(own, sheet, plan), weights, inputs, gradients]
 
 
 def held(sheet: Sheet, plan: Plan) -> Mapping[tuple[Tier, str], int]:
     """Return the bytes that are there all the time at the sheet's place, by tier and category: weights and moments on
     the device, and what is kept elsewhere."""
-    state, moved = (optim.state_bytes(each, plan) for each in (sheet, outside.elsewhere(sheet)))
-    return outside.held(sheet, plan, state, moved["moments"], _in_flight(sheet, plan))
-
-
-def copied_after(sheet: Sheet, plan: Plan) -> list[Copy]:
-    """Return what is copied once, after the weights have been updated and before the next forward."""
-    return outside.copied_after(sheet, plan)
+    state, moved = (optim.state_bytes(each, plan) for each in (sheet, tiers.elsewhere(sheet)))
+    return tiers.held(sheet, plan, state, moved["moments"], _in_flight(sheet, plan))
 
 
 def _in_flight(sheet: Sheet, plan: Plan) -> list[int]:

@@ -34,7 +34,7 @@ class Gradients(Between):
         an earlier one. ``size``: its bytes without padding. ``unit``: the block that it is in, or "stem" for both ends
         of the model."""
 
-    def flattened(self, bucket: Hashable, keys: list[Hashable]) -> None:
+    def flattened(self, bucket: Hashable, keys: tuple[Hashable, ...]) -> None:
         """Gradients, by their keys, have been copied into a bucket."""
 
     def kept(self) -> Hashable:

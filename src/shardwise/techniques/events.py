@@ -165,6 +165,12 @@ class EventLog:
         self.record(other, mark)
         self.wait(stream, mark)
 
+    def copies(self, copy: Copy, mark: Hashable, behind: str = "compute") -> None:
+        """Add a copy after all that another stream has been given so far; ``mark`` stands behind it."""
+        self.follow(copy.stream, ("before", mark), behind)
+        self.add(copy)
+        self.record(copy.stream, mark)
+
     def make(self, key: Key, category: str, size: int, tier: Tier = "device") -> None:
         """Raises KeyError where ``key`` is alive already."""
         if key in self.alive:

@@ -54,8 +54,8 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques.offload.legal import leave_early, problems, return_beside
 from shardwise.techniques.offload.narrow import narrowed, narrows
-from shardwise.techniques.offload.paper import staying
 from shardwise.techniques.offload.sizes import BLOCK_BYTES, SUM_BUFFERS
+from shardwise.techniques.offload.tiers import staying
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Mark the units that the device updates, where the host updates others, and give the blocks of these their narrow
-    weights. What is on the host, when gradients leave and when weights come, paper.py says."""
+    weights. What is on the host tiers.py says, and paper.py when gradients leave and weights come."""
     if plan.offload.optimizer == "none":
         return sheet
     compute, sharded = plan.precision.compute, plan.sharded

@@ -131,11 +131,8 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     last = Place(layout, layout.rank({"dp_shard": layout.dp_shard - 1, "cp": layout.cp - 1}))
     every = one_of_each({**parameter_shapes(spec), **trained} if plan.sharded else {})
     ends = [[prod(piece(name, shape, of, place)) for place in (Place(layout), last)] for name, shape in every.items()]
-    bits, limit, alone = (
-        BYTES[plan.precision.weights],
-        plan.shard.bucket_bytes,
-        plan.sharded or layout.size("loss") == 1,
-    )
+    bits, limit = BYTES[plan.precision.weights], plan.shard.bucket_bytes
+    alone = plan.sharded or layout.size("loss") == 1
     sizes = {} if alone else {name: prod(piece(name, shape, of, last)) * bits for name, shape in trained.items()}
     each = [buckets([(name, sizes[name]) for name in held], limit) for held in _together(spec, plan, sizes)]
     filled = [bucket for own in each for bucket in own]

@@ -1,17 +1,16 @@
-"""The weights and their gradients at each moment of a step: whole on every rank, or gathered when needed.
+"""The weights and their gradients at each moment of a step, where they are gathered when needed.
 
 :class:`Sharded` follows FSDP2: a group is gathered into one buffer and copied out of it; in forward the buffer lives
 until the next group is copied out, in backward the next group is gathered while one computes; after a group's backward
 its gradients are copied into one buffer, scattered, and the buffer lives until the next group's. Its streams are
 ``gather``, ``reduce`` and, of a hybrid plan, ``all_reduce``; what waits for what is as in
-torch/distributed/fsdp/_fully_shard. :class:`Replicated` follows replicas.py: gradients are on their way in buckets.
+torch/distributed/fsdp/_fully_shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Set
-from dataclasses import replace
-from math import lcm, prod
+from math import prod
 from typing import Any
 
 from shardwise.models.roles import is_expert
@@ -19,33 +18,11 @@ from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
 from shardwise.techniques.between import Gradients, Weights
 from shardwise.techniques.events import Copy, EventLog, ExpertsRun, Send, TensorKey, UnitName
-from shardwise.techniques.shard.replicas import BucketQueue, blocks_of_bucket, buckets
 from shardwise.techniques.shard.unit_bytes import ExpertsOf, groups
-from shardwise.techniques.states import summed_over
 
 HEAD = "gradient of the tied output layer"
 Group = UnitName | ExpertsOf
 """What is gathered and reduced as one."""
-
-
-def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
-    """Bytes of each trained weight's gradient, by canonical name, in the model's order."""
-    own = BYTES[plan.precision.weights]
-    stem, *kinds, tail = ([(w.name, w.numel(1, 1) * own) for w in unit.weights if w.trained] for unit in sheet.units)
-    sizes = dict(stem)
-    for index, kind in enumerate(sheet.order):
-        sizes |= {f"layers.{index}.{name}": size for name, size in kinds[kind]}
-    return sizes | dict(tail)
-
-
-def period(sheet: Sheet, plan: Plan, order: tuple[int, ...]) -> int:
-    """Return after how many blocks all is done again between units, where the kinds of blocks repeat as in ``order``:
-    when as many have filled their buckets."""
-    if plan.sharded or plan.layout.size("loss") == 1:
-        return len(order)
-    sizes = gradient_bytes(replace(sheet, order=order), plan)
-    block = sum(size for name, size in sizes.items() if name.startswith("layers.")) // len(order)
-    return lcm(len(order), blocks_of_bucket(block, plan.shard.bucket_bytes))
 
 
 class StrategyWeights(Weights):
@@ -124,95 +101,144 @@ class Unreduced:
         self.made, self.kept = {}, {}
 
 
-class Sharded(StrategyWeights):
-    """Every rank holds a slice, as FSDP2 does it. Where stem and tail are one group, it is ``tail``: gathered before
-    the stem's forward and reduced after its backward."""
+class Gathers:
+    """The gathered weights of the groups of a plan, and the buffers that they are copied out of."""
 
-    def __init__(self, log: EventLog, sheet: Sheet, plan: Plan, gradients: Gradients) -> None:
-        super().__init__(log, sheet, plan, gradients)
-        self.groups = groups(sheet, plan)
-        self.strategy = plan.shard.strategy
-        self.reshard = plan.shard.reshard_after_forward if self.strategy == "zero3" else False
+    def __init__(self, log: EventLog, sheet: Sheet, plan: Plan) -> None:
+        self.log, self.plan, self.groups = log, plan, groups(sheet, plan)
+        self.resharded = plan.shard.reshard_after_forward if plan.shard.strategy == "zero3" else False
         order: list[UnitName] = ["stem", *range(len(sheet.order)), "tail"]
         self.before = dict(zip(order[1:], order, strict=False))
         self.group_of: dict[UnitName, Group] = {name: name if name in self.groups else "tail" for name in order}
         self.buffers: list[Group] = []  # groups whose gathered buffer is there; one, or two as the next arrives
-        self.unreduced = {group: Unreduced(log, plan, group) for group in self.groups}
-        self.reduced = ""  # the mark behind what was reduced last
         # What backward does not read: of the stem, a lookup's does not.
         self.once = {"stem", *(i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward)}
 
-    def before_waiting(self, names: Iterable[UnitName]) -> None:
-        """Gather what stays whole for a step before its first forward, where that comes from another rank."""
-        for name in names if self.strategy != "zero3" else ():
-            self._begin_forward(name)
-            for experts in self._experts(name):
-                self._copy_out_for_forward(experts)
-            self._let_go([*self.buffers])
-
-    def before_forward(self, name: UnitName, at: TensorKey) -> None:
-        self._begin_forward(name)
-
-    def _begin_forward(self, name: UnitName) -> None:
+    def begin_forward(self, name: UnitName) -> None:
         if name == "stem":  # the optimizer has written the slices that are gathered
             self.log.follow("gather", "start of forward")
-        self._copy_out_for_forward(self.group_of[name])
+        self.copy_out_for_forward(self.group_of[name])
 
-    def _copy_out_for_forward(self, group: Group) -> None:
-        if self._is_whole(group):
+    def begin_backward(self, name: UnitName) -> None:
+        """Have the weights of a unit, and gather those of the unit whose backward comes next."""
+        self.copy_out_for_backward(self.group_of[name])
+        ahead = self.group_of[self.before[name]]
+        if not self.is_whole(ahead) and ahead not in self.once:
+            for one in (ahead, *self.experts_of(ahead)):
+                if not self.is_whole(one) and one not in self.buffers:
+                    self._gather(one)
+
+    def copy_out_for_forward(self, group: Group) -> None:
+        if self.is_whole(group):
             return
         if group not in self.buffers:
             self._gather(group)
         others, several = [other for other in self.buffers if other != group], len(self.groups[group].gathers) > 1
         # torch lets go of what it gathered before once it has copied out; of several calls the first, a small one.
         if several:
-            self._let_go(others)
+            self.let_go(others)
         self._copy_out(group)
-        self._let_go([] if several else others)
-        for experts in self._experts(group):
-            if not self._is_whole(experts):
+        self.let_go([] if several else others)
+        for experts in self.experts_of(group):
+            if not self.is_whole(experts):
                 self._gather(experts)
 
-    def after_forward(self, name: UnitName, at: TensorKey) -> None:
-        if name == "tail":
-            self._let_go([*self.buffers])
-        else:
-            self._reshard(self.group_of[name])
-
-    def _reshard(self, group: Group) -> None:
-        """Free the weights of a group after its forward, unless backward finds them there."""
-        if self.reshard is False or group == "tail":
-            return
-        if self.reshard is not True and group not in self.once and not isinstance(group, ExpertsOf):
-            self.log.make(("post forward", group), "gathered", self.groups[group].kept_bytes)
-            self.log.record("compute", ("kept", group))
-        self.log.drop(("weights", group))
-
-    def before_backward(self, name: UnitName, at: TensorKey) -> None:
-        if name == "stem":
-            return
-        self._copy_out_for_backward(self.group_of[name])
-        ahead = self.group_of[self.before[name]]
-        if not self._is_whole(ahead) and ahead not in self.once:
-            for one in (ahead, *self._experts(ahead)):
-                if not self._is_whole(one) and one not in self.buffers:
-                    self._gather(one)
-
-    def _copy_out_for_backward(self, group: Group) -> None:
-        if self._is_whole(group) or group in self.once:
+    def copy_out_for_backward(self, group: Group) -> None:
+        if self.is_whole(group) or group in self.once:
             return
         if group not in self.buffers:
             self._gather(group)
         self._copy_out(group)
-        self._let_go([group])
+        self.let_go([group])
+
+    def reshard(self, group: Group) -> None:
+        """Free the weights of a group after its forward, unless backward finds them there."""
+        if self.resharded is False or group == "tail":
+            return
+        if self.resharded is not True and group not in self.once and not isinstance(group, ExpertsOf):
+            self.log.make(("post forward", group), "gathered", self.groups[group].kept_bytes)
+            self.log.record("compute", ("kept", group))
+        self.log.drop(("weights", group))
+
+    def is_whole(self, group: Group) -> bool:
+        return ("weights", group) in self.log.alive
+
+    def experts_of(self, group: Group) -> list[ExpertsOf]:
+        """Return what is gathered with a block, before it is needed: its experts, where these are units."""
+        experts = ExpertsOf(group) if isinstance(group, int) else None
+        return [experts] if experts in self.groups and experts else []
+
+    def _gather(self, group: Group) -> None:
+        """Copies this rank's slice into the compute type, then gathers into a buffer."""
+        size, again = self.groups[group], ("post forward", group) in self.log.alive
+        self.log.make(("slice", group), "buffers", size.cast_bytes if size.buffer_bytes and not again else 0)
+        self.log.make(("gather", group), "buffers", size.buffer_bytes)
+        if again:
+            self.log.wait("gather", ("kept", group))
+        else:
+            self.log.add(Copy("device", "device", size.cast_bytes, "gather"))
+        for call in size.regathers if again else size.gathers:
+            if self.plan.layout.size(call.over) > 1:
+                self.log.add(Send("all_gather", call.over, "weights", call.bytes, "gather"))
+        self.log.record("gather", ("gathered", group))
+        self.log.free(("slice", group))
+        self.buffers.append(group)
+
+    def _copy_out(self, group: Group) -> None:
+        self.log.wait("compute", ("gathered", group))
+        self.log.make(("weights", group), "gathered", self.groups[group].wire_bytes)
+        self.log.add(Copy("device", "device", self.groups[group].wire_bytes))
+        self.log.record("compute", ("copied out", group))
+        self.log.drop(("post forward", group))
+
+    def let_go(self, groups: list[Group]) -> None:
+        """Free the buffers of these groups, which have been copied out of."""
+        for group in groups:
+            self.log.wait("gather", ("copied out", group))
+            self.log.free(("gather", group))
+            self.buffers.remove(group)
+
+
+class Sharded(StrategyWeights):
+    """Every rank holds a slice, as FSDP2 does it. Where stem and tail are one group, it is ``tail``: gathered before
+    the stem's forward and reduced after its backward."""
+
+    def __init__(self, log: EventLog, sheet: Sheet, plan: Plan, gradients: Gradients) -> None:
+        super().__init__(log, sheet, plan, gradients)
+        self.gathers = Gathers(log, sheet, plan)
+        self.groups, self.group_of = self.gathers.groups, self.gathers.group_of
+        self.strategy = plan.shard.strategy
+        self.unreduced = {group: Unreduced(log, plan, group) for group in self.groups}
+        self.reduced = ""  # the mark behind what was reduced last
+
+    def before_waiting(self, names: Iterable[UnitName]) -> None:
+        """Gather what stays whole for a step before its first forward, where that comes from another rank."""
+        for name in names if self.strategy != "zero3" else ():
+            self.gathers.begin_forward(name)
+            for experts in self.gathers.experts_of(name):
+                self.gathers.copy_out_for_forward(experts)
+            self.gathers.let_go([*self.gathers.buffers])
+
+    def before_forward(self, name: UnitName, at: TensorKey) -> None:
+        self.gathers.begin_forward(name)
+
+    def after_forward(self, name: UnitName, at: TensorKey) -> None:
+        if name == "tail":
+            self.gathers.let_go([*self.gathers.buffers])
+        else:
+            self.gathers.reshard(self.group_of[name])
+
+    def before_backward(self, name: UnitName, at: TensorKey) -> None:
+        if name != "stem":
+            self.gathers.begin_backward(name)
 
     def experts(self, run: ExpertsRun, name: UnitName) -> None:
         """Gather or free experts that are units: their weights come and go with their forward and their backward."""
-        for experts in self._experts(name):
+        for experts in self.gathers.experts_of(name):
             if run.which == "forward":
-                (self._copy_out_for_forward if run.begins else self._reshard)(experts)
+                (self.gathers.copy_out_for_forward if run.begins else self.gathers.reshard)(experts)
             else:
-                (self._copy_out_for_backward if run.begins else self._end_backward)(experts)
+                (self.gathers.copy_out_for_backward if run.begins else self._end_backward)(experts)
 
     def gradient(self, weight: Tensor, name: UnitName) -> None:
         apart = self.plan.layout.ep > 1 and is_expert(weight.name) and isinstance(name, int)
@@ -242,7 +268,7 @@ class Sharded(StrategyWeights):
             self.unreduced[group].keep()
 
     def after_weight_gradients(self, name: UnitName) -> None:
-        for group in (*self._experts(name), self.group_of[name]):
+        for group in (*self.gathers.experts_of(name), self.group_of[name]):
             if self.last:
                 self.log.drop(("weights", group))
             self.unreduced[group].keep()
@@ -259,52 +285,14 @@ class Sharded(StrategyWeights):
 
     def kept(self) -> Hashable:
         waiting = ((group, tuple(one.made.items()), tuple(one.kept.items())) for group, one in self.unreduced.items())
-        return super().kept(), tuple(self.buffers), tuple(waiting), self.reduced
+        return super().kept(), tuple(self.gathers.buffers), tuple(waiting), self.reduced
 
     def restore(self, kept: Any) -> None:
         alive, buffers, waiting, self.reduced = kept
         super().restore(alive)
-        self.buffers = [*buffers]
+        self.gathers.buffers = [*buffers]
         for group, made, unreduced in waiting:
             self.unreduced[group].made, self.unreduced[group].kept = dict(made), dict(unreduced)
-
-    def _is_whole(self, group: Group) -> bool:
-        return ("weights", group) in self.log.alive
-
-    def _experts(self, group: Group) -> list[ExpertsOf]:
-        """Return what is gathered with a block, before it is needed: its experts, where these are units."""
-        experts = ExpertsOf(group) if isinstance(group, int) else None
-        return [experts] if experts in self.groups and experts else []
-
-    def _gather(self, group: Group) -> None:
-        """Copies this rank's slice into the compute type, then gathers into a buffer."""
-        size, again = self.groups[group], ("post forward", group) in self.log.alive
-        self.log.make(("slice", group), "buffers", size.cast_bytes if size.buffer_bytes and not again else 0)
-        self.log.make(("gather", group), "buffers", size.buffer_bytes)
-        if again:
-            self.log.wait("gather", ("kept", group))
-        else:
-            self.copy(size.cast_bytes, "gather")
-        for call in size.regathers if again else size.gathers:
-            if self.plan.layout.size(call.over) > 1:
-                self.log.add(Send("all_gather", call.over, "weights", call.bytes, "gather"))
-        self.log.record("gather", ("gathered", group))
-        self.log.free(("slice", group))
-        self.buffers.append(group)
-
-    def _copy_out(self, group: Group) -> None:
-        self.log.wait("compute", ("gathered", group))
-        self.log.make(("weights", group), "gathered", self.groups[group].wire_bytes)
-        self.copy(self.groups[group].wire_bytes)
-        self.log.record("compute", ("copied out", group))
-        self.log.drop(("post forward", group))
-
-    def _let_go(self, groups: list[Group]) -> None:
-        """Free the buffers of these groups, which have been copied out of."""
-        for group in groups:
-            self.log.wait("gather", ("copied out", group))
-            self.log.free(("gather", group))
-            self.buffers.remove(group)
 
     def _reduce(self, group: Group, *, summed: bool) -> None:
         """``summed``: the replicas of a hybrid sum what each has."""
@@ -342,78 +330,3 @@ class Sharded(StrategyWeights):
             unit: UnitName = block if isinstance(block, int) else "stem"
             self.gradients.whole(unit, ("grad", group), size.unpadded_bytes, last=self.last, summed=self.reduced)
         self.log.free(("scattered", group))
-
-
-class Replicated(StrategyWeights):
-    """Every rank holds all weights. The last micro-batch flattens gradients bucket by bucket."""
-
-    def __init__(self, log: EventLog, sheet: Sheet, plan: Plan, gradients: Gradients) -> None:
-        super().__init__(log, sheet, plan, gradients)
-        self.size = gradient_bytes(sheet, plan)
-        self.buckets: dict[str, list[list[str]]] = {}
-        for over in ("loss", *["expert_loss"] * (plan.layout.ep > 1)):
-            if plan.layout.size(over) > 1:
-                sizes = [(name, size) for name, size in self.size.items() if summed_over(name, plan) == over]
-                self.buckets[over] = buckets(sizes, plan.shard.bucket_bytes)
-        self.queues = {over: BucketQueue(filled) for over, filled in self.buckets.items()}
-        self.bucket_of = {
-            name: (over, number)
-            for over, filled in self.buckets.items()
-            for number, names in enumerate(filled)
-            for name in names
-        }
-        self.last_sent: Hashable = None
-
-    def kept(self) -> Hashable:
-        queues = tuple((tuple(queue.missing), queue.sent) for queue in self.queues.values())
-        return super().kept(), queues, self.last_sent
-
-    def restore(self, kept: Any) -> None:
-        alive, queues, self.last_sent = kept
-        super().restore(alive)
-        for queue, (missing, sent) in zip(self.queues.values(), queues, strict=True):
-            queue.missing, queue.sent = [*missing], sent
-
-    def gradient(self, weight: Tensor, name: UnitName) -> None:
-        if isinstance(name, int):
-            self._arrived(f"layers.{name}.{weight.name}", name)
-        else:
-            self._arrived(weight.name, "stem")
-
-    def head_gradient(self) -> None:
-        if self.tied:
-            assert self.output is not None
-            self.log.make(HEAD, "gradients", self.size[self.output.name])
-        else:
-            self._arrived("head.weight", "stem")
-
-    def _arrived(self, name: str, unit: UnitName) -> None:
-        self.log.hold(("grad", name), "gradients", self.size[name])
-        self.gradients.whole(unit, ("grad", name), self.size[name], last=self.last)
-        if self.last and name in self.bucket_of:
-            over, number = self.bucket_of[name]
-            for filled in self.queues[over].arrived(number):
-                self._send(over, filled)
-
-    def _send(self, over: str, number: int) -> None:
-        names, index = self.buckets[over][number], (over, number)
-        total = sum(self.size[name] for name in names)
-        if len(names) > 1:
-            self.log.make(("bucket", index), "gradients", total)
-            self.gradients.flattened(("bucket", index), [("grad", name) for name in names])
-            for name in names:
-                self.log.free(("grad", name))
-            self.copy(total)
-        precision = self.plan.precision
-        wired = total // BYTES[precision.weights] * BYTES[precision.reduce]
-        if precision.reduce != precision.weights:
-            self.log.make(("wire", index), "buffers", wired)
-            self.copy(total)
-        self.log.follow("reduce", ("bucket", index))
-        self.log.add(Send("all_reduce", over, "gradients", wired, "reduce"))
-        self.last_sent = ("summed", index)
-        self.log.record("reduce", self.last_sent)
-
-    def end(self) -> None:
-        if self.last and self.last_sent:  # behind all others in their stream
-            self.log.wait("compute", self.last_sent)
