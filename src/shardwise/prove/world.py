@@ -42,6 +42,8 @@ from shardwise.spec.recipe import Method, OptimSection
 from shardwise.spec.sheet import CONTROL_BYTES
 from shardwise.techniques import offload
 from shardwise.techniques.offload.activations import MovedInputs
+from shardwise.techniques.optim import elementwise
+from shardwise.techniques.optim.elementwise import pieces
 
 SMALL = 2**20
 """Up to this many parameters, real tensors are faster than fake ones."""
@@ -149,17 +151,28 @@ def measure(spec: ModelSpec, plan: Plan, rank: int = 0, fake: bool | None = None
     plan = replace(plan, expert_imbalance=1.0)  # rows that nobody sends are taken to be as many for each rank
     with fake_world(plan.layout, rank) as groups:
         tracker = WorldCounter(FakeTensorMode(allow_non_fake_inputs=True) if fake else None, groups.called())
-        with watch_resizes(tracker.resize), patch.object(Sending, "left", lambda sending: True):
+        with (
+            watch_resizes(tracker.resize),
+            patch.object(Sending, "left", lambda _: True),
+            patch.object(elementwise, "pieces", _ends) if fake else nullcontext(),
+        ):
             parts = _parts(spec, plan, groups, tracker)
             with tracker.fake or nullcontext(), tracker:
                 host = offload.host_weights(parts, plan)
                 state = TrainState(parts, optimizer_of(parts, settings, plan, host), host=host)
                 finish = finish_of(Method(name=plan.method.name), plan)
                 rules = StepRules(plan, groups, settings, 100, finish)
-                _step(state, rules, plan.batch.accumulation if plan.layout.pp > 1 else 1)  # in it FSDP2 sets itself up
+                with nullcontext() if host else patch.object(state.optimizer, "step"):
+                    _step(state, rules, plan.batch.accumulation if plan.layout.pp > 1 else 1)  # FSDP2 sets itself up
                 tracker.sent.clear()
                 tracker.peak_bytes = tracker.alive_bytes
                 return _measured_step(state, rules, tracker)
+
+
+def _ends(length: int, each: int) -> list[slice]:
+    """Return the first and the last piece of a weight that is updated: those between hold and send no more."""
+    found = pieces(length, each)
+    return [*found[:1], *found[1:][-1:]]
 
 
 def _parts(spec: ModelSpec, plan: Plan, groups: Meshes, tracker: WorldCounter) -> list[torch.nn.Module]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from shardwise.distributed.slices import cuts, local
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection
+from shardwise.techniques.optim import elementwise
 from shardwise.techniques.optim.elementwise import PIECE, Group
 from shardwise.techniques.optim.elementwise import regimes as regimes
 
@@ -95,9 +96,9 @@ class Factored(Optimizer):
     def _pieces(self, grad: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows, a few at a time, with their gradients."""
         each = max(1, PIECE.get(grad.device.type, 2**22) // grad.shape[1])
-        for first in range(0, len(grad), each):
-            own = grad[first : first + each].to(wide)
-            yield slice(first, first + each), own if self.grad_scale is None else own / self.grad_scale
+        for part in elementwise.pieces(len(grad), each):
+            own = grad[part].to(wide)
+            yield part, own if self.grad_scale is None else own / self.grad_scale
 
     def _found(self, device: torch.device) -> Tensor:
         none = torch.zeros((), dtype=torch.bool, device=device)

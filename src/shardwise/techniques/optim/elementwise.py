@@ -26,6 +26,12 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     return {"a weight that is updated in pieces": max(map(prod, trained.values()), default=0) > PIECE["cpu"]}
 
 
+def pieces(length: int, each: int) -> list[slice]:
+    """Return what is updated one after the other of a weight of ``length`` rows, or elements, ``each`` of them at most.
+    Fake worlds leave out those between the first and the last (prove/world.py)."""
+    return [slice(first, min(first + each, length)) for first in range(0, length, each)]
+
+
 class Elementwise(Optimizer):
     """An optimizer over plain and sharded parameters. What is ``kept`` of each is there from the start: zeros, sharded
     as it is."""
@@ -61,8 +67,8 @@ class Elementwise(Optimizer):
         state["step"] += 1 - found
         wide = torch.promote_types(grad.dtype, torch.float32)
         tensors = (grad, *(local(each.detach()).view(-1) for each in (parameter, *(state[key] for key in self.kept))))
-        pieces = (each.split(PIECE.get(grad.device.type, 2**22)) for each in tensors)
-        for piece, *held in zip(*pieces, strict=True):
+        for part in pieces(len(grad), PIECE.get(grad.device.type, 2**22)):
+            piece, *held = (each[part] for each in tensors)
             own = piece.to(wide) if self.grad_scale is None else piece.to(wide) / self.grad_scale
             for old, new in zip(held, self.updated(own, group, *(each.to(wide) for each in held)), strict=True):
                 torch.where(found > 0, old, new.to(old.dtype), out=old)

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.distributed.slices import local, local_slice
+from shardwise.techniques.optim import elementwise
+from shardwise.techniques.optim.elementwise import PIECE
 
 _GOLDEN, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed numbers."""
-_CHUNK = {"cpu": 2**16}
-"""Elements that are converted to fp32 at a time: few on a CPU, so that they stay in its cache; many on a GPU (2^22), to
-keep it busy."""
 
 
 Kept = dict[str, Tensor]
@@ -135,13 +134,12 @@ class RoundedAdamW(Optimizer):
             kept = {name: value.view(1) for name, value in kept.items()}
             return self._rows(weight.view(1), grad.view(1), kept, noise(key, (), ()).view(1), group, state["step"])
         length = weight.shape[0]
-        rows = max(1, _CHUNK.get(grad.device.type, 2**22) * length // weight.numel())
-        for start in range(0, length, rows):
-            stop = min(start + rows, length)
-            first = slice(slices[0].start + start, slices[0].start + stop)
+        rows = max(1, PIECE.get(grad.device.type, 2**22) * length // weight.numel())
+        for part in elementwise.pieces(length, rows):
+            first = slice(slices[0].start + part.start, slices[0].start + part.stop)
             random = noise(key, (first, *slices[1:]), tuple(parameter.shape))
-            part = {name: value[start:stop] for name, value in kept.items()}
-            self._rows(weight[start:stop], grad[start:stop], part, random, group, state["step"])
+            held = {name: value[part] for name, value in kept.items()}
+            self._rows(weight[part], grad[part], held, random, group, state["step"])
 
     def _rows(
         self, weight: Tensor, grad: Tensor, kept: Kept, random: Tensor, group: dict[str, Any], step: Tensor
