@@ -84,7 +84,7 @@ def copied_after(sheet: Sheet, plan: Plan) -> list[Copy]:
     return [Copy("host", "device", size, TO_DEVICE)] if size else []
 
 
-class Waiting(NamedTuple):
+class WaitingBytes(NamedTuple):
     """Bytes of the weights of a block that wait on the host: with padding and without, and as whole pages of each."""
 
     padded: int
@@ -92,7 +92,7 @@ class Waiting(NamedTuple):
     pages: int
 
 
-def waiting(sheet: Sheet, plan: Plan) -> list[Waiting]:
+def waiting(sheet: Sheet, plan: Plan) -> list[WaitingBytes]:
     """Return the weights that wait of each block in their order, at the sheet's place; of none, where all are on the
     device."""
     if plan.offload.weights == "none":
@@ -102,13 +102,13 @@ def waiting(sheet: Sheet, plan: Plan) -> list[Waiting]:
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _waiting(block: Unit, place: Place, trained: bool) -> Waiting:
+def _waiting(block: Unit, place: Place, trained: bool) -> WaitingBytes:
     weights = [weight for weight in block.weights if trained or not weight.trained]
     padded, exact = (
         [weight.local_numel(place, padded=padded) * BYTES[weight.dtype] for weight in weights]
         for padded in (True, False)
     )
-    return Waiting(sum(padded), sum(exact), sum(map(whole_pages, exact)))
+    return WaitingBytes(sum(padded), sum(exact), sum(map(whole_pages, exact)))
 
 
 def leaving(blocks: Sequence[Unit], plan: Plan, *, first_stays: bool) -> dict[int, tuple[int, int]]:
@@ -172,7 +172,7 @@ def held(
     return found
 
 
-def _staged_bytes(sheet: Sheet, waits: Sequence[Waiting]) -> int:
+def _staged_bytes(sheet: Sheet, waits: Sequence[WaitingBytes]) -> int:
     """Return the memory of the host through which weights come from files, one a stage: whole pages for its largest
     block."""
     total, begin = 0, 0
