@@ -124,7 +124,7 @@ def main() -> None:
     asked = parser.parse_args()
     directory = asked.out or Path(tempfile.mkdtemp())
     wrong = [what for each in asked.models for what in curve(each, asked.steps, asked.bias_rate, directory)]
-    sys.exit("\n".join(wrong))
+    sys.exit("\n".join(wrong) or 0)
 
 
 if __name__ == "__main__":

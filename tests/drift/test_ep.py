@@ -13,7 +13,6 @@ import pytest
 from shardwise import techniques
 from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.models.roles import is_expert
-from shardwise.planner.events import Send
 from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.seconds.kernels import under_way
 from shardwise.planner.sheets import sheet_of
@@ -24,6 +23,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.sheet import SEND
+from shardwise.techniques.events import Send
 from tests.parity.mixtures import CASES, Case
 
 BF16 = Precision(compute="bf16")

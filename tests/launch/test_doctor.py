@@ -40,7 +40,7 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.cluster_file import load_cluster
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
 from shardwise.spec.plan import Offload, Plan
-from shardwise.techniques.offload import scratch, updated
+from shardwise.techniques.offload import scratch, tiers
 from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.sizes import BLOCK_BYTES
 from tests.launch import doctor_ranks
@@ -171,7 +171,7 @@ def test_the_host_s_update_is_measured_as_it_is_counted(monkeypatch: pytest.Monk
     plan, spec = Plan(offload=Offload("host")), load_spec("Llama-3.2-1B")
     rates = replace(rates_of(plan, parse_cluster("1xH100"), own_traits()), host_bytes_per_s=rate)
     costed = techniques.cost(sheet_of(spec, plan), plan)
-    numbers = updated.trained_numbers(costed)
+    numbers = tiers.trained(costed, plan).numbers
     assert optimizer(costed, plan, rates) * rate == pytest.approx(compute.HOST_BYTES * numbers)
 
 

@@ -14,7 +14,6 @@ from shardwise.distributed.fake_world import fake_world
 from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.load import load_spec
 from shardwise.planner import overhead
-from shardwise.planner.events import Compute, Free, Make
 from shardwise.planner.price import price
 from shardwise.planner.schedule import schedule
 from shardwise.planner.sheets import sheet_of
@@ -23,6 +22,7 @@ from shardwise.spec.explain import memory_lines
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Shard, Strategy
 from shardwise.spec.sheet import Sheet, Unit
+from shardwise.techniques.events import Compute, Free, Make
 
 MIB = 2**20
 EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from shardwise.models.load import load_spec
+from shardwise.planner.log import StepLog
 from shardwise.planner.passes import Passes
 from shardwise.planner.price import at_places, price
-from shardwise.planner.schedule import micro_batches
+from shardwise.planner.schedule import folded, micro_batches, schedule
 from shardwise.planner.schedule import staged as staged_on
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span, fold, same
-from shardwise.planner.tape import Tape
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of
-from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques import cost
 from shardwise.techniques.pp import even
 from shardwise.techniques.pp.actions import SCHEDULES
@@ -41,9 +41,9 @@ def full(plan: Plan, rank: int) -> Span:
     """Every action of a rank."""
     place = place_of(plan.layout.rank({"pp": rank}), plan.layout, plan.stages(SPEC.num_hidden_layers))
     costed = cost(sheet_of(SPEC, plan, place), plan)
-    tape = Tape()
-    staged_on(tape, costed, plan, "cuda", None)
-    return fold(tape.events)
+    log = StepLog()
+    staged_on(log, costed, plan, "cuda", None)
+    return fold(log.events)
 
 
 @pytest.mark.matrix(2)
@@ -64,6 +64,15 @@ def test_of_interleaved_stages_too(each: int, m: int) -> None:
     for costed in at_places(SPEC, plan):
         found = micro_batches(costed, plan, Passes.of(costed, plan, "cuda"))
         assert same(found, full(plan, costed.place.coordinate("pp")))
+
+
+def test_of_gradients_that_leave_a_rank_with_fewer_rows_than_others() -> None:
+    """What is copied of each is without its padding, in the step that is played and in those that follow from it."""
+    plan = replace(staged("1f1b", 2, 12, "zero3"), offload=Offload("host"))
+    plan = replace(plan, layout=Layout(dp_shard=3, pp=2, ranks_per_node=8))
+    place = place_of(plan.layout.rank({"dp_shard": 2}), plan.layout, plan.stages(SPEC.num_hidden_layers))
+    costed = cost(sheet_of(SPEC, plan, place), plan)
+    assert same(folded(costed, plan), fold(schedule(costed, plan)))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])

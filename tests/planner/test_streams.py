@@ -11,12 +11,25 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.load import load_spec
-from shardwise.planner.events import Begin, Compute, Copy, Event, Free, Make, Mark, Record, Send, Wait
+from shardwise.planner.log import StepLog
 from shardwise.planner.schedule import schedule
 from shardwise.planner.sheets import sheet_of
-from shardwise.planner.tape import Tape
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Plan, Remat, Shard
+from shardwise.techniques.events import (
+    TO_DEVICE,
+    TO_HOST,
+    Begin,
+    Compute,
+    Copy,
+    Event,
+    Free,
+    Make,
+    Mark,
+    Record,
+    Send,
+    Wait,
+)
 from tests.planner.test_spans import DIALS
 
 SPEC = replace(load_spec("Llama-3.1-8B"), num_hidden_layers=5)
@@ -106,14 +119,14 @@ def test_inputs_of_blocks_leave_and_come_back_beside_what_is_computed() -> None:
     computed = [i for i, event in enumerate(events) if isinstance(event, Compute)]
     begun = [i for i, event in enumerate(events) if isinstance(event, Begin)]
     copies = [(i, event) for i, event in enumerate(events) if isinstance(event, Copy) and event.source != event.target]
-    one_pass = [("device", "host", "out")] * 4 + [("host", "device", "home")] * 4
+    one_pass = [("device", "host", TO_HOST)] * 4 + [("host", "device", TO_DEVICE)] * 4
     assert [(event.source, event.target, event.stream) for _, event in copies] == 2 * one_pass
     for i, event in copies:
         assert all(is_over(k, i) for k in computed if k < i)
         assert not is_over(i, next(k for k in computed if k > i))
         ended = next(k for k in begun if k > i)
         assert is_over(i, next(k for k in computed if k > ended))
-        if event.stream == "out":
+        if event.stream == TO_HOST:
             freed = [k for k in range(i, ended) if isinstance(events[k], Free) and is_over(i, k)]
             assert freed, "within the block's forward"
 
@@ -140,8 +153,8 @@ def test_inputs_of_blocks_go_to_a_file_and_back_in_order() -> None:
     is_over = replayed(events)
     computed = [i for i, event in enumerate(events) if isinstance(event, Compute)]
     copies = [(i, event) for i, event in enumerate(events) if isinstance(event, Copy)]
-    out, home = [("device", "host", "out"), ("host", "disk", "disk")], [("disk", "host", "disk")]
-    one_pass = 4 * out + 4 * [*home, ("host", "device", "home")]
+    out, home = [("device", "host", TO_HOST), ("host", "disk", "disk")], [("disk", "host", "disk")]
+    one_pass = 4 * out + 4 * [*home, ("host", "device", TO_DEVICE)]
     assert [(event.source, event.target, event.stream) for _, event in copies] == 2 * one_pass
     for (first, _), (second, _) in zip(copies[::2], copies[1::2], strict=True):
         assert is_over(first, second) and not is_over(second, next(k for k in computed if k > second))
@@ -153,22 +166,22 @@ def test_inputs_of_blocks_go_to_a_file_and_back_in_order() -> None:
 
 def test_a_host_gives_back_what_it_has_been_sent() -> None:
     """Two buckets leave in one stream and come home in another: each is waited for on its own, not all at once."""
-    tape = Tape()
+    log = StepLog()
     for bucket in range(2):
-        tape.record("compute", ("made", bucket))
-        tape.wait("out", ("made", bucket))
-        tape.add(Copy("device", "host", 4 * MIB, "out"))
-        tape.record("out", ("left", bucket))
-        tape.wait("home", ("left", bucket))
-        tape.add(Copy("host", "device", 2 * MIB, "home"))
-        tape.record("home", ("back", bucket))
-    tape.wait("compute", ("back", 0))
-    tape.add(Compute(1))
-    is_over = replayed(tape.events)
-    first, second = [i for i, event in enumerate(tape.events) if isinstance(event, Copy) and event.stream == "home"]
-    assert is_over(first, len(tape.events) - 1) and not is_over(second, len(tape.events) - 1)
+        log.record("compute", ("made", bucket))
+        log.wait(TO_HOST, ("made", bucket))
+        log.add(Copy("device", "host", 4 * MIB, TO_HOST))
+        log.record(TO_HOST, ("left", bucket))
+        log.wait(TO_DEVICE, ("left", bucket))
+        log.add(Copy("host", "device", 2 * MIB, TO_DEVICE))
+        log.record(TO_DEVICE, ("back", bucket))
+    log.wait("compute", ("back", 0))
+    log.add(Compute(1))
+    is_over = replayed(log.events)
+    first, second = [i for i, event in enumerate(log.events) if isinstance(event, Copy) and event.stream == TO_DEVICE]
+    assert is_over(first, len(log.events) - 1) and not is_over(second, len(log.events) - 1)
 
 
 def test_a_wait_for_what_was_never_recorded_is_an_error() -> None:
     with pytest.raises(KeyError, match="has not been recorded"):
-        Tape().wait("compute", ("gathered", 3))
+        StepLog().wait("compute", ("gathered", 3))

@@ -33,6 +33,10 @@ class MicroBatch:
     bounds     ``documents`` of such rows, on the host
     reached    [b, s] int64, of such rows how long the document is that each token is in; else None
     filled     [b] int64: how many tokens of each row are more than padding at its end; None: all, or rows are not whole
+    following  [b, s] int64, where a layer predicts a further token: the id behind each; 0 where there is none in its
+               segment
+    targets    [b, s, 2] int64, then: ``labels``, and of each token the label of the one behind it in its segment
+    further    how many of the second ones there are
     counts     whether this rank counts pairs and bytes of text, as one does of those with tokens of the same rows
     """
 
@@ -48,6 +52,9 @@ class MicroBatch:
     reached: Tensor | None = None
     counts: bool = True
     filled: Tensor | None = None
+    following: Tensor | None = None
+    targets: Tensor | None = None
+    further: int = 0
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """A copy on ``device``, asynchronous if the memory is pinned."""
@@ -71,6 +78,24 @@ class MicroBatch:
         """Return how many supervised labels, or pairs of answers, the loss is a mean over."""
         return self.supervised_tokens() if self.references is None else len(self.references) * self.counts
 
+    def looking_ahead(self) -> MicroBatch:
+        """The whole rows with ``following`` and ``targets``. What follows a row's last token its label says; no target
+        is of another document, where documents are told apart."""
+        ends, within = torch.zeros_like(self.ids, dtype=torch.bool), torch.zeros_like(self.ids, dtype=torch.bool)
+        if self.documents is not None:
+            ends.view(-1)[self.documents[1:].long() - 1] = True
+            within[:, :-1] = ends[:, :-1]
+        ends[:, -1] = True
+        behind = self.ids.roll(-1, 1)
+        behind[:, -1] = self.labels[:, -1]
+        behind = behind.masked_fill(ends & (self.labels == IGNORE), 0)
+        further = self.labels.roll(-1, 1).masked_fill(ends | within.roll(-1, 1), IGNORE)
+        return self.aimed(behind, torch.stack([self.labels, further], -1))
+
+    def aimed(self, following: Tensor, targets: Tensor) -> MicroBatch:
+        """The rows with these, of which the targets are counted."""
+        return replace(self, following=following, targets=targets, further=int((targets[..., 1] != IGNORE).sum()))
+
     def cut(self, share: RowShare) -> MicroBatch:
         """The tokens that a rank has of these rows."""
         if share.ranks == 1:
@@ -83,21 +108,25 @@ class MicroBatch:
         held = self.tensors()
         kept: dict[str, Any] = {name: held[name].gather(1, places) for name in _BY_TOKEN if name in held}
         whole: dict[str, Any] = {"row_length": length, "bounds": bounds}
-        return replace(self, **kept, **whole, reached=reached, counts=share.index == 0, filled=None)
+        made = replace(self, **kept, **whole, reached=reached, counts=share.index == 0, filled=None)
+        if self.targets is None or made.following is None:
+            return made
+        return made.aimed(made.following, self.targets.gather(1, places.unsqueeze(-1).expand(-1, -1, 2)))
 
 
-_BY_TOKEN = ("ids", "labels", "positions", "answers")
+_BY_TOKEN = ("ids", "labels", "positions", "answers", "following")
 
 
-def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """Stack windows of equal length."""
+def collate(samples: Sequence[Sample], *, ahead: bool = False) -> MicroBatch:
+    """Stack windows of equal length; ``ahead``: for a model with a layer that predicts a further token."""
     lengths = [length for sample in samples for length in sample.segments]
     rows = zip(*((sample.ids, sample.labels, sample.positions) for sample in samples), strict=True)
     ids, labels, positions = (torch.stack([torch.from_numpy(row) for row in part]) for part in rows)
     documents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) if samples[0].masked else None
     padded = any(sample.padding for sample in samples)
     filled = torch.tensor([len(sample.ids) - sample.padding for sample in samples]) if padded else None
-    return MicroBatch(ids, labels, positions, documents, max(lengths), *_pairs(samples), filled=filled)
+    batch = MicroBatch(ids, labels, positions, documents, max(lengths), *_pairs(samples), filled=filled)
+    return batch.looking_ahead() if ahead else batch
 
 
 def _reached(rows: WholeRows, row: int, places: Sequence[int]) -> list[int]:

@@ -29,23 +29,26 @@ Source = Windows | Packs | Portions
 @dataclass(frozen=True)
 class Share:
     """The part of a global batch that a rank reads: ``accumulation`` micro-batches of ``micro_batch_size`` windows on
-    each of ``dp`` ranks, and of each window the tokens of ``row``."""
+    each of ``dp`` ranks, and of each window the tokens of ``row``; ``ahead`` as of :func:`collate`."""
 
     dp_rank: int
     dp: int
     micro_batch_size: int
     accumulation: int = 1
     row: RowShare = RowShare()
+    ahead: bool = False
 
     @property
     def global_batch_size(self) -> int:
         return self.dp * self.micro_batch_size * self.accumulation
 
 
-def share_of(layout: Layout, batch: Batch, rank: int) -> Share:
+def share_of(layout: Layout, batch: Batch, rank: int, *, ahead: bool = False) -> Share:
     """Return what ``rank`` reads of every batch."""
     row = RowShare(layout.ring, layout.ulysses, layout.index(rank, "cp"))
-    return Share(layout.index(rank, "batch"), layout.size("batch"), batch.micro_batch_size, batch.accumulation, row)
+    return Share(
+        layout.index(rank, "batch"), layout.size("batch"), batch.micro_batch_size, batch.accumulation, row, ahead
+    )
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def read_step(windows: Source, order: Order | Portions, share: Share, cursor: in
     samples = [windows[k] for k in ids]
     samples += [windows.padding()] * (own - len(samples)) if not isinstance(windows, Portions) else []
     rows = [samples[at : at + share.micro_batch_size] for at in range(0, own, share.micro_batch_size)]
-    batches = [collate(row).cut(share.row) for row in rows]
+    batches = [collate(row, ahead=share.ahead).cut(share.row) for row in rows]
     terms, supervised = sum(batch.terms() for batch in batches), sum(batch.supervised_tokens() for batch in batches)
     read = sum(len(sample.ids) - sample.padding for sample in samples) * batches[0].counts
     return StepBatch(batches, ids, terms, last, supervised, read)

@@ -21,6 +21,7 @@ def regimes(spec: ModelSpec, plan: Plan) -> dict[str, bool]:
     """Return by name whether the loss takes the path that it takes at some sizes only; what a method's own module
     states so is among it."""
     tokens, own = plan.batch.micro_batch_size * plan.row_tokens, vars(program(plan.method)).get("regimes")
+    tokens *= 1 + spec.predictors
     each = [one.stop - one.start for one in chunks(tokens, plan.batch.loss_chunk_tokens)]
     found = {"several chunks of the loss": len(each) > 1, "a last chunk that is shorter": each[-1] < each[0]}
     return found | (own(spec, plan) if own else {})

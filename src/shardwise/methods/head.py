@@ -17,7 +17,7 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
     """Return the tensors that the forward pass of the loss makes and frees, in order. Two chunks stand for any larger
     number: the first is the largest."""
     vocabulary, hidden = map(int, sheet.output.shape)
-    compute, wide, tokens, chunks = _sizes(plan)
+    compute, wide, tokens, chunks = _sizes(plan, sheet.per_token)
     want_hidden, want_weight = wants(sheet)
     low_precision = compute < wide
     copied = not plan.sharded and plan.precision.compute != sheet.output.dtype
@@ -57,7 +57,7 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
         elif product_apart:
             steps.append(("product", vocabulary * hidden * compute, ()))
         steps.append(("", 0, (*["product"] * product_apart, *["grad_logits"] * low_precision, probabilities)))
-    reported = 8 * len(plan.loss_figures)
+    reported = 8 * (len(plan.loss_figures) + 2 * (sheet.per_token - 1))
     steps.append(("loss", wide + reported, (*["cast"] * copied, *["factors"] * plan.method.pairs)))
     return steps
 
@@ -77,7 +77,7 @@ def backward_tensors(sheet: Sheet, plan: Plan) -> list[Step]:
     """Return the tensors that the loss's backward makes and frees: gradients are scaled in place, then the weight's
     gets the weight's type."""
     vocabulary, hidden = map(int, sheet.output.shape)
-    *_, chunks = _sizes(plan)
+    *_, chunks = _sizes(plan, sheet.per_token)
     compute = plan.precision.compute
     made = compute if chunks == 1 else "fp64" if compute == "fp64" else "fp32"
     weight = compute if plan.sharded else plan.precision.weights
@@ -91,11 +91,11 @@ def products(sheet: Sheet, plan: Plan) -> int:
     return 1 + sum(wants(sheet)) + plan.method.pairs
 
 
-def gathers(plan: Plan) -> list[int]:
+def gathers(plan: Plan, per_token: int = 1) -> list[int]:
     """Bytes of each all-gather over tp that the loss of a micro-batch makes in its forward pass, in order: three
     numbers a token of every rank, and one more for entropies, a chunk at a time, and before that of all tokens, to
     score pairs. Its backward sends nothing: what hidden needs is summed at the output layer's edge."""
-    _, wide, tokens, chunks = _sizes(plan)
+    _, wide, tokens, chunks = _sizes(plan, per_token)
     chunk, ranks = plan.batch.loss_chunk_tokens, plan.layout.tp
     counts = [min(chunk, tokens - index * chunk) for index in range(chunks)]
     scored, numbers = [tokens] * plan.method.pairs, 3 + plan.entropy
@@ -107,10 +107,10 @@ def wants(sheet: Sheet) -> tuple[bool, bool]:
     return bool(sheet.tail.backward), sheet.output.trained
 
 
-def _sizes(plan: Plan) -> tuple[int, int, int, int]:
-    """Bytes of an element in the compute dtype and in statistics, tokens of a micro-batch, chunks."""
+def _sizes(plan: Plan, per_token: int) -> tuple[int, int, int, int]:
+    """Bytes of an element in the compute dtype and in statistics, hidden states of a micro-batch, chunks."""
     compute = BYTES[plan.precision.compute]
-    tokens = plan.batch.micro_batch_size * plan.row_tokens
+    tokens = plan.batch.micro_batch_size * plan.row_tokens * per_token
     return compute, max(compute, 4), tokens, ceil(tokens / plan.batch.loss_chunk_tokens)
 
 

@@ -48,13 +48,22 @@ Between = Callable[[Tensor, Tensor, Tensor | None, float | None, tuple[str, ...]
 :func:`losses_and_gradient`."""
 
 
+class Further(NamedTuple):
+    """How the loss of a layer that predicts a further token counts: its mean over the ``targets`` of the whole step,
+    times ``weight``."""
+
+    weight: float
+    targets: float
+
+
 @dataclass(frozen=True)
 class Output:
     """The output layer as a method finds it: its weight [V,d], what caps its logits to cap * tanh(logits / cap), and
     how many of its rows are ids, the others being padding at its end; None: all. ``group``: the ranks that have some
     tokens each of the same rows; None: rows are whole. ``between``: what is computed between the two products
     where gradients are made; None, and wherever ranks hold rows of the weight each: eager operations. ``figures``: what
-    a method asks for of each token beside its loss: the first so many of ``TOKEN_FIGURES``."""
+    a method asks for of each token beside its loss: the first so many of ``TOKEN_FIGURES``. ``further``: of a model
+    with a layer that predicts a further token."""
 
     weight: Tensor
     soft_cap: float | None = None
@@ -62,20 +71,23 @@ class Output:
     group: ProcessGroup | None = None
     between: Between | None = None
     figures: tuple[str, ...] = ()
+    further: Further | None = None
 
 
 class Loss(NamedTuple):
     """A method's result of a micro-batch: the ``value`` that backward begins from, a scalar, and scalars to be reported
     beside it, by name. All are shares of a mean: what is reported is their sum over micro-batches and ranks. A tuple,
-    in which FSDP2 finds the tensor that backward of the output layer begins from."""
+    in which FSDP2 finds the tensor that backward of the output layer begins from. ``own``: the value without what is
+    added to it and reported beside it; None: nothing is."""
 
     value: Tensor
     figures: Mapping[str, Tensor] = MappingProxyType({})
+    own: Tensor | None = None
 
     def detached(self) -> Loss:
-        """Return the same loss and figures in fp64, out of the graph."""
+        """Return the loss, without what is added to it, and the figures in fp64, out of the graph."""
         figures = {name: figure.detach().double() for name, figure in self.figures.items()}
-        return Loss(self.value.detach().double(), figures)
+        return Loss((self.value if self.own is None else self.own).detach().double(), figures)
 
     def plus(self, other: Loss) -> Loss:
         """The sums. Both have the same figures."""
@@ -218,8 +230,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-Chunks = tuple[Output, Rows | None, int]
-"""The output layer, which of its rows this rank holds, and how many tokens a chunk has."""
+Chunks = tuple[Output, Rows | None, int, float | None]
+"""The output layer, which of its rows this rank holds, how many tokens a chunk has, and by what every second loss is
+multiplied, where there are two of each token."""
 
 
 def _chunk(
@@ -238,15 +251,24 @@ def _chunk(
     return told, gradient
 
 
+def _by_turns(told: Tensor, gradient: Tensor, first: int, factor: float) -> Pair:
+    """Of a chunk with two losses a token in turn: what is told of the first ones [1+k,n], and the sums of the first and
+    of the second losses [2]. Multiplies the gradient of the second ones, in place. ``first``: the place of a first."""
+    gradient[1 - first :: 2].mul_(factor)
+    own = told[:, first::2]
+    return own, torch.stack([own[0].sum(), told[0, 1 - first :: 2].sum()])
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Saves the gradients that are wanted: of hidden in its dtype, of the weight in the compute dtype (one chunk) or
-    fp32 (several; fp64 for fp64). Returns the sum of the losses, and that of each figure [k] in fp64."""
+    fp32 (several; fp64 for fp64). Returns the sum of the losses, and that of each figure [k] in fp64; of two losses a
+    token, the figures are those of the first, and behind them the sums of the first and of the second losses [k+2]."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, factors: Tensor | None, chunks: Chunks
     ) -> Pair:
-        wide, (head, rows, chunk_tokens) = accumulation_dtype(hidden.dtype), chunks
+        wide, (head, rows, chunk_tokens, second) = accumulation_dtype(hidden.dtype), chunks
         held = weight.shape[0] if rows is None else rows.held
         cast = weight.to(hidden.dtype)[:held]
         want_hidden, want_weight = ctx.needs_input_grad[:2]
@@ -254,12 +276,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight and not single else None
         total = hidden.new_zeros((), dtype=wide)
-        sums = hidden.new_zeros(len(head.figures), dtype=torch.float64)
+        told_of = len(head.figures) + (0 if second is None else 2)
+        sums = hidden.new_zeros(told_of, dtype=torch.float64)
         for tokens in methods.chunks(hidden.shape[0], chunk_tokens):
             chosen = None if factors is None else factors[tokens]
             told, wide_grad_logits = _chunk(hidden[tokens], cast, labels[tokens], chosen, head, rows)
-            total += told[0].sum() if chosen is None else told[0] @ chosen
-            sums += told[1:].sum(-1)
+            if second is not None:
+                told, each = _by_turns(told, wide_grad_logits, tokens.start % 2, second)
+                total += each[0] + each[1] * second
+                sums += torch.cat([told[1:].sum(-1), each])
+            else:
+                total += told[0].sum() if chosen is None else told[0] @ chosen
+                sums += told[1:].sum(-1)
             grad_logits = wide_grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, cast, out=grad_hidden[tokens])
@@ -303,14 +331,21 @@ def linear_cross_entropy(
 
 
 def loss_and_figures(
-    hidden: Tensor, head: Output, labels: Tensor, chunk_tokens: int, factors: Tensor | None = None
+    hidden: Tensor,
+    head: Output,
+    labels: Tensor,
+    chunk_tokens: int,
+    factors: Tensor | None = None,
+    second: float | None = None,
 ) -> Pair:
     """As :func:`linear_cross_entropy`, and beside it the sum over the tokens with a label of each of ``head.figures``
-    [k] in fp64, which has no gradient."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    [k] in fp64, which has no gradient. ``second``: of hidden [..,2d] and labels [..,2], two of each token, by what the
+    losses of the second ones are multiplied; figures are then those of the first, and two more the sums of the first
+    losses and of the second."""
+    flat = hidden.reshape(-1, head.weight.shape[-1])
     factors = None if factors is None else factors.reshape(-1)
     weight, rows = vocabulary.rows(head.weight, head.vocabulary)
-    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), factors, (head, rows, chunk_tokens))
+    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), factors, (head, rows, chunk_tokens, second))
 
 
 @torch.no_grad()

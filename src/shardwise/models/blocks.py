@@ -21,6 +21,10 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     single layers (heads of several tasks, embedding tables) is none: they are small, and often not all of them run."""
     from torch import nn
 
+    from shardwise.models.layers import Part
+
+    if isinstance(module, Part):  # the last of which may be of another class
+        return [*module.get_submodule("layers").children()]
     members = list(module.children())
     alike = len({type(member) for member in members}) == 1
     single = all(type(member).__module__.startswith("torch.nn.") and not [*member.children()] for member in members)

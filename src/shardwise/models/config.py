@@ -38,7 +38,7 @@ class ModelSpec:
     norm_placement: of the norms of a block, before attention and MLP, after them, or both. norm_plus_one: norms
     multiply by 1 + weight. logits_scaling: what logits are divided by. intermediate_sizes: of each layer, where they
     differ; no family's config has them. hf_model: blocks that are not the decoder's. stored: how its files hold
-    weights, where not in 16 or 32 bits.
+    weights, where not in 16 or 32 bits. predictor_weight: of the loss of a last block that predicts more.
     """
 
     name: str
@@ -70,6 +70,16 @@ class ModelSpec:
     intermediate_sizes: tuple[int, ...] = ()
     hf_model: HFModel | None = None
     stored: str = ""
+    predictor_weight: float = 0.0
+
+    @property
+    def predictors(self) -> int:
+        """The number of blocks, the last ones, that predict a further token."""
+        return int(self.predictor_weight > 0)
+
+    def predicts(self, layer: int) -> bool:
+        """Return whether this layer predicts a further token."""
+        return layer >= self.num_hidden_layers - self.predictors
 
     def mlp_size(self, layer: int) -> int:
         """Return the width of this layer's MLP."""
@@ -194,6 +204,9 @@ def _of_block(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     inner = expert_matrices(spec.experts, d, bias=spec.mlp_bias) if experts else {}
     inner = inner or mlp_matrices("mlp", d, spec.mlp_size(layer), bias=spec.mlp_bias)
     norms = _norms(spec) | {f"attention.{name}": size for name, size in mixer.norms(spec).items()}
+    if spec.predicts(layer):
+        norms |= dict.fromkeys(("main_norm", "embed_norm", "hidden_norm"), d)
+        inner = {"join": ((d, 2 * d), False), **inner}
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in norms.items()}
     mixing = {f"attention.{name}": matrix for name, matrix in mixer.matrices(spec).items()}
     for name, (shape, bias) in (mixing | inner).items():

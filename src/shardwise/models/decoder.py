@@ -57,6 +57,31 @@ class Block(nn.Module):
         return torch.add(hidden, self.mlp_after_norm(self.mlp(self.mlp_norm(hidden), *filled)), alpha=self.share)
 
 
+class Predictor(Block):
+    """A block that predicts a further token than the next (multi-token prediction, DeepSeek-V3, arXiv 2412.19437,
+    section 2.2). It is given what the blocks make of each token, and the embedding of the token behind it: both are
+    normalised and joined by a product, the embedding first. What comes of it predicts the token after that one, through
+    ``norm`` and ``head`` of the decoder. The model's own last norm is this block's ``main_norm``, since both outputs
+    read what it makes."""
+
+    def __init__(self, spec: ModelSpec, number: int = 0) -> None:
+        super().__init__(spec, number)
+        self.main_norm, self.embed_norm, self.hidden_norm = (
+            RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one) for _ in range(3)
+        )
+        self.join = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, rotary: Rotary | None, mask: MaskSpec, following: Tensor | None = None) -> Tensor:
+        """hidden [..,d], and ``following`` [..,d], the embeddings of the tokens behind -> [..,2d]: what the output
+        layer reads for the next token, and behind it, before its norm, what it reads for the one after. Without
+        ``following`` the first alone, [..,d]."""
+        normed: Tensor = self.main_norm(hidden)
+        if following is None:
+            return normed
+        both = torch.cat([self.embed_norm(following), self.hidden_norm(normed)], -1)
+        return torch.cat([normed, super().forward(self.join(both), rotary, mask)], -1)
+
+
 class Decoder(Part):
     """A language model of any family, or a part of one: the blocks of these ``numbers``, named as in the whole model,
     and where it has the ``stem`` the embedding, where it has the ``head`` the last norm and the output layer. Tied,
@@ -72,7 +97,7 @@ class Decoder(Part):
             self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList()
         for number in self.numbers:
-            self.layers.add_module(str(number), Block(spec, number))
+            self.layers.add_module(str(number), (Predictor if spec.predicts(number) else Block)(spec, number))
         if head:
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
             self.head = Head(spec.hidden_size, spec.vocab_size)
@@ -86,16 +111,23 @@ class Decoder(Part):
         mask: MaskSpec,
         finish: Finish | None = None,
         hidden: Tensor | None = None,
+        following: Tensor | None = None,
     ) -> Tensor:
         """ids and positions int64 [b,s] -> logits [b,s,V], or what ``finish`` makes of hidden [b,s,d] and the output
         weight [V,d], called within the output layer. ``finish`` caps its logits by ``spec.final_soft_cap`` itself.
         A part without the stem begins with the ``hidden`` of the part before it, one without the head returns its own
-        to the next: [b,s,d], or of sequence-parallel ranks their own tokens [n,d]."""
+        to the next: [b,s,d], or of sequence-parallel ranks their own tokens [n,d].
+        ``following`` int64 [b,s], of a model with a predictor: the id behind each. Then there are two logits a token,
+        [b,s,2,V], and ``finish`` is given hidden [b,s,2d]: for the next token, and for the one after."""
+        given: dict[str, Tensor] = {}
+        if following is not None:
+            hidden, given["following"] = self.embedded_twice(ids, following)
         hidden = self.embedded(ids) if hidden is None else hidden
         kinds, order = layer_kinds(self.spec)
         tables, masks = self.tables(kinds, positions, hidden.dtype, mask), self.masks(kinds, ids.shape[1], mask)
         for layer, number in zip(self.layers, self.numbers, strict=True):
-            hidden = layer(hidden, tables[order[number]], masks[order[number]])
+            own = given if self.spec.predicts(number) else {}
+            hidden = layer(hidden, tables[order[number]], masks[order[number]], **own)
         if not self.has_head:
             return hidden
         hidden = self.normed(hidden)
@@ -103,15 +135,25 @@ class Decoder(Part):
             return self.head(hidden, finish)
         return soft_cap(self.head(hidden), self.spec.final_soft_cap)
 
+    def embedded_twice(self, ids: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+        """The embeddings of both, each int64 [b,s] -> [b,s,d], in one look-up, so that there is one gradient."""
+        first, second = self.embedded(torch.stack([ids, following], -1)).chunk(2, -1)
+        return first.contiguous(), second.contiguous()
+
     def embedded(self, ids: Tensor) -> Tensor:
-        """int64 [b,s] -> [b,s,d]."""
+        """int64 [b,s] -> [b,s,d], or [b,s,n] -> [b,s,n*d]."""
         hidden: Tensor = self.embed(ids)
+        hidden = hidden.flatten(2) if hidden.ndim > 3 else hidden
         factor = self.spec.embedding_multiplier
         return hidden if factor == 1.0 else hidden * rounded(factor, hidden.dtype)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return what the output layer multiplies, [b,s,d]: the logits' divisor is in it."""
-        hidden = self.norm(hidden)
+        if not self.spec.predictors:
+            hidden = self.norm(hidden)
+        elif hidden.shape[-1] > self.spec.hidden_size:  # the first half is normalised already
+            first, second = hidden.chunk(2, -1)
+            hidden = torch.cat([first, self.norm(second)], -1)
         return hidden if self.spec.logits_scaling == 1.0 else hidden / self.spec.logits_scaling
 
     def tables(

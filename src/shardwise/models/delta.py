@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
 
+from shardwise.models import fused_delta
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.models.delta_sizes import CHUNKS, chunk, kept
@@ -229,8 +230,10 @@ def gated_delta(*given: Any) -> tuple[Tensor, Tensor]:
     """The outputs of the rule, and the states that it keeps. The fields of :class:`Given`, with the bounds of documents
     in the place of their starts; head h of values uses head h / (values of each) of keys. ``before``: the state before
     the first token, which gets no gradient here."""
-    found, before = given_of(given), given[6] if len(given) > 6 else None
-    return forward(found, before)[:2]
+    before = given[6] if len(given) > 6 else None
+    if fused_delta.serves(*given[:2]):
+        return fused_delta.forward(given[:5], given[5], before), _room(*given[1:3])
+    return forward(given_of(given), before)[:2]
 
 
 @torch.library.custom_op(
@@ -243,7 +246,15 @@ def gated_delta_backward(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, decays and rates from that of the outputs, and of the state ``after`` the last
     token."""
     before, states, *after = saved[6:]
+    if fused_delta.serves(*saved[:2]):
+        return fused_delta.backward(grad, saved[:5], saved[5], before, *after)
     return backward(grad, given_of(saved), states, before, *after)[0]
+
+
+def _room(k: Tensor, v: Tensor) -> Tensor:
+    """Return the room for the states that are kept of such keys and values."""
+    numbers = kept(k.shape[-1], v.shape[-1])
+    return v.new_empty(*v.shape[:3], numbers, dtype=accumulation_dtype(v.dtype))
 
 
 def given_of(fields: tuple[Any, ...]) -> Given:
@@ -254,8 +265,7 @@ def given_of(fields: tuple[Any, ...]) -> Given:
 
 @gated_delta.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    numbers = kept(k.shape[-1], v.shape[-1])
-    return v.new_empty(v.shape), v.new_empty(*v.shape[:3], numbers, dtype=accumulation_dtype(v.dtype))
+    return v.new_empty(v.shape), _room(k, v)
 
 
 @gated_delta_backward.register_fake

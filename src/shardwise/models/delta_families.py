@@ -113,6 +113,13 @@ _DEFAULTS: Config = {
 _FIELDS: Fields = {"qk_norm": "head", "norm_plus_one": True, "attention_gate": True}
 _IMAGES, _PREDICTORS = r"visual\.", r"mtp\."
 """Tensors of images; and of layers that predict further tokens, which transformers does not read either."""
+_PREDICTOR: Names = {
+    "layers.{}.main_norm": "model.norm",
+    "layers.{}.embed_norm": "mtp.pre_fc_norm_embedding",
+    "layers.{}.hidden_norm": "mtp.pre_fc_norm_hidden",
+    "layers.{}.join": "mtp.fc",
+    "norm": "mtp.norm",
+}
 
 DELTA_FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
@@ -131,6 +138,8 @@ DELTA_FAMILIES: dict[str, Family] = {
         ("attention_bias",),
         unused=_IMAGES,
         predictors=_PREDICTORS,
+        predictor=_PREDICTOR,
+        predictor_block="mtp.layers.0",
         fields=_FIELDS | {"shared_expert_gate": True},
         read_too=(IN_MEMORY,),
     ),
@@ -144,6 +153,8 @@ DELTA_FAMILIES: dict[str, Family] = {
         "qwen3_5",
         _IMAGES,
         predictors=_PREDICTORS,
+        predictor=_PREDICTOR,
+        predictor_block="mtp.layers.0",
         fields=_FIELDS,
     ),
     "qwen3_5_moe_text": Family(
@@ -156,6 +167,8 @@ DELTA_FAMILIES: dict[str, Family] = {
         "qwen3_5_moe",
         _IMAGES,
         predictors=_PREDICTORS,
+        predictor=_PREDICTOR,
+        predictor_block="mtp.layers.0",
         fields=_FIELDS | {"shared_expert_gate": True},
         read_too=(IN_MEMORY,),
     ),

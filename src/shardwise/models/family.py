@@ -3,7 +3,7 @@ that mean the same. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,9 @@ class Family:
     that this family's keys mean, ``write`` is its inverse. ``biases`` are the keys that say where biases are.
     ``within`` is the model_type of a model of text and images whose text part this is, and ``unused`` matches the
     tensors of its other parts. ``predictors`` matches those of layers that predict further tokens, which are not
-    trained, and copied into exports (LAYERS stands for how many other layers there are).
+    trained unless asked for, and copied into exports (LAYERS stands for how many other layers there are);
+    ``predictor`` are the names of what such a layer has besides a block's, ``predictor_block`` is that of the block
+    (the first {} is the layer), ``copies`` are those of tensors that are copies of a parameter.
     ``brings_code``: the files name Python code, which transformers has made its own since, and which is not needed here
     either. ``fields`` are those that all of its models share."""
 
@@ -91,6 +93,9 @@ class Family:
     within: str = ""
     unused: str = ""
     predictors: str = ""
+    predictor: Names = field(default_factory=dict)
+    predictor_block: str = "model.layers.{}"
+    copies: Mapping[str, str] = field(default_factory=dict)
     brings_code: bool = False
     fields: Fields = field(default_factory=dict)
     read_too: tuple[Names, ...] = ()

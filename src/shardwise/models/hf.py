@@ -18,7 +18,8 @@ from shardwise.models import float8, known, storage, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.families import FAMILIES, text_part
 from shardwise.models.float8 import Scales
-from shardwise.models.hf_names import Location, locations, name_in_files, tensors
+from shardwise.models.further import without_predictor
+from shardwise.models.hf_names import Location, copies, locations, name_in_files, predictor_names, tensors, written
 from shardwise.models.hf_spec import HFModel
 from shardwise.models.roles import is_counted
 from shardwise.models.storage import Block
@@ -129,6 +130,8 @@ def match(
     one of several, or hold several."""
     found = _text_part(found, spec) if spec.hf_model is None else found
     located = locations(spec, found)
+    if absent := _absent(located, found, spec):
+        located = {name: parts for name, parts in located.items() if name not in absent}
     if grown:
         located |= {name: _held(located[name], found) for name in ENDS & located.keys()}
     shapes = {name: shape for parts in located.values() for part in parts for name, shape in part.shapes()}
@@ -164,6 +167,22 @@ def match(
     }
 
 
+def _absent(located: Mapping[str, tuple[Location, ...]], found: Mapping[str, Entry], spec: ModelSpec) -> frozenset[str]:
+    """Return the parameters of a layer that predicts a further token, where the files have none of them."""
+    own = predictor_names(spec)
+    there = any(name in found for each in own for part in located[each] for name, _ in part.shapes())
+    return frozenset() if there else frozenset(own)
+
+
+def begun_anew(source: Path, spec: ModelSpec) -> frozenset[str]:
+    """Return the canonical parameters that these files lack and that are drawn: those of a layer that predicts a
+    further token, of a model that has had none. Raises what :func:`find_weights` does."""
+    if not spec.predictors:
+        return frozenset()
+    found = _text_part(find_weights(source), spec)
+    return _absent(locations(spec, found), found, spec)
+
+
 def _stored(part: Location, there: Mapping[str, Entry], scales: Mapping[str, Scales]) -> StoredRows:
     held = [there[tensor] for tensor, _ in part.shapes()]
     return StoredRows(part, held[0], held[1] if part.packed else None, scales.get(part.tensor))
@@ -185,16 +204,18 @@ def _readable(dtype: torch.dtype, packed: bool) -> bool:
 def _text_part(found: Mapping[str, Entry], spec: ModelSpec) -> Mapping[str, Entry]:
     """The entries of the text part of a model of text and images, under the names of a text-only model."""
     family = FAMILIES[spec.family]
-    others = "|".join(filter(None, (family.unused, family.predictors)))
-    if not others:
+    others = "|".join(filter(None, (family.unused, "" if spec.predictors else family.predictors)))
+    if not others and not spec.predictors:
         return found
-    own = {name: entry for name, entry in found.items() if not _is_of(others, name, spec)}
-    return {_OUTER.sub(r"\1", name): entry for name, entry in own.items()}
+    own = {name: entry for name, entry in found.items() if not (others and _is_of(others, name, spec))}
+    own = {_OUTER.sub(r"\1", name): entry for name, entry in own.items()}
+    return {name: entry for name, entry in own.items() if name not in copies(spec)}
 
 
 def _is_of(pattern: str, name: str, spec: ModelSpec) -> bool:
     """Return whether a family's pattern matches the name of a tensor."""
-    return bool(re.match(rf"(model\.)?({pattern.replace('LAYERS', str(spec.num_hidden_layers))})", name))
+    layers = str(spec.num_hidden_layers - spec.predictors)
+    return bool(re.match(rf"(model\.)?({pattern.replace('LAYERS', layers)})", name))
 
 
 def kept_beside(source: Path, spec: ModelSpec) -> KeptLayers:
@@ -285,7 +306,7 @@ def write_weights(
     and no more than one parameter, one tensor of the files and a copy of it are held. What follows from counts is
     written in fp32, whatever the ``dtype``."""
     directory.mkdir(parents=True, exist_ok=True)
-    held, fetched = tensors(locations(spec)), {"": torch.empty(0)}
+    held, fetched = written(spec), {"": torch.empty(0)}
     others = {name: torch.float32 for name, parts in held.items() if is_counted(parts[0][0])}
     others |= {name: each.entry.dtype for name, each in kept.tensors.items() if each.float8 is None}
     shapes = {name: parts[0][1].shape for name, parts in held.items()}
@@ -308,7 +329,9 @@ def write_weights(
     if len(files) > 1:
         file_of = {name: file for file, names in files.items() for name in names}
         _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": file_of})
-    config = to_hf(spec) | {**kept.config, "dtype": str(dtype).removeprefix("torch.")}
+    config = to_hf(without_predictor(spec)) | {**kept.config, "dtype": str(dtype).removeprefix("torch.")}
+    if spec.predictors:
+        config["num_nextn_predict_layers"] = spec.predictors
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
     _write_json(directory / "config.json", config)
     return [directory / file for file in files]
@@ -333,7 +356,7 @@ def _files(sizes_bytes: Mapping[str, int], most_bytes: int) -> dict[str, list[st
 def order_of_writing(spec: ModelSpec) -> list[str]:
     """The canonical parameters in the order in which :func:`write_weights` fetches them: each once, as all tensors with
     rows of one alone follow each other."""
-    return list(dict.fromkeys(name for parts in tensors(locations(spec)).values() for name, _ in parts))
+    return list(dict.fromkeys(name for parts in written(spec).values() for name, _ in parts))
 
 
 def assembled(parts: Sequence[tuple[str, Location]], value: Callable[[str], Tensor]) -> Tensor:

@@ -153,10 +153,51 @@ def _form(name: str, spec: ModelSpec, found: Collection[str]) -> str | Stack | B
     if spec.hf_model is not None:
         return name_in_files(name, spec)
     family = FAMILIES[spec.family]
+    if own := _of_predictor(name, spec):
+        return own
     forms = [form for table in (family.names, *family.read_too) if (form := _in_table(name, table)) is not None]
+    if name.startswith(f"layers.{spec.num_hidden_layers - spec.predictors}."):
+        forms = [_named(form, *_blocks_of(spec)) for form in forms]
     if not forms:
         raise KeyError(f"no counterpart for parameter {name!r}")
     return next((form for form in forms if _is_there(form, spec, found)), forms[0])
+
+
+def _of_predictor(name: str, spec: ModelSpec) -> str:
+    """The name in the files of what a layer that predicts a further token has besides a block's; else empty."""
+    number = str(spec.num_hidden_layers - spec.predictors)
+    table = FAMILIES[spec.family].predictor if spec.predictors else {}
+    filled: Names = {ours: theirs.replace("{}", number) for ours, theirs in table.items() if isinstance(theirs, str)}
+    form = _in_table(name, filled) if name == "norm.weight" or name.startswith(f"layers.{number}.") else None
+    return form if isinstance(form, str) else ""
+
+
+def _blocks_of(spec: ModelSpec) -> tuple[str, str]:
+    """The prefixes of the last block's names: as that of any other block, and as the files have it."""
+    number = str(spec.num_hidden_layers - 1)
+    own = FAMILIES[spec.family].predictor_block if spec.predictors else "model.layers.{}"
+    return f"model.layers.{number}.", f"{own.replace('{}', number)}."
+
+
+def _named(form: str | Stack | ByHead, usual: str, own: str) -> str | Stack | ByHead:
+    """Return the form with another prefix."""
+    if isinstance(form, str):
+        return form.replace(usual, own, 1)
+    return replace(form, name=form.name.replace(usual, own, 1))
+
+
+def predictor_names(spec: ModelSpec) -> list[str]:
+    """The canonical parameters that only the layer has which predicts a further token."""
+    block = f"layers.{spec.num_hidden_layers - spec.predictors}."
+    own = [name for name in parameter_shapes(spec) if name.startswith(block) and ".main_norm." not in name]
+    return [*own, "norm.weight"] if spec.predictors else []
+
+
+def copies(spec: ModelSpec) -> dict[str, str]:
+    """By the name of a tensor of the files that is a copy of a parameter, the parameter."""
+    number = str(spec.num_hidden_layers - spec.predictors)
+    found = FAMILIES[spec.family].copies if spec.predictors else {}
+    return {name.replace("{}", number): parameter for name, parameter in found.items()}
 
 
 def _is_there(form: str | Stack | ByHead, spec: ModelSpec, found: Collection[str]) -> bool:
@@ -176,3 +217,13 @@ def tensors(located: Mapping[str, tuple[Location, ...]]) -> dict[str, list[tuple
         for location in parts:
             held.setdefault(location.tensor, []).append((name, location))
     return held
+
+
+def written(spec: ModelSpec) -> dict[str, list[tuple[str, Location]]]:
+    """As :func:`tensors`, of the files that are written: copies of a parameter behind it."""
+    found: dict[str, list[tuple[str, Location]]] = {}
+    again = copies(spec)
+    for tensor, parts in tensors(locations(spec)).items():
+        found[tensor] = parts
+        found |= {copy: parts for copy, parameter in again.items() if parts[0][0] == parameter}
+    return found

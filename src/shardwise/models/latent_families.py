@@ -10,7 +10,9 @@ from shardwise.models.kinds import GroupedRouting
 from shardwise.models.rope import number, score_factor, unsupported
 from shardwise.models.rope import read as read_scaling
 from shardwise.models.sigmoid_families import (
+    COPIES,
     DEEPSEEK,
+    PREDICTOR,
     SHARED,
     read_deepseek,
     read_dense_first,
@@ -149,6 +151,8 @@ LATENT_FAMILIES: dict[str, Family] = {
         },
         ("attention_bias",),
         predictors=r"layers\.LAYERS\.",
+        predictor=PREDICTOR,
+        copies=COPIES,
         brings_code=True,
         read_too=(IN_MEMORY,),
     ),

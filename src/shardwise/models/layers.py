@@ -266,4 +266,6 @@ class Head(nn.Linear):
         hidden's dtype."""
         if finish is not None:
             return finish(hidden, self.weight)
+        if hidden.shape[-1] > self.in_features:  # of several tokens ahead
+            hidden = hidden.unflatten(-1, (-1, self.in_features))
         return nn.functional.linear(hidden, self.weight.to(hidden.dtype))

@@ -9,6 +9,8 @@ from typing import Any
 
 from shardwise.errors import ConfigError, DataError, Problem
 from shardwise.models.config import ModelSpec, parameter_count, to_hf, with_fields
+from shardwise.models.families import FAMILIES
+from shardwise.models.further import with_predictor
 from shardwise.models.load import load_spec, read_spec
 from shardwise.models.rows import rows_for, with_added
 from shardwise.spec.recipe import PREFERENCE, Data, Model, Recipe, TokenizerSection
@@ -24,7 +26,29 @@ def resolve(recipe: Recipe) -> ModelSpec:
         what = "`model.router_bias_rate` moves corrections of routers, and with adapters only these are saved"
         fix = "leave it out, or train all weights"
         raise ConfigError(Problem("CFG008", what, "model.router_bias_rate", fix))
-    return _balanced(_described(recipe), recipe.model)
+    return _predicting(_balanced(_described(recipe), recipe.model), recipe)
+
+
+def _predicting(spec: ModelSpec, recipe: Recipe) -> ModelSpec:
+    """The spec with the layer that predicts a further token, where the recipe trains one. Raises ConfigError (CFG008)
+    where there is none, or what else the recipe asks for does not go with it."""
+    weight = recipe.model.mtp.weight
+    if not weight:
+        return spec
+    barred = {
+        f"{spec.name} is of no family whose layers that predict further tokens are trained": spec.hf_model is not None
+        or not FAMILIES[spec.family].predictor,
+        f"{spec.name} has tied embeddings": spec.tie_word_embeddings,
+        f"`method.name: {recipe.method.name}` has no loss for it": recipe.method.spec.loss != "cross_entropy",
+        "with adapters only these are trained": recipe.lora.rank is not None,
+        "what it reads must be trained, and `model.frozen` names weights": bool(recipe.model.frozen),
+    }
+    if what := next((what for what, holds in barred.items() if holds), ""):
+        what = f"`model.mtp` trains a layer that predicts a further token, and {what}"
+        raise ConfigError(
+            Problem("CFG008", what, "model.mtp.weight", "leave it out: such layers are exported as they were")
+        )
+    return with_predictor(spec, weight)
 
 
 def _balanced(spec: ModelSpec, model: Model) -> ModelSpec:

@@ -28,6 +28,19 @@ SHARED: Names = {
 }
 DEEPSEEK: Names = ONE_BY_ONE | SHARED | {CORRECTION: "model.layers.{}.mlp.gate.e_score_correction_bias"}
 """Experts, router and shared experts as DeepSeek-V3 names them."""
+PREDICTOR: Names = {
+    "layers.{}.main_norm": "model.norm",
+    "layers.{}.embed_norm": "model.layers.{}.enorm",
+    "layers.{}.hidden_norm": "model.layers.{}.hnorm",
+    "layers.{}.join": "model.layers.{}.eh_proj",
+    "norm": "model.layers.{}.shared_head.norm",
+}
+"""What a layer that predicts a further token has besides a block's, as DeepSeek-V3 names it."""
+COPIES = {
+    "model.layers.{}.embed_tokens.weight": "embed.weight",
+    "model.layers.{}.shared_head.head.weight": "head.weight",
+}
+"""Tensors of such a layer that are the model's own, written once more."""
 _MINIMAX = MIXTRAL | {CORRECTION: "model.layers.{}.block_sparse_moe.e_score_correction_bias"}
 _MINIMAX_IN_MEMORY = IN_MEMORY | {CORRECTION: "model.layers.{}.mlp.e_score_correction_bias"}
 
@@ -132,6 +145,8 @@ SIGMOID_FAMILIES: dict[str, Family] = {
         },
         ("attention_bias",),
         predictors=r"layers\.LAYERS\.",
+        predictor=PREDICTOR,
+        copies=COPIES,
         fields={"attention_output_bias": False},
         read_too=(IN_MEMORY,),
     ),

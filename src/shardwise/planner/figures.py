@@ -22,8 +22,6 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import BYTES, Dtype, Plan
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
-from shardwise.techniques import offload, optim
-from shardwise.techniques.offload.updated import elsewhere
 
 OWN = {"layout", "batch", "shard", "pipeline", "estimate", "why", "cluster", "format"}
 """Settings that plans may differ in that compute the same, in micro-batches of another size or sharded over others."""
@@ -175,7 +173,7 @@ class PlanFigures:
         if key not in self.known_states:
             whole, costed = unstaged(plan), self.own_sheet(plan)
             once_s = step.once_s(costed, whole, self.cluster, own_traits())
-            self.known_states[key] = Standing(sum(on_device(costed, whole).values()), once_s)
+            self.known_states[key] = Standing(on_device(costed, whole), once_s)
         return self.known_states[key]
 
 
@@ -189,10 +187,9 @@ def costed_of(spec: ModelSpec, whole: Plan) -> Sheet:
     return techniques.cost(sheet_of(spec, whole), whole)
 
 
-def on_device(costed: Sheet, plan: Plan) -> dict[str, int]:
-    """Return what of weights and moments the device holds."""
-    state, moved = (optim.state_bytes(each, plan) for each in (costed, elsewhere(costed)))
-    return offload.on_device(state, moved["moments"], costed, plan)
+def on_device(costed: Sheet, plan: Plan) -> int:
+    """Return the bytes of weights and moments that the device holds."""
+    return sum(size for (tier, _), size in techniques.held(costed, plan).items() if tier == "device")
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)

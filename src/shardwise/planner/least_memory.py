@@ -119,7 +119,7 @@ class LeastMemory:
         if key not in self.blocks:
             costed = self.figures.own_sheet(plan)
             least = min(costed.blocks, key=lambda one: _kept_bytes(one, batch.micro_batch_size, plan.row_tokens))
-            state, gathered = sum(on_device(costed.with_ends(stem=False, head=False), whole).values()), 0
+            state, gathered = on_device(costed.with_ends(stem=False, head=False), whole), 0
             times = Counter(costed.order)
             weights = [
                 (times[kind] * prod(map(int, w.shape)), w) for kind in times for w in costed.blocks[kind].weights

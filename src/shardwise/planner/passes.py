@@ -7,7 +7,6 @@ a ``WeightsCall``.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -15,7 +14,17 @@ from functools import cached_property, lru_cache
 from shardwise import techniques
 from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products, sums
 from shardwise.models.roles import is_expert, role
-from shardwise.planner.events import (
+from shardwise.planner.held import recomputed, unfreed
+from shardwise.planner.overhead import workspace_bytes
+from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen, under_way
+from shardwise.planner.seconds.rates import Rates
+from shardwise.spec.cluster import Kind
+from shardwise.spec.hash_once import hash_once
+from shardwise.spec.plan import BYTES, Dtype, Plan
+from shardwise.spec.sheet import KEPT_UNITS, SEND, At, Cut, Op, Sheet, Unit
+from shardwise.techniques.events import (
+    GRADIENT,
+    OUTPUT,
     AddTiedGradients,
     Compute,
     Event,
@@ -28,16 +37,7 @@ from shardwise.planner.events import (
     Send,
     WeightsCall,
 )
-from shardwise.planner.held import recomputed, unfreed
-from shardwise.planner.overhead import workspace_bytes
-from shardwise.planner.seconds.kernels import NOTHING, Duration, durations, loss_durations, seen, under_way
-from shardwise.planner.seconds.rates import Rates
-from shardwise.spec.cluster import Kind
-from shardwise.spec.hash_once import hash_once
-from shardwise.spec.plan import BYTES, Dtype, Plan
-from shardwise.spec.sheet import KEPT_UNITS, SEND, At, Cut, Op, Sheet, Unit, Within
 
-OUTPUT, GRADIENT = "output", "gradient of output"
 Piece = Event | WeightsCall
 """Of a pass: an event, or a point at which the weights add theirs."""
 
@@ -190,24 +190,6 @@ class Passes:
         yield from _calls(len(unit.backward), calls)
         yield from self._end_of_graph(local)
 
-    def computed(self, unit: Unit, *, backward: bool) -> tuple[int, int, Counter[Send]]:
-        """Return nanoseconds that :meth:`forward`, or :meth:`backward`, computes, and that the host launches, and what
-        it sends; without a look at what is held."""
-        local, loss = _Local(self, unit), self.loss[backward] if unit is self.tail else ()
-        took: list[Compute | Duration] = [piece for piece in loss if isinstance(piece, Compute)]
-        sent = Counter(piece for piece in loss if isinstance(piece, Send))
-        runs = [(unit.backward, local.backward, len(unit.backward), frozenset[int]())]
-        if not backward:
-            runs = [(unit.forward, local.forward, len(unit.forward), frozenset[int]())]
-        elif unit.recompute:
-            runs.append((unit.forward, local.forward, len(recomputed(unit)), unit.saved_ops))
-        for ops, takes, count, left_out in runs:
-            own = [i for i in range(count) if i not in left_out]
-            took += [takes[i] for i in own]
-            sent.update(local.sent(ops, takes, own, left_out))
-        took = [one for one in took if one.device_ns]
-        return sum(one.device_ns for one in took), sum(one.host_ns for one in took), sent
-
     def _experts(self, unit: Unit, ops: tuple[Op, ...]) -> tuple[int, int]:
         """Between which of these operations the experts of a block run, where their weights come and go by themselves;
         -1 where not."""
@@ -250,13 +232,13 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tu
         for name, size, frees in forward_tensors(sheet, plan, kind):
             yield from (*free(frees), *make(name, size))
         vocabulary, hidden = map(int, sheet.output.shape)
-        tokens = plan.batch.micro_batch_size * plan.row_tokens
+        tokens = plan.batch.micro_batch_size * plan.row_tokens * sheet.per_token
         times = products(sheet, plan)
         multiplied, rest = loss_durations(sheet, plan, rates, times) if rates else (NOTHING, NOTHING)
         yield Compute(2 * times * vocabulary * hidden * tokens, multiplied.device_ns, multiplied.host_ns)
         if rest.device_ns:
             yield Compute(0, rest.device_ns, rest.host_ns, rest.kind)
-        yield from (Send("all_gather", "tp", "activations", size) for size in gathers(plan))
+        yield from (Send("all_gather", "tp", "activations", size) for size in gathers(plan, sheet.per_token))
         yield from (Send("all_reduce", "cp", "control", size) for size in sums(plan))
 
     def backward() -> Iterator[Piece]:
@@ -316,10 +298,6 @@ class _Local:
         if does and does.workspace:
             yield Make((0, "workspace"), "activations", does.workspace)
             yield Free((0, "workspace"), "activations", does.workspace)
-        yield from self.computes(op, takes, does, beside_ns)
-
-    def computes(self, op: Op, takes: Duration, does: Within | None, beside_ns: int = 0) -> Iterator[Compute | Send]:
-        """Yield what an operation computes and sends."""
         size = op.flops * self.times[op.per] // self.parts[op.per]
         if op.kind == SEND:
             yield Send(op.name, op.axis, "activations", size, beside_ns=beside_ns)
@@ -327,17 +305,6 @@ class _Local:
             yield Compute(size, takes.device_ns, takes.host_ns, takes.kind)
         for kind, sent, beside in does.sent if does else ():
             yield Send(kind, op.axis, "activations", sent, beside_ns=round(beside * takes.device_ns))
-
-    def sent(
-        self, ops: tuple[Op, ...], takes: Sequence[Duration], own: list[int], left_out: Set[int]
-    ) -> Iterator[Send]:
-        """Yield what their ``own`` of all operations send, where others are left out."""
-        beside = meanwhile(ops, takes, left_out)
-        for i in own:
-            does = techniques.within(ops[i], self.where)
-            if does or ops[i].kind == SEND:
-                found = self.computes(ops[i], takes[i], does, beside.get(i, 0))
-                yield from (piece for piece in found if isinstance(piece, Send))
 
 
 @lru_cache(maxsize=32 * KEPT_UNITS)

@@ -11,19 +11,18 @@ from typing import Any
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.models.room import expert_room
+from shardwise.planner.log import folded_pass
 from shardwise.planner.overhead import standing_bytes
 from shardwise.planner.passes import Passes
 from shardwise.planner.schedule import around, micro_batches
 from shardwise.planner.seconds.rates import Rates, own_traits, rates_of
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span
-from shardwise.planner.tape import folded_pass
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import place_of, places
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Optim, Pipeline, Plan, Traffic
 from shardwise.spec.sheet import EXPERT_ROWS, Sheet, is_control
-from shardwise.techniques import offload
 
 KEPT_PASSES = 4096
 """A page prices fewer plans."""
@@ -59,7 +58,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
             host_bytes=sum(host.values()) * cluster.devices_per_node,
             host_capacity_bytes=cluster.host_memory_bytes if host else 0,
             disk_bytes=span.on("disk").top_bytes * cluster.devices_per_node,
-            written_bytes=offload.written_bytes(costed, plan, span.on("disk").top) * cluster.devices_per_node,
+            written_bytes=_written_bytes(span) * cluster.devices_per_node,
         )
         found.append(estimate)
         if estimate.share > most:
@@ -72,6 +71,14 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
     if plan.layout.pp > 1:
         fullest = replace(fullest, flops_per_step=_flops_of_stages(spec, plan, cluster, rates))
     return replace(plan, estimate=replace(fullest, disk_capacity_bytes=cluster.disk_bytes if fullest.disk_bytes else 0))
+
+
+def _written_bytes(span: Span) -> int:
+    """Return the bytes that a step writes to disks at a place: what is copied there, and all of the optimizer's once;
+    frozen weights not at all."""
+    copied = sum(times * copy.bytes for copy, times in span.copied.items() if copy.target == "disk")
+    kept = span.on("disk").top.items()
+    return copied + sum(size for name, size in kept if name not in ("activations", "frozen"))
 
 
 @cache

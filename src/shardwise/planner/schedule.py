@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from math import lcm
 
-from shardwise.planner.events import (
+from shardwise import techniques
+from shardwise.planner.log import Folding, StepLog
+from shardwise.planner.passes import Pass, Passes, put_off
+from shardwise.planner.seconds.rates import Rates
+from shardwise.planner.spans import Span, joined
+from shardwise.spec.cluster import Kind
+from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import Sheet
+from shardwise.techniques import pp
+from shardwise.techniques.events import (
+    GRADIENT,
+    OUTPUT,
     AddTiedGradients,
     Begin,
-    Copy,
     Event,
     ExpertsRun,
     GradientReady,
@@ -24,21 +33,7 @@ from shardwise.planner.events import (
     TensorKey,
     UnitName,
 )
-from shardwise.planner.leaving import Fetching, Inputs, in_flight
-from shardwise.planner.passes import GRADIENT, OUTPUT, Pass, Passes, put_off
-from shardwise.planner.replicated import Replicated
-from shardwise.planner.seconds.rates import Rates
-from shardwise.planner.spans import Span, joined
-from shardwise.planner.tape import Apart, Folding, Tape
-from shardwise.planner.weights import Sharded, Weights, add_tied
-from shardwise.spec.cluster import Kind
-from shardwise.spec.plan import Plan
-from shardwise.spec.sheet import Sheet
-from shardwise.techniques import offload, optim, pp
-from shardwise.techniques.offload.updated import elsewhere, returned_late
 from shardwise.techniques.pp.actions import Action
-from shardwise.techniques.shard import gradient_bytes
-from shardwise.techniques.shard.replicas import blocks_of_bucket
 
 PERIODS = 4
 """How many periods of blocks are simulated: the first, the last, and two between, which must come to the same."""
@@ -48,35 +43,35 @@ def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> list[Event]:
     """The events of one step at the sheet's place, the model's state included; with the workspaces of kernels where
     ``kind`` is cuda. Raises ValueError for the sheet of another plan."""
     sheet.check(plan)
-    tape = Tape()
-    _begin(tape, sheet, plan)
+    log = StepLog()
+    _begin(log, sheet, plan)
     if plan.layout.pp > 1:
-        staged(tape, sheet, plan, kind, None)
+        staged(log, sheet, plan, kind, None)
     else:
-        step = Step(tape, sheet, plan, Passes.of(sheet, plan, kind))
+        step = Step(log, sheet, plan, Passes.of(sheet, plan, kind))
         for index in range(plan.batch.accumulation):
             step.forward(index)
             step.backward(index, last=index == plan.batch.accumulation - 1)
-    tape.ended()
-    tape.add(Mark("end of backward"))
-    _end(tape, sheet, plan)
-    return tape.events
+    log.ended()
+    log.add(Mark("end of backward"))
+    _end(log, sheet, plan)
+    return log.events
 
 
-def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None, known: Known | None = None) -> None:
+def staged(log: StepLog, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None, known: Known | None = None) -> None:
     """Plays what a rank of a pipeline does, action by action. A message is alive until the next is sent, or the last
     has left. ``known``: passes of another step of the same sheet, which differs in its micro-batches."""
     steps = dict[int, Step]()
     for stage in sheet.place.stages:
         own = sheet.of_stage(stage)
-        steps[stage.number] = Step(tape, own, plan, Passes.of(own, plan, kind, rates), stage.number)
+        steps[stage.number] = Step(log, own, plan, Passes.of(own, plan, kind, rates), stage.number)
     order = pp.orders(plan, sheet.trained)[sheet.place.coordinate("pp")]
     block = sheet.blocks[0]
     size = block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.row_tokens)
     closing = {action.stage: action.micro for action in order if action.kind in ("B", "I", "W")}
     halved = plan.pipeline.spec.splits_backward
     leaving: list[TensorKey] = []
-    run = _remembering(tape, {} if known is None else known) if isinstance(tape, Folding) else Step.run
+    run = _remembering(log, {} if known is None else known) if isinstance(log, Folding) else Step.run
     if sheet.place.coordinate("pp") > 0:
         for step in steps.values():
             step.weights.before_waiting(step.names)
@@ -87,52 +82,52 @@ def staged(tape: Tape, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None
         match action.kind:
             case "RECV_F" | "RECV_B":
                 key = inside._replace(tensor=OUTPUT) if action.kind == "RECV_F" else outside._replace(tensor=GRADIENT)
-                tape.comes(key, size)
-                tape.add(Send("recv", "pp", "activations", size, "receive"))
+                log.comes(key, size)
+                log.add(Send("recv", "pp", "activations", size, "receive"))
             case "SEND_F" | "SEND_B":
                 key = outside._replace(tensor=OUTPUT) if action.kind == "SEND_F" else inside._replace(tensor=GRADIENT)
                 for sent in leaving:
-                    tape.leaves(sent, size)
+                    log.leaves(sent, size)
                 leaving = [key]
-                tape.add(Send("send", "pp", "activations", size, "send"))
+                log.add(Send("send", "pp", "activations", size, "send"))
             case "F":
-                _hand_over(tape, steps, action, size)
+                _hand_over(log, steps, action, size)
                 run(step, "F", micro)
             case "W":
                 run(step, "W", micro, last=last)
             case _:
-                _hand_over(tape, steps, action, size)
+                _hand_over(log, steps, action, size)
                 in_two = halved and sheet.trained[action.stage]
                 run(step, "I" if in_two else "B", micro, last=last)
                 if in_two and action.kind == "B":
                     run(step, "W", micro, last=last)
     for sent in leaving:
-        tape.leaves(sent, size)
+        log.leaves(sent, size)
     for step in steps.values():
-        step.weights.leaving.rest()
+        step.end()
 
 
 Known = dict[object, tuple[Span, object]]
 """The spans of passes of stages, by what decides them, and where the weights are afterwards."""
 
 
-def _remembering(tape: Folding, known: Known) -> Callable[..., None]:
+def _remembering(log: Folding, known: Known) -> Callable[..., None]:
     """Plays a pass of a stage the first time that its weights are where they are, and adds the same span when they are
     there again: what comes of a pass follows from that alone."""
 
     def run(step: Step, kind: str, micro_batch: int, *, last: bool = False) -> None:
         key = step.number, kind, last, step.weights.kept()
         if key not in known:
-            span = tape.spanned(lambda: step.run(kind, micro_batch, last=last))
+            span = log.spanned(lambda: step.run(kind, micro_batch, last=last))
             known[key] = span, step.weights.kept()
         span, after = known[key]
-        tape.span.goes_on(span)
+        log.span.goes_on(span)
         step.weights.restore(after)
 
     return run
 
 
-def _hand_over(tape: Tape, steps: Mapping[int, Step], action: Action, size: int) -> None:
+def _hand_over(log: StepLog, steps: Mapping[int, Step], action: Action, size: int) -> None:
     """Turn what the neighbouring stage has left on this rank into what this one takes."""
     forward = action.kind == "F"
     before = steps.get(action.stage - 1 if forward else action.stage + 1)
@@ -143,46 +138,41 @@ def _hand_over(tape: Tape, steps: Mapping[int, Step], action: Action, size: int)
         left, taken = before.at(micro, len(before.units) - 2, OUTPUT), step.at(micro, 0, OUTPUT)
     else:
         left, taken = before.at(micro, 0, GRADIENT), step.at(micro, len(step.units) - 2, GRADIENT)
-    if left in tape.alive:
-        tape.free(left)
-        tape.make(taken, "activations", size)
+    if left in log.alive:
+        log.free(left)
+        log.make(taken, "activations", size)
 
 
-def _begin(tape: Tape, sheet: Sheet, plan: Plan) -> None:
+def _begin(log: StepLog, sheet: Sheet, plan: Plan) -> None:
     """Make what is there before the first forward pass and stays."""
-    state, moved = (optim.state_bytes(each, plan) for each in (sheet, elsewhere(sheet)))
-    for tier, held in offload.tiers(sheet, plan, moved["moments"], in_flight(sheet, plan)).items():
-        for category, size in held.items():
-            tape.make((tier, category), category, size, tier)
-    for category, size in offload.on_device(state, moved["moments"], sheet, plan).items():
-        tape.make(("state", category), category, size)
+    for (tier, category), size in techniques.held(sheet, plan).items():
+        log.make(("state", tier, category), category, size, tier)
     # Token ids, labels and positions, 8 bytes each; of pairs, each token's answer; of cut rows, its document's length.
-    batch, each = plan.batch, 8 * (3 + plan.method.pairs + (plan.layout.cp > 1))
-    tape.make("batch", "buffers", each * batch.micro_batch_size * plan.row_tokens * batch.accumulation)
+    ahead = 3 * (sheet.per_token - 1)  # of a further token its id, and two labels
+    batch, each = plan.batch, 8 * (3 + plan.method.pairs + (plan.layout.cp > 1) + ahead)
+    log.make("batch", "buffers", each * batch.micro_batch_size * plan.row_tokens * batch.accumulation)
 
 
-def _end(tape: Tape, sheet: Sheet, plan: Plan) -> None:
-    """Send what is sent once, after the last backward pass, and copy what the host has updated that comes at once."""
+def _end(log: StepLog, sheet: Sheet, plan: Plan) -> None:
+    """Add what is sent once, after the last backward pass, and what is copied at once when weights are updated."""
     for sent in sheet.step:
-        tape.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
-    if size := returned_late(sheet, plan):
-        tape.add(Copy("host", "device", size, "home"))
+        log.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
+    for copy in techniques.copied_after(sheet, plan):
+        log.add(copy)
 
 
 class Step:
-    """Plays forward and backward passes of a stage on a tape, in whatever order they are asked for; of a whole model,
+    """Plays forward and backward passes of a stage on a log, in whatever order they are asked for; of a whole model,
     the only one. ``number``: the stage's. What a stage takes from the one before it or after it, whoever asks for its
     passes makes first, and frees what it leaves for them: the output and its gradient of the unit before its blocks,
     or of its last unit."""
 
-    def __init__(self, tape: Tape, sheet: Sheet, plan: Plan, passes: Passes, number: int = 0) -> None:
-        self.tape, self.number, self.head = tape, number, sheet.place.head
+    def __init__(self, log: StepLog, sheet: Sheet, plan: Plan, passes: Passes, number: int = 0) -> None:
+        self.log, self.number, self.head = log, number, sheet.place.head
         self.units = (sheet.stem, *(sheet.blocks[kind] for kind in sheet.order), sheet.tail)
         self.names: list[UnitName] = ["stem", *range(len(sheet.order)), "tail"]
-        own = tape if plan.layout.pp == 1 else Apart(tape, number)
-        self.weights: Weights = (Sharded if plan.sharded else Replicated)(own, sheet, plan)
-        self.passes = passes
-        self.inputs, self.fetching = Inputs(tape, self.units, plan, number), Fetching(own, sheet, plan)
+        self.passes, self.plan = passes, plan
+        self.weights, self.between = techniques.between(log, sheet, plan, number)
 
     def run(self, kind: str, micro_batch: int, *, last: bool = False) -> None:
         """A pass by the kind of its action."""
@@ -196,26 +186,25 @@ class Step:
             self.backward(micro_batch, last=last)
 
     def forward(self, micro_batch: int) -> None:
-        self.tape.add(Mark("start of forward"))
+        self.log.add(Mark("start of forward"))
         for unit, name in enumerate(self.names):
-            self.tape.add(Begin("forward", name, micro_batch, self.number))
-            self.fetching.before_forward(name, micro_batch)
-            self.weights.before_forward(name)
-            self.inputs.begins(self.at(micro_batch, unit))
+            at = self.at(micro_batch, unit)
+            self.log.add(Begin("forward", name, micro_batch, self.number))
+            for one in self.between:
+                one.before_forward(name, at)
             if name != "tail" or self.head:
-                self.play(Passes.forward, self.at(micro_batch, unit))
-            self.inputs.ends(self.at(micro_batch, unit))
-            self.fetching.after_forward(name)
-            self.weights.after_forward(name)
+                self.play(Passes.forward, at)
+            for one in reversed(self.between):
+                one.after_forward(name, at)
         self.play(Passes.tables, self.at(micro_batch, 0))
-        self.tape.add(Mark("end of forward"))
+        self.log.add(Mark("end of forward"))
 
     def backward(self, micro_batch: int, *, last: bool) -> None:
         """``last``: it is the last backward of this step."""
         self.weights.begin(last=last)
         self._backward(Passes.backward, micro_batch)
-        if last and self.weights.plan.layout.pp == 1:
-            self.weights.leaving.rest()
+        if last and self.plan.layout.pp == 1:
+            self.end()
 
     def input_gradients(self, micro_batch: int, *, last: bool) -> None:
         """The first half of a backward that comes in two. ``last``: its second half is the last of this step."""
@@ -227,24 +216,24 @@ class Step:
         self.weights.begin(last=last)
         for unit, name in reversed([*enumerate(self.names)]):
             if put_off(self.units[unit]):
-                self.tape.add(Begin("backward", name, micro_batch, self.number))
+                self.log.add(Begin("backward", name, micro_batch, self.number))
                 self.play(Passes.weight_gradients, self.at(micro_batch, unit))
         for name in reversed(self.names):
             self.weights.after_weight_gradients(name)
-        self.weights.end()
+        for one in reversed(self.between):
+            one.end()
 
     def _backward(self, which: Pass, micro_batch: int) -> None:
         late = list[UnitName]()
         for number, name in reversed([*enumerate(self.names)]):
             unit = self.units[number]
             if unit.backward or not isinstance(name, int):
-                self.tape.add(Begin("backward", name, micro_batch, self.number))
-                self.fetching.before_backward(name)
-                if name != "stem":
-                    self.weights.before_backward(name)
-                self.inputs.again(self.at(micro_batch, number))
+                self.log.add(Begin("backward", name, micro_batch, self.number))
+                at = self.at(micro_batch, number)
+                for one in self.between:
+                    one.before_backward(name, at)
                 if name != "tail" or self.head:
-                    self.play(which, self.at(micro_batch, number))
+                    self.play(which, at)
             if unit.gradient_out >= 0 and name != "stem":
                 self.weights.after_backward(name)
             else:
@@ -252,9 +241,14 @@ class Step:
         # FSDP2 learns of the end of a backward from the gradient of the input; where there is none, when all is over.
         for name in reversed(late):
             self.weights.after_backward(name)
-        self.tape.add(Mark("gradient of the input"))
-        self.weights.end()
-        self.fetching.rest()
+        self.log.add(Mark("gradient of the input"))
+        for one in reversed(self.between):
+            one.end()
+
+    def end(self) -> None:
+        """The last backward of the step is over, or those of all stages are."""
+        for one in self.between:
+            one.end_step()
 
     def at(self, micro_batch: int, unit: int, tensor: int | str = "") -> TensorKey:
         """The key of a tensor of a unit."""
@@ -262,19 +256,19 @@ class Step:
 
     def play(self, which: Pass, at: TensorKey) -> None:
         """A pass of a unit, with what its weights add."""
-        for piece in self.tape.pieces(which, self.passes, self.units[at.unit]):
+        for piece in self.log.pieces(which, self.passes, self.units[at.unit]):
             if isinstance(piece, Span):
-                self.tape.play(piece, at)
+                self.log.play(piece, at)
             elif isinstance(piece, GradientReady):
                 self.weights.gradient(piece.weight, self.names[at.unit])
             elif isinstance(piece, HeadGradientReady):
                 self.weights.head_gradient()
             elif isinstance(piece, AddTiedGradients):
-                add_tied(self.weights)
+                self.weights.add_tied()
             elif isinstance(piece, ExpertsRun):
                 self.weights.experts(piece, self.names[at.unit])
             else:
-                self.tape.play(piece, at)
+                self.log.play(piece, at)
 
 
 def folded(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> Span:
@@ -327,11 +321,11 @@ def _piped(sheet: Sheet, plan: Plan, passes: Passes) -> Span:
 
 
 def _played_through(sheet: Sheet, plan: Plan, passes: Passes, micro_batches: int, known: Known) -> Span:
-    tape = Folding()
-    tape.through = True
+    log = Folding()
+    log.through = True
     fewer = replace(plan, batch=replace(plan.batch, accumulation=micro_batches))
-    staged(tape, sheet, fewer, passes.kind, passes.rates, known)
-    return joined(tape.taken().values())
+    staged(log, sheet, fewer, passes.kind, passes.rates, known)
+    return joined(log.taken().values())
 
 
 def _simulated(sheet: Sheet, plan: Plan, passes: Passes, blocks: tuple[int, int, int]) -> Span | None:
@@ -341,14 +335,14 @@ def _simulated(sheet: Sheet, plan: Plan, passes: Passes, blocks: tuple[int, int,
     start, period, keep = blocks
     count = (len(sheet.order) - start) // period
     order = sheet.order[: start + keep * period] + sheet.order[start + count * period :]
-    tape, m = Folding(), plan.batch.accumulation
+    log, m = Folding(), plan.batch.accumulation
     spans: list[Span] = []
-    step = Step(tape, replace(sheet, order=order), plan, passes)
+    step = Step(log, replace(sheet, order=order), plan, passes)
     second = range(start + period, start + 2 * period)
     for index in range(min(m, 3)):
         step.forward(index)
         step.backward(index, last=index == min(m, 3) - 1)
-        found = tape.taken()
+        found = log.taken()
         if keep < count and any(
             found.get((way, i)) != found.get((way, i + period))
             for way in ("forward", "backward", "leaving")
@@ -384,8 +378,4 @@ def _period(sheet: Sheet, plan: Plan) -> tuple[int, int]:
             break
     else:
         return 0, len(order)
-    if plan.sharded or plan.layout.size("loss") == 1:
-        return start, period
-    sizes = gradient_bytes(replace(sheet, order=order[-period:]), plan)
-    block = sum(size for name, size in sizes.items() if name.startswith("layers.")) // period
-    return start, lcm(period, blocks_of_bucket(block, plan.shard.bucket_bytes))
+    return start, techniques.period(sheet, plan, order[-period:])

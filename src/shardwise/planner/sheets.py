@@ -104,7 +104,7 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
     for number in place.blocks:
         # Unless they are told apart by name, or some have no adapters, blocks of a kind differ in whether they are the
         # first.
-        alike = (order[number], number == 0, spec.mlp_size(number), spec.has_experts(number))
+        alike = (order[number], number == 0, spec.mlp_size(number), spec.has_experts(number), spec.predicts(number))
         some_adapted = plan.lora is not None and bool(plan.lora.targets) and spec.experts.num_experts > 0
         key = (number,) if plan.frozen or plan.precision.modules or some_adapted else alike
         if key not in variants:
@@ -131,6 +131,7 @@ def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
         inside=plan,
         vocabulary=spec.vocab_size,
         counts=spec.expert_counts,
+        per_token=1 + spec.predictors,
     )
 
 

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardwise.planner.events import Compute, Copy, Event, Free, Make, Mark, Send
 from shardwise.spec.sheet import Tier
+from shardwise.techniques.events import Compute, Copy, Event, Free, Make, Mark, Send
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -93,13 +93,16 @@ class _Pass:
 @dataclass(frozen=True)
 class _Runnable:
     """A pass that is to be run: the unit's ``parameters`` by their names in it, ``call``, the ``leaf`` that enters, and
-    what is there before. ``unsaved``: of what the stem makes for the blocks, what none of them saves for backward."""
+    what is there before. ``unsaved``: of what the stem makes for the blocks, what none of them saves for backward.
+    ``following``: the embeddings that a predictor reads, of the stem once it has run; their place is that of their
+    gradient in backward."""
 
     parameters: Mapping[str, nn.Parameter]
     call: Call
     leaf: torch.Tensor
     shared: list[torch.Tensor]
     unsaved: Callable[[], list[torch.Tensor]] = list
+    following: list[torch.Tensor] = field(default_factory=list)
 
 
 def trace(variant: Variant) -> Unit:
@@ -149,7 +152,8 @@ def _subject(variant: Variant, model: Model) -> _Runnable:
     b, s = plan.batch.micro_batch_size, plan.row_tokens
     tokens = (-(-b * s // variant.spread),) if variant.spread > 1 else (b, s)
     dtype = torch_dtype(plan.precision.compute)
-    leaf = torch.empty((*tokens, spec.hidden_size), dtype=dtype, requires_grad=variant.input_trained)
+    width = spec.hidden_size * (1 + spec.predictors * (variant.what == "tail"))
+    leaf = torch.empty((*tokens, width), dtype=dtype, requires_grad=variant.input_trained)
     prefix = f"layers.{variant.block}."
     own = [name for name, _ in model.named_parameters() if name.startswith(prefix)]
     if variant.what != "block":
@@ -157,19 +161,27 @@ def _subject(variant: Variant, model: Model) -> _Runnable:
     named = {name.removeprefix(prefix): model.get_parameter(name) for name in own}
     ids = torch.zeros((b, s), dtype=torch.int64)
     if isinstance(model, Decoder):
-        call, shared = _decoders(variant, model, ids)
-        return _Runnable(named, call, leaf, shared)
+        following = [torch.empty_like(leaf, requires_grad=True)] if spec.predictors and variant.what == "block" else []
+        call, shared = _decoders(variant, model, ids, following)
+        return _Runnable(named, call, leaf, shared, following=following)
     call, shared, unsaved = hf_models(variant, model, ids)
     return _Runnable(named, call, leaf, shared, unsaved)
 
 
-def _decoders(variant: Variant, model: Decoder, ids: torch.Tensor) -> tuple[Call, list[torch.Tensor]]:
-    """A unit of the decoder. What the caller holds on to lives as long as it does there."""
+def _decoders(
+    variant: Variant, model: Decoder, ids: torch.Tensor, following: list[torch.Tensor]
+) -> tuple[Call, list[torch.Tensor]]:
+    """A unit of the decoder. What the caller holds on to lives as long as it does there. ``following``: what a
+    predictor reads beside; the stem's is added."""
     kinds, held = layer_kinds(variant.model)[0], list[Any]()
 
     def stem(start: Start) -> torch.Tensor:
         start()
-        out = model.embedded(ids)
+        if variant.model.predictors:
+            out, beside = model.embedded_twice(ids, ids)
+            following[:] = [beside]
+        else:
+            out = model.embedded(ids)
         held.append(model.tables(kinds, ids, out.dtype, MaskSpec()))
         return out
 
@@ -186,7 +198,8 @@ def _decoders(variant: Variant, model: Decoder, ids: torch.Tensor) -> tuple[Call
     mask = MaskSpec(row_length=variant.plan.batch.seq_len if variant.plan.layout.cp > 1 else None)
     (rotary,) = model.tables(kinds[:1], ids, torch_dtype(variant.plan.precision.compute), MaskSpec())
     block = model.layers[variant.block]
-    return lambda start: block(start(), rotary, mask), [*(rotary or ()), *counting(block)]
+    shared = [*(rotary or ()), *counting(block), *following]
+    return lambda start: block(start(), rotary, mask, *following), shared
 
 
 @contextmanager
@@ -264,9 +277,12 @@ class _Recording:
                 loss = _Seed.apply(out, partial(mark, "gradient_in"))
                 mark("seed", loss)
                 del out
-                torch.autograd.backward(loss, one)
+                made = [each for each in subject.following if each.grad_fn is not None]
+                torch.autograd.backward([loss, *made], [one, *(each.detach() for each in made)])
         gradients = {name: p.grad for name, p in subject.parameters.items() if p.grad is not None}
         run.weight_gradients = tuple((name, recorder.outside(grad)) for name, grad in gradients.items())
+        for each in (tensor for tensor in subject.following if tensor.is_leaf):
+            each.grad = None  # it takes the place of what it is of, and that is free
         for parameter in subject.parameters.values():
             parameter.grad = None
         return run

@@ -110,7 +110,8 @@ def _stem(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
     """The template of the embedding and the rotation tables."""
     numbers = _numbers(spec, "Vdp")
     tables = tuple(dict.fromkeys(kind.local for kind in layer_kinds(spec)[0] if kind.rotated))
-    template = _spec(numbers, embedding_multiplier=_switched(spec.embedding_multiplier))
+    predictor = _on(spec.predictor_weight)
+    template = _spec(numbers, embedding_multiplier=_switched(spec.embedding_multiplier), predictor_weight=predictor)
     if not tables:
         return with_fields(template, nope_layers=(0,)), numbers
     template = with_fields(template, partial_rotary_factor=_rotating(numbers))
@@ -145,6 +146,7 @@ def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Size
         residual_multiplier=_switched(spec.residual_multiplier),
         partial_rotary_factor=_rotating(numbers) if partial and not of_mixer else 1.0,
         nope_layers=() if kind.rotated else (0,),
+        predictor_weight=float(spec.predicts(unit)),
         **mixer.template(spec, numbers),
     )
     if experts:
@@ -170,8 +172,8 @@ def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Size
 def _tail(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
     """The template of what follows the blocks, short of the output layer's product."""
     numbers, divided = _numbers(spec, "Vd"), _switched(spec.logits_scaling)
-    tied = spec.tie_word_embeddings
-    return _spec(numbers, norm_plus_one=spec.norm_plus_one, logits_scaling=divided, tie_word_embeddings=tied), numbers
+    own = {"tie_word_embeddings": spec.tie_word_embeddings, "predictor_weight": _on(spec.predictor_weight)}
+    return _spec(numbers, norm_plus_one=spec.norm_plus_one, logits_scaling=divided, **own), numbers
 
 
 def chosen(spec: ModelSpec, plan: Plan, place: Place, unit: int | str) -> Traced:

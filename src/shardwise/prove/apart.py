@@ -6,8 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+from xxhash import xxh3_64_intdigest
+
+from shardwise.distributed.slices import local
 
 
 @dataclass(frozen=True)
@@ -86,3 +90,9 @@ def directions(right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict
         else 2.0
         for name, known in right.items()
     }
+
+
+def digest(tensor: Tensor) -> int:
+    """Return a digest of the bits of what this rank holds of a tensor."""
+    stored = local(tensor).detach().cpu().flatten().clone().view(torch.uint8)  # numpy's memory cannot be resized
+    return xxh3_64_intdigest(stored.numpy().tobytes())

@@ -22,6 +22,7 @@ from shardwise.errors import ShardwiseError, first_line
 from shardwise.methods.loss import mask
 from shardwise.models import hf
 from shardwise.models.config import ModelSpec, flat, from_hf, parameter_shapes, to_hf, with_fields
+from shardwise.models.further import without_predictor
 from shardwise.models.hf_model import model_of
 from shardwise.models.hf_names import Location, locations, tensors
 from shardwise.prove.widened import Widened
@@ -61,6 +62,7 @@ def counterpart(spec: ModelSpec) -> ModelSpec | str:
     if spec.hf_model is not None:
         return "it runs in transformers' own modules"
     try:
+        spec = without_predictor(spec)
         told = from_hf(to_hf(with_fields(spec, **dict.fromkeys(ENDS))), spec.name)
     except (ShardwiseError, ValueError) as error:
         return f"no config of {spec.family} says what it has ({first_line(error)})"

@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwise.data.pack import IGNORE, Sample
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.distributed.slices import local
+from shardwise.models.blocks import spec_of
 from shardwise.models.config import ModelSpec
 from shardwise.models.moe import MoE
 from shardwise.prove.apart import Worst, differences, farthest
@@ -86,7 +87,7 @@ def _gradients(state: TrainState, rows: list[Sample], groups: Meshes, plan: Plan
     """This rank's share of the loss, and what it holds of each gradient; the losses of routers, which are of all
     tokens, are left out."""
     rules = StepRules(plan, groups, OPTIM, MAX_STEPS, finish_of(Method(), plan))
-    batches = share_of_rank(rows, groups, plan)
+    batches = share_of_rank(rows, groups, plan, ahead=spec_of(state.parts).predictors > 0)
     terms, _ = count_supervised(groups, sum(batch.terms() for batch in batches))
     loss = passes.train(state.parts, batches, rules, float(max(1, terms)), None)
     if state.host:

@@ -16,7 +16,7 @@ from shardwise.spec.cluster import Kind
 from shardwise.spec.place import place_of
 from shardwise.spec.plan import Offload, Plan
 from shardwise.spec.sheet import CONTROL_BYTES
-from shardwise.techniques import offload, optim
+from shardwise.techniques import optim
 
 PEAK_TOLERANCE = 0.03
 """Of the peak of a step that takes at least ``PEAK_FROM_BYTES``."""
@@ -73,7 +73,7 @@ def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", un
     if plan.layout.pp > 1:  # between two passes messages are posted and sent: the peak tells
         start = end
     state = optim.state_bytes(costed, plan)
-    state["weights"] = offload.on_device(state, 0, costed, plan)["weights"]
+    state["weights"] = techniques.held(costed, plan)["device", "weights"]
     if plan.offload != Offload():
         state["host"] = span.on("host").top_bytes
     if plan.offload.activations == "nvme":

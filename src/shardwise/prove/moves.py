@@ -75,7 +75,7 @@ def go(rank: int, world: int, spec: ModelSpec, plan: Plan, run: SavedRun, settin
     before, losses = _whole(state), []
     rules = StepRules(plan, groups, job.setting.optim, MAX_STEPS, finish_of(job.setting.method, plan))
     for _ in range(STEPS):
-        batches = share_of_rank(job.batch(state.cursor // job.rows), groups, plan)
+        batches = share_of_rank(job.batch(state.cursor // job.rows), groups, plan, ahead=spec.predictors > 0)
         terms, _ = count_supervised(groups, sum(batch.terms() for batch in batches))
         losses.append(step(state, batches, terms, rules).loss)
         state.cursor += job.rows

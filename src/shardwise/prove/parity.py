@@ -22,21 +22,20 @@ from torch.distributed.tensor import DTensor
 from torch.distributions import Categorical
 from torch.nn import functional
 from torch.optim import Optimizer
-from xxhash import xxh3_64_intdigest
 
 from shardwise.data.batch import MicroBatch, collate
 from shardwise.data.pack import IGNORE, Sample
 from shardwise.distributed.meshes import Meshes, meshes
-from shardwise.distributed.slices import kept, local, local_slice
-from shardwise.methods.loss import mask
+from shardwise.distributed.slices import kept, local_slice
 from shardwise.methods.pairs import Answers, losses_of
 from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
 from shardwise.models.roles import is_adapter, is_counted, is_stacked
-from shardwise.prove.apart import Worst, apart, differences, directions, farthest, worst
+from shardwise.prove.apart import Worst, apart, differences, digest, directions, farthest, worst
 from shardwise.prove.balance import plain_balance
 from shardwise.prove.pool import Ranks
+from shardwise.prove.predicted import logits_of
 from shardwise.prove.regimes import scaled
 from shardwise.prove.workload import MAX_STEPS, STEPS, Setting, Workload, job_of
 from shardwise.runtime import reduce
@@ -46,7 +45,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import accumulate, step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, Recipe, Run
-from shardwise.spec.records import ENTROPY, TOKEN_ACCURACY
+from shardwise.spec.records import ENTROPY, FURTHER, TOKEN_ACCURACY
 from shardwise.techniques import lora, nf4
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.nf4.fourbit import dequantise, quantise
@@ -206,7 +205,8 @@ def _take_steps(
     rules = StepRules(plan, groups, optim, MAX_STEPS, finish_of(job.setting.method, plan), enter)
     losses, norms, pieces, figures = [], [], [], []
     for number in range(job.updates):
-        batches = [batch.to(device) for batch in share_of_rank(job.batch(number), groups, plan)]
+        shares = share_of_rank(job.batch(number), groups, plan, ahead=spec.predictors > 0)
+        batches = [batch.to(device) for batch in shares]
         terms, _ = reduce.count_supervised(groups, sum(batch.terms() for batch in batches))
         if number < steps:
             stats = step(state, batches, terms, rules)
@@ -234,12 +234,6 @@ def held(state: TrainState) -> dict[str, list[int]]:
     return found
 
 
-def digest(tensor: Tensor) -> int:
-    """Return a digest of the bits of what this rank holds of a tensor."""
-    stored = local(tensor).detach().cpu().flatten().clone().view(torch.uint8)  # numpy's memory cannot be resized
-    return xxh3_64_intdigest(stored.numpy().tobytes())
-
-
 def whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """``weights``, with those in 4 bits dequantised."""
     found = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in NF4_PARTS}
@@ -264,12 +258,12 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach().clone().cpu()
 
 
-def share_of_rank(rows: Sequence[Sample], groups: Meshes, plan: Plan) -> list[MicroBatch]:
-    """The micro-batches of a rank: data-parallel ranks take consecutive rows."""
+def share_of_rank(rows: Sequence[Sample], groups: Meshes, plan: Plan, *, ahead: bool = False) -> list[MicroBatch]:
+    """The micro-batches of a rank: data-parallel ranks take consecutive rows; ``ahead`` as of ``collate``."""
     size, count = plan.batch.micro_batch_size, plan.batch.accumulation
     first = groups.index("batch") * size * count
     each = (rows[first + index * size : first + (index + 1) * size] for index in range(count))
-    return [collate(own).cut(groups.row_share) for own in each]
+    return [collate(own, ahead=ahead).cut(groups.row_share) for own in each]
 
 
 @cache
@@ -283,7 +277,8 @@ def plain(job: Workload) -> Trace:
         optimizer.zero_grad()
         with plain_balance(model) as balance:
             loss, told = plain_terms(model, merged(parameters, job), collate(job.batch(number)), job)
-        (loss + balance.added()).backward()
+        further = job.spec.predictor_weight * told.get(FURTHER, torch.zeros(()))
+        (loss + further + balance.added()).backward()
         if number == job.steps:
             torch.optim.SGD([p for p in parameters.values() if p.requires_grad], job.setting.optim.learning_rate).step()
             break
@@ -292,7 +287,7 @@ def plain(job: Workload) -> Trace:
         norms.append(plain_update(optimizer, parameters, number, job.setting.optim))
         balance.correct(parameters)
         losses.append(loss.item())
-        figures.append({name: told[name] for name in job.figures})
+        figures.append({name: torch.as_tensor(told[name]).item() for name in told if name in (*job.figures, FURTHER)})
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     return Trace(tuple(losses), tuple(norms), first, weights, figures=tuple(figures))
 
@@ -373,21 +368,23 @@ def _adapted(parameters: Mapping[str, Tensor], layer: str, job: Workload) -> Ten
 
 
 def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, job: Workload) -> Tensor:
-    """The loss of :func:`plain_terms`."""
-    return plain_terms(model, weights, batch, job)[0]
+    """The loss of :func:`plain_terms`, with what a layer that predicts a further token adds."""
+    loss, told = plain_terms(model, weights, batch, job)
+    return loss + job.spec.predictor_weight * told[FURTHER] if job.spec.predictors else loss
 
 
 def plain_terms(
     model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, job: Workload
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, float | Tensor]]:
     """Mean loss over the supervised tokens, or the pairs of answers, from full logits, with every weight cast to the
-    job's compute dtype; and of tokens what may be reported beside it, means too."""
+    job's compute dtype; and of tokens what may be reported beside it, means too, of which the loss for further tokens
+    leads back to the weights."""
     cast = {name: weight.to(torch_dtype(job.compute)) for name, weight in weights.items()}
-    logits = torch.func.functional_call(model, cast, (batch.ids, batch.positions, mask(batch)))
+    logits, told = logits_of(model, cast, batch, further=job.spec.predictors > 0)
     wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     if batch.references is None:
         labels, count = batch.labels.flatten(), batch.supervised_tokens()
-        told = {TOKEN_ACCURACY: (wide.argmax(-1) == labels).sum().item() / count}
+        told |= {TOKEN_ACCURACY: (wide.argmax(-1) == labels).sum().item() / count}
         if ENTROPY in job.figures:
             told[ENTROPY] = Categorical(logits=wide.detach()).entropy()[labels >= 0].sum().item() / count
         return functional.cross_entropy(wide, labels, reduction="sum") / count, told

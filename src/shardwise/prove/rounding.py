@@ -30,7 +30,7 @@ from shardwise.models.hf_model import model_of
 from shardwise.models.init import Draw
 from shardwise.models.roles import is_counted
 from shardwise.prove import parity
-from shardwise.prove.apart import apart
+from shardwise.prove.apart import apart, digest
 from shardwise.prove.balance import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.regimes import scaled
@@ -158,7 +158,7 @@ def _on_rank(rank: int, spec: ModelSpec, plan: Plan, setting: Setting) -> Rounde
     rules = StepRules(plan, groups, setting.optim, MAX_STEPS, finish_of(setting.method, plan), enter)
 
     def given(number: int) -> tuple[list[Any], int]:
-        batches = parity.share_of_rank(job.batch(number), groups, plan)
+        batches = parity.share_of_rank(job.batch(number), groups, plan, ahead=job.spec.predictors > 0)
         return batches, reduce.count_supervised(groups, sum(batch.terms() for batch in batches))[0]
 
     losses, gradients = [], []
@@ -197,7 +197,7 @@ def _weights(state: TrainState) -> dict[str, Tensor]:
 def _moments(state: TrainState) -> list[int]:
     """Return digests of everything that the optimizer keeps."""
     every = (value for each in state.optimizer.state.values() for value in each.values() if torch.is_tensor(value))
-    return [parity.digest(value) for value in every]
+    return [digest(value) for value in every]
 
 
 def _spoil(state: TrainState, rank: int) -> None:

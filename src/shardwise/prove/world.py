@@ -26,7 +26,7 @@ from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
 from shardwise.distributed.torch_private import group_named, watch_resizes
-from shardwise.models.blocks import each_named
+from shardwise.models.blocks import each_named, spec_of
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_model import model_of
 from shardwise.models.moe import MoE
@@ -234,6 +234,8 @@ def _step(state: TrainState, rules: StepRules, micro_batches: int) -> None:
     for _ in range(micro_batches):
         ids, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
         batch = MicroBatch(ids, labels, positions, None, 0)
+        if spec_of(state.parts).predictors:
+            batch = batch.aimed(ids.clone(), torch.zeros((*shape, 2), dtype=torch.int64))
         if plan.layout.cp > 1:
             batch.row_length, batch.reached = plan.batch.seq_len, torch.zeros(shape, dtype=torch.int64)
         if plan.method.pairs:

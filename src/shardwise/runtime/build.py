@@ -104,7 +104,8 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
     directory = weights_directory(recipe)
     wanted = techniques.wanted(parameters, spec, plan)
     shapes = {**parameter_shapes(spec), **{name: tuple(parameter.shape) for name, parameter in parameters.items()}}
-    stored = {name for name in wanted if directory is not None and not is_adapter(name)}
+    anew = frozenset[str]() if directory is None else hf.begun_anew(directory, spec)
+    stored = {name for name in wanted if directory is not None and not is_adapter(name) and name not in anew}
     for name in wanted.keys() - stored:
         drawn = (draw or init.fill)(name, shapes[name], wanted[name], recipe.run.seed, spec)
         _put(parameters, name, wanted[name], drawn, plan)

@@ -72,6 +72,8 @@ def kept_of(recipe: Recipe, spec: ModelSpec) -> tuple[KeptLayers, str]:
     source = recipe.model.path
     if source is None or spec.hf_model or not begins_trained(recipe) or not FAMILIES[spec.family].predictors:
         return KeptLayers(), ""
+    if spec.predictors:  # they were trained, and are the model's own
+        return KeptLayers(), ""
     try:
         kept = hf.kept_beside(hf.weights_directory(source, recipe.model.revision, here=True), spec)
     except ShardwiseError as error:

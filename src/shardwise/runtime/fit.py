@@ -11,6 +11,7 @@ import torch
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.slices import local
 from shardwise.errors import Problem, TrainingError, no_memory
+from shardwise.models.blocks import spec_of
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import accumulate
@@ -24,7 +25,10 @@ def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torc
     accumulated, and in a pipeline all, of which several are alive at once. Then an update, which an optimizer may need
     memory for. Weights, moments and counters stay as they are: the update's gradients and learning rate are zero."""
     count = rules.plan.batch.accumulation
-    batches = [longest_batch(rules.plan, vocab_size, device)] * (count if rules.plan.layout.pp > 1 else min(2, count))
+    batch = longest_batch(rules.plan, vocab_size, device)
+    if spec_of(state.parts).predictors:
+        batch = batch.looking_ahead()
+    batches = [batch] * (count if rules.plan.layout.pp > 1 else min(2, count))
     accumulate(state, batches, sum(batch.terms() for batch in batches), rules)
     for parameter in state.trained():
         if (gradient := state.updated(parameter).grad) is not None:

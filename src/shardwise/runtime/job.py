@@ -117,7 +117,7 @@ class Job:
     @property
     def share(self) -> Share:
         """The part of every batch that this rank reads."""
-        return share_of(self.meshes.layout, self.plan.batch, self.meshes.rank)
+        return share_of(self.meshes.layout, self.plan.batch, self.meshes.rank, ahead=self.spec.predictors > 0)
 
     @property
     def save_steps(self) -> int:

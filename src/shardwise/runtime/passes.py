@@ -15,7 +15,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods import loss as token_loss
 from shardwise.methods import pairs, program
-from shardwise.methods.loss import Finish, Loss, Output, Score, losses_and_gradient
+from shardwise.methods.loss import Finish, Further, Loss, Output, Score, losses_and_gradient
 from shardwise.models.blocks import blocks, spec_of
 from shardwise.runtime.pipeline import PipelineRank
 from shardwise.spec.layout import last_stage_rank
@@ -71,12 +71,14 @@ def train(
     rules: StepRules,
     denominator: float,
     scale: Tensor | None,
+    further: Further | None = None,
 ) -> Loss:
     """Forward and backward of every micro-batch of a step, the loss times ``scale``: leaves gradients that are
     summed over all ranks and returns the sum of the losses and of their figures, detached."""
 
     def score(hidden: Tensor, head: Output, batch: MicroBatch) -> Loss:
-        return rules.finish(hidden, replace(head, group=rules.meshes.groups.get("cp")), batch, denominator)
+        asked = replace(head, group=rules.meshes.groups.get("cp"), further=further)
+        return rules.finish(hidden, asked, batch, denominator)
 
     if line := pp.line_of(parts):
         shares = PipelineRank[Loss](parts, line, partial(run_part, score=score), rules.enter).train(batches, scale)
@@ -134,8 +136,9 @@ def run_part(part: nn.Module, batch: MicroBatch, hidden: Tensor | None, *, score
     def finish(hidden: Tensor, weight: Tensor) -> Any:
         return score(hidden, Output(weight, spec.final_soft_cap, spec.vocab_size), batch)
 
-    before = () if hidden is None else (hidden,)
-    return part(batch.ids, batch.positions, token_loss.mask(batch), finish, *before)
+    before = {} if hidden is None else {"hidden": hidden}
+    before |= {} if batch.following is None else {"following": batch.following}
+    return part(batch.ids, batch.positions, token_loss.mask(batch), finish, **before)
 
 
 def from_last_stage(

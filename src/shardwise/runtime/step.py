@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
-from shardwise.methods.loss import Loss
+from shardwise.methods.loss import Further, Loss
 from shardwise.models.blocks import spec_of
 from shardwise.runtime import balance, passes, reduce
 from shardwise.runtime.balance import Counts, Dropped, Loads
@@ -168,8 +168,12 @@ def accumulate(
     updates, and returns this rank's share of the mean loss, detached, and of what is counted of experts
     (runtime/balance.py)."""
     scale = state.scale.on(batches[0].ids.device)[0] if state.scale.enabled else None
+    further, spec = None, spec_of(state.parts)
+    if spec.predictors:
+        targets = reduce.count(rules.meshes, sum(batch.further for batch in batches))
+        further = Further(spec.predictor_weight, float(max(1, targets)))
     with balance.counting(state.parts, batches, rules.plan, scale) as counted:
-        loss = passes.train(state.parts, batches, rules, float(max(1, supervised)), scale)
+        loss = passes.train(state.parts, batches, rules, float(max(1, supervised)), scale, further)
     if state.host:
         state.host.take_rest()
     return loss, balance.share(counted, rules.plan, rules.meshes)

@@ -11,6 +11,7 @@ from shardwise.errors import Problem
 from shardwise.spec.cluster import MOST_DEVICES
 from shardwise.spec.launchers import AUTO, LauncherName
 from shardwise.spec.methods import METHODS, MethodName
+from shardwise.spec.mtp import Mtp
 from shardwise.spec.optimizers import OPTIMIZERS, OPTIONS, OptimizerName
 from shardwise.spec.plan import Dtype, ScheduleName
 from shardwise.spec.records import MethodSpec, OptimizerSpec
@@ -34,12 +35,10 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """The model to train: a Hub id, a local directory, a built-in name, or dimensions of a new model in ``config``.
-    ``frozen``: globs over names of parameters (``embed.*``) that stay as they are. ``rope_scaling`` and ``rope_theta``
-    take the place of those in the model's config.json; so does ``router_aux_loss``, the coefficient of the loss that
-    balances experts; left out, a tuned model has it where its config.json says ``output_router_logits``.
-    ``router_z_loss`` keeps logits of routers small. ``expert_capacity``: how many times its even share of a row an
-    expert takes at most in training; left out, all. ``router_bias_rate``: by how much a step moves its correction."""
+    """The model: a Hub id, a directory, a built-in name, or dimensions of a new one in ``config``. ``frozen``: globs
+    over names of parameters (``embed.*``) that stay. ``rope_scaling``, ``rope_theta`` and ``router_aux_loss`` replace
+    what config.json says; without the last, a tuned model balances experts where that says ``output_router_logits``.
+    ``expert_capacity``: how many times its even share of a row an expert takes in training; left out, all."""
 
     path: str | None = None
     revision: str | None = None
@@ -52,6 +51,7 @@ class Model(Section):
     router_z_loss: float = Field(default=0.0, ge=0)
     expert_capacity: float | None = Field(default=None, ge=1)
     router_bias_rate: float = Field(default=0.0, ge=0)
+    mtp: Mtp = Mtp()
 
     def contradictions(self) -> Iterator[Problem]:
         if self.path is not None and self.config is not None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 TOKEN_ACCURACY, ENTROPY = "mean_token_accuracy", "entropy"
 TOKEN_FIGURES = (TOKEN_ACCURACY, ENTROPY)
 """What training on tokens reports of each step beside its loss, by the names that TRL gives it; entropy if asked."""
+FURTHER = "mtp_loss"
+"""What the mean loss of a layer that predicts a further token is reported as, beside the loss, which it is not in."""
 PREFERENCE_FIGURES = (
     "rewards/chosen",
     "rewards/rejected",

@@ -294,7 +294,8 @@ class Sheet:
     it is; ``inside``: the plan that acted inside its units; ``plan``: that by which it has been rewritten. Of a
     pipeline: a place that lacks an end of the model has a unit without weights in its stead; ``copied``: embedding and
     output layer are copies of one weight; ``trained``: of each stage, whether any of its weights is. ``counts``: how
-    many numbers a step tells of experts (runtime/balance.py)."""
+    many numbers a step tells of experts (runtime/balance.py). ``per_token``: how many hidden states of each token the
+    output layer reads: two where a block predicts a further token."""
 
     model: str
     stem: Unit
@@ -314,6 +315,7 @@ class Sheet:
     copied: bool = False
     trained: tuple[bool, ...] = ()
     counts: int = 0
+    per_token: int = 1
 
     @property
     def output(self) -> Tensor:

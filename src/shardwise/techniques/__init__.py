@@ -16,7 +16,7 @@ plan. Whether its code takes another path at other sizes, one of two says, and `
 What it does, these say, of which it has those that it needs:
 
     traced    (made, spec, plan, place) -> made         what it does inside a unit: its part of the unit's variant
-    cost      (sheet, plan) -> sheet                    its effect between units, on paper
+    cost      (sheet, plan) -> sheet                    what it makes of the units, on paper
     apply     (parts, plan, meshes) -> parts            its effect on the model's parts
 
     before_waiting      (parts, plan)                   where a step begins with waiting for another stage
@@ -29,6 +29,9 @@ What it does, these say, of which it has those that it needs:
                                                         inputs: before the first half, instead of before_micro_batch
     after_weight_gradients  (parts, plan, last)         after the second, which before_micro_batch is called before
 
+What it does between units while a step runs, on paper, classes of :mod:`~shardwise.techniques.between` say
+(:func:`between`).
+
     wanted    (slices, shapes) -> slices                of which weights a rank must be given what
     store     (parameters, name, part, values) -> values    fills its own parameters from one that is read or drawn
 """
@@ -38,6 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import accumulate
 from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -50,9 +54,17 @@ from shardwise.spec.layout import Layout, cut
 from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Estimate, Offload, Optim, Pipeline, Plan, Remat, Shard
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Unit, Within, number
+from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Tier, Unit, Within, number
 from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, offload, optim, pp, precision, remat, shard, tp
+from shardwise.techniques.between import Between, Weights
+from shardwise.techniques.events import EventLog, StageLog
+from shardwise.techniques.offload import tiers
 from shardwise.techniques.offload.narrow import store_narrow
+from shardwise.techniques.offload.paper import ComingWeights, LeavingGradients, WaitingInputs
+from shardwise.techniques.offload.tiers import copied_after as copied_after
+from shardwise.techniques.shard.paper import Sharded
+from shardwise.techniques.shard.replicated import Replicated
+from shardwise.techniques.shard.replicated import period as period
 from shardwise.techniques.states import frozen
 from shardwise.techniques.variant import Traced
 
@@ -211,6 +223,34 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     for technique in acting(plan, "cost"):
         sheet = technique.cost(sheet, plan)
     return sheet
+
+
+def between(log: EventLog, sheet: Sheet, plan: Plan, stage: int = 0) -> tuple[Weights, list[Between]]:
+    """Return what has the weights of a stage and their gradients, and all that is done between its units, in the order
+    in which each acts before a unit: after it, what was first is last."""
+    own = log if plan.layout.pp == 1 else StageLog(log, stage)
+    gradients = LeavingGradients(own, sheet, plan)
+    weights: Weights = (Sharded if plan.sharded else Replicated)(own, sheet, plan, gradients)
+    inputs = WaitingInputs(log, sheet, plan, stage)
+    return weights, [ComingWeights(own, sheet, plan), weights, inputs, gradients]
+
+
+def held(sheet: Sheet, plan: Plan) -> Mapping[tuple[Tier, str], int]:
+    """Return the bytes that are there all the time at the sheet's place, by tier and category: weights and moments on
+    the device, and what is kept elsewhere."""
+    state, moved = (optim.state_bytes(each, plan) for each in (sheet, tiers.elsewhere(sheet)))
+    return tiers.held(sheet, plan, state, moved["moments"], _in_flight(sheet, plan))
+
+
+def _in_flight(sheet: Sheet, plan: Plan) -> list[int]:
+    """Return for each stage of a sheet's place how many forwards wait for their backward at once, at most."""
+    if plan.layout.pp == 1 or plan.offload.activations == "none":
+        return [1] * max(1, len(sheet.place.stages))
+    order, found = pp.orders(plan, sheet.trained)[sheet.place.coordinate("pp")], list[int]()
+    for stage in sheet.place.stages:
+        kinds = [action.kind for action in order if action.stage == stage.number and action.kind in "FBI"]
+        found.append(max(accumulate(1 if kind == "F" else -1 for kind in kinds)))
+    return found
 
 
 def cuts(sheet: Sheet, plan: Plan) -> dict[str, set[int]]:

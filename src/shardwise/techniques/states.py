@@ -55,12 +55,13 @@ TABLE = (
     TableRow(_WHOLE, "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),
     TableRow(_NARROW, "weight bias codes sizes groups lora_a lora_b lora_m", tp="stream"),
     TableRow("attention", _CUT, tp="outputs"),
-    TableRow("router shared_gate", "weight bias", tp="stream"),
+    TableRow("router shared_gate join", "weight bias", tp="stream"),
     TableRow("router", "correction", tp="stream"),
     TableRow("expert_gate expert_up expert_down", "weight bias codes sizes groups lora_a lora_b lora_m", tp="stream"),
     TableRow("embed head", "weight", tp="outputs"),
     TableRow("q_norm k_norm", "weight", tp="own"),
     TableRow("norm attention_norm mlp_norm attention_after_norm mlp_after_norm", "weight", tp="stream"),
+    TableRow("main_norm embed_norm hidden_norm", "weight", tp="stream"),
 )
 FEW_KEY_HEADS = (TableRow("k v", "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),)
 """In place of the above where there are fewer key heads than ranks: each uses the head that its query heads look at."""

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.planner.events import Compute, Copy, Send
 from shardwise.planner.seconds.clock import StepClock
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.wires import wires_of
 from shardwise.planner.spans import Span, fold
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
+from shardwise.techniques.events import TO_DEVICE, TO_HOST, Compute, Copy, Send
 from tests.planner.seconds.test_rates import PLAIN
 
 LAYOUT = Layout(dp_shard=8, ranks_per_node=8)
@@ -52,9 +52,9 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
 def test_each_way_over_the_bus_has_a_rate_of_its_own() -> None:
     made = clock()
     made.rates = replace(PLAIN, host_link_bytes_per_s=(1e9, 4e9))
-    made.add(Copy("device", "host", 10**9, "out"))
-    made.add(Copy("host", "device", 10**9, "home"))
-    assert (made.now.at_s["out"], made.now.at_s["home"]) == (1.0, 0.25)
+    made.add(Copy("device", "host", 10**9, TO_HOST))
+    made.add(Copy("host", "device", 10**9, TO_DEVICE))
+    assert (made.now.at_s[TO_HOST], made.now.at_s[TO_DEVICE]) == (1.0, 0.25)
     made.rates = replace(PLAIN, disk_bytes_per_s=(2e9, 5e8))
     made.add(Copy("host", "disk", 10**9, "disk"))
     assert made.now.at_s["disk"] == 2.0

@@ -1,4 +1,4 @@
-"""A tape that keeps time instead of events: when each thing of a step happens.
+"""A log that keeps time instead of events: when each thing of a step happens.
 
 The host launches kernels in their order; the device computes one as soon as it is launched and the one before it is
 done. Collectives of a stream run one after another beside that, each when it is given and what it waits for is there;
@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from shardwise.planner.events import Begin, Copy, Event, Key, Mark, Send
+from shardwise.planner.log import Folding
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Rates
 from shardwise.planner.seconds.wires import Wires
 from shardwise.planner.spans import Span
-from shardwise.planner.tape import Folding
 from shardwise.spec.sheet import Tier
+from shardwise.techniques.events import Begin, Copy, Event, Key, Mark, Send
 
 Times = defaultdict[str, float]
 """Seconds by name."""
@@ -77,18 +77,11 @@ class StepClock(Folding):
     def add(self, event: Event) -> None:
         if isinstance(event, Send):
             self._send(event, 1)
-        elif isinstance(event, Copy) and event.source == "disk":
-            self.now.at_s[event.stream] += event.bytes / self.rates.disk_bytes_per_s[0]
-        elif isinstance(event, Copy) and event.target == "disk":
-            self.now.at_s[event.stream] += event.bytes / self.rates.disk_bytes_per_s[1]
-        elif isinstance(event, Copy) and event.source != event.target:
-            way = self.rates.host_link_bytes_per_s[event.target == "device"]
-            self.now.at_s[event.stream] += event.bytes / way
-        elif isinstance(event, Copy) and event.source == "host":
-            self.now.at_s[event.stream] += event.bytes / self.rates.host_bytes_per_s
         elif isinstance(event, Copy):
-            seconds = self.rates.copy_s(event.bytes)
-            if event.stream == "compute":
+            seconds = self.rates.moved_s(event)
+            if event.source != "device" or event.target != "device":
+                self.now.at_s[event.stream] += seconds
+            elif event.stream == "compute":
                 self._compute(seconds, self.rates.launch_s if self.rates.cuda else 0.0)
                 self.now.busy_s["copies"] += seconds
             else:

@@ -230,7 +230,7 @@ def loss_durations(sheet: Sheet, plan: Plan, rates: Rates, products: int) -> tup
     where a rank holds all rows, it reads logits twice, for the sum and for their gradient, and writes that; what is
     told of tokens is found in the same passes."""
     vocabulary, hidden = (int(dim) for dim in sheet.output.shape)
-    tokens = plan.batch.micro_batch_size * plan.row_tokens
+    tokens = plan.batch.micro_batch_size * plan.row_tokens * sheet.per_token
     chunk = min(plan.batch.loss_chunk_tokens, tokens)
     chunks = -(-tokens // chunk)
     narrow, wide = BYTES[plan.precision.compute], max(4, BYTES[plan.precision.compute])

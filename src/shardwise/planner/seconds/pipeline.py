@@ -132,8 +132,9 @@ class PipelineReplay:
         """The step of so many micro-batches."""
         batch = replace(self.plan.batch, accumulation=micro_batches)
         lists = pp.orders(replace(self.plan, batch=batch), self.trained)
-        after = self._after(lists) if self.chained else None
-        return replay(lists, self._seconds(lists), self.message_s, after, self._waiting_s())
+        kind = self._kinds(lists)
+        after = (lambda action: self._takes(kind(action))[1]) if self.chained else None
+        return replay(lists, lambda action: self._takes(kind(action))[0], self.message_s, after, self._waiting_s())
 
     def _waiting_s(self) -> list[float]:
         found = [0.0] * self.plan.layout.pp
@@ -161,37 +162,22 @@ class PipelineReplay:
         seconds += stage.opening_s if kind.first else stage.closing_s if kind.last else 0.0
         return seconds, stage.after_s[kind.last_given] if kind.kind in ("B", "I") else 0.0
 
-    def _seconds(self, lists: Lists) -> Callable[[Action], float]:
-        more = dict[Action, float]()
-        for order in lists if self.chained else ():
-            first = {action.stage: action for action in reversed(order) if action.kind == "F"}
-            last = {action.stage: action for action in order if action.kind in ("B", "I", "W")}
-            more |= {action: self.stages[stage].opening_s for stage, action in first.items()}
-            more |= {action: self.stages[stage].closing_s for stage, action in last.items()}
+    def _kinds(self, lists: Lists) -> Callable[[Action], Computation]:
+        """Return a function that says of which kind a computation is."""
+        first, last, given = dict[int, Action](), dict[int, Action](), dict[int, Action]()
+        for one in (action for order in lists for action in order):
+            if one.kind == "F":
+                first.setdefault(one.stage, one)
+            if one.kind in ("B", "I", "W"):
+                last[one.stage] = one
+            if one.kind in ("B", "I"):
+                given[one.stage] = one
 
-        def seconds(action: Action) -> float:
-            each_s = self.stages[action.stage].each_s  # where nothing is trained, a gradient is of the input alone
-            return each_s[action.kind if action.kind in each_s else "B"] + more.get(action, 0.0)
+        def kind(one: Action) -> Computation:
+            ends = (each.get(one.stage) == one for each in (first, last, given))
+            return Computation(one.kind, one.stage, *ends)
 
-        return seconds
-
-    def _after(self, lists: Lists) -> Callable[[Action], float]:
-        """Return a function that says how long a computation goes on after what it gives another stage is there."""
-        last = {action.stage: action for order in lists for action in order if action.kind in ("B", "I")}
-
-        def seconds(action: Action) -> float:
-            usual_s, closing_s = self.stages[action.stage].after_s
-            return 0.0 if action.kind not in ("B", "I") else closing_s if last[action.stage] == action else usual_s
-
-        return seconds
-
-    def ends_s(self, step: Replay) -> float:
-        """Return the moment when all ranks are done with a step."""
-        if self.chained:
-            return step.makespan_s
-        last = (computed[-1] for computed in step.computed)
-        closed_s = (one.end_s + self.stages[one.action.stage].closing_s for one in last)
-        return max(stage.opening_s for stage in self.stages) + max(closed_s)
+        return kind
 
     def replayed(self) -> tuple[int, float]:
         """Return of how many micro-batches the step was replayed, and how long that of all takes."""

@@ -19,6 +19,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.hash_once import hash_once
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
 from shardwise.spec.plan import BYTES, Plan
+from shardwise.techniques.events import Copy
 
 Blocks = Literal["eager", "fused", "compiled"]
 """Whether each operation of a block is a kernel of its own, or what stands between two products is one: as somebody
@@ -173,6 +174,14 @@ class Rates:
         if self.measured and self.measured.pointwise:
             return measured_bytes_s(self.measured.pointwise, 2 * copied_bytes) if copied_bytes else 0.0
         return 2 * copied_bytes / self.copy_bytes_per_s
+
+    def moved_s(self, copy: Copy) -> float:
+        """Return the seconds of a copy from one tier to another, or within one."""
+        if "disk" in (copy.source, copy.target):
+            return copy.bytes / self.disk_bytes_per_s[copy.target == "disk"]
+        if copy.source != copy.target:
+            return copy.bytes / self.host_link_bytes_per_s[copy.target == "device"]
+        return copy.bytes / self.host_bytes_per_s if copy.source == "host" else self.copy_s(copy.bytes)
 
     def least_copy_s(self, copied_bytes: float) -> float:
         """Return the same in pieces of whatever size, at the best rate of any."""

@@ -5,13 +5,11 @@ Four micro-batches are played at most; the third stands for those left out, sinc
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import exp, hypot, log, log2
 
 from shardwise.models.config import ModelSpec
-from shardwise.planner.events import Send
+from shardwise.planner.log import folded_pass
 from shardwise.planner.passes import Passes, put_off
 from shardwise.planner.price import at_places
 from shardwise.planner.schedule import Step
@@ -21,11 +19,12 @@ from shardwise.planner.seconds.kernels import durations
 from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import Rates, Traits, own_traits, rates_of
 from shardwise.planner.seconds.wires import Wires, wires_of
+from shardwise.planner.spans import Span, joined
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan, Seconds
-from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
-from shardwise.techniques import offload
-from shardwise.techniques.offload import updated
+from shardwise.spec.sheet import Sheet, Unit
+from shardwise.techniques.events import ON_HOST, TO_HOST
+from shardwise.techniques.offload import tiers
 from shardwise.techniques.offload.legal import return_beside
 
 PLAYED = 4
@@ -51,27 +50,16 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     rates = rates_of(plan, cluster, traits)
     now = _played(costed, plan, cluster, rates, traits)
     optimizer_s = optimizer(costed, plan, rates, unfused=traits.unfused)
-    late_s = max(0.0, max(now.at_s[stream] for stream in ("out", "adds")) - now.at_s["compute"])
+    late_s = max(0.0, max(now.at_s[stream] for stream in (TO_HOST, ON_HOST)) - now.at_s["compute"])
     waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)  # in passes, for copies: no axis is waited for
-    found = _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, late_s, copies_s(costed, plan, rates))
-    return _waited(found, waited_s, passes_s(costed, plan, rates))
-
-
-def _waited(found: Seconds, waited_s: float, copied_s: float) -> Seconds:
-    """Return the seconds with what passes copy, for some of which the device waits."""
-    times = {"compute_s": -waited_s, "offload_s": waited_s, "copied_s": copied_s}
-    return replace(found, **{name: vars(found)[name] + seconds for name, seconds in times.items()})
+    found, within_s = _summed(plan, cluster, traits, now, optimizer_s), passes_s(costed, plan, rates)
+    return _offloaded(found, plan, late_s, waited_s, copies_s(costed, plan, rates), within_s)
 
 
 def passes_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
     """Return the seconds that it takes to copy what leaves and comes within the passes of a step: inputs of blocks, to
     a file and from there too, weights, and the gradients of micro-batches before the last."""
-    read, written = rates.disk_bytes_per_s
-    filed = (read, written) if plan.offload.activations == "nvme" else ()
-    inputs, fetched = sum(map(sum, offload.input_bytes(costed, plan))), offload.fetched_bytes(costed, plan)
-    moved_s = sum(inputs / rate for rate in (*rates.host_link_bytes_per_s, *filed))
-    moved_s += fetched / rates.host_link_bytes_per_s[1]
-    moved_s += fetched / read if plan.offload.weights == "nvme" else 0.0
+    moved_s = sum(map(rates.moved_s, tiers.passing(costed, plan)))
     early_s = copies_s(costed, plan, rates)[0] if plan.offload.sums == "host" else 0.0
     return plan.batch.accumulation * moved_s + (plan.batch.accumulation - 1) * early_s
 
@@ -81,19 +69,28 @@ def copies_s(costed: Sheet, plan: Plan, rates: Rates) -> tuple[float, float]:
     they come all at once, one is rounded while the one before it is copied."""
     if plan.offload.optimizer == "none":
         return 0.0, 0.0
-    out, home = rates.host_link_bytes_per_s
-    copied, rounded = updated.returned_bytes(costed, plan)
-    rounded_s = 0.0 if return_beside(plan) else rounded / rates.host_bytes_per_s
-    return updated.trained_bytes(costed, plan) / out, max(copied / home, rounded_s)
+    left, back = tiers.trained(tiers.elsewhere(costed), plan), tiers.returning(costed, plan)
+    to_host, to_device = rates.host_link_bytes_per_s
+    rounded_s = 0.0 if return_beside(plan) else back.cast / rates.host_bytes_per_s
+    left_s = left.numbers * BYTES[plan.precision.weights] / to_host
+    return left_s, max(back.returned / to_device, rounded_s)
 
 
-def _offloaded(found: Seconds, plan: Plan, late_s: float, copied_s: tuple[float, float]) -> Seconds:
-    """Return the seconds with what the device waits for the host: ``late_s`` after backward, until the last gradient
-    has left, and for the new weights, unless they come within the next forward, or from NVMe while others are read."""
+def _offloaded(
+    found: Seconds, plan: Plan, late_s: float, waited_s: float, copied_s: tuple[float, float], within_s: float
+) -> Seconds:
+    """Return the seconds with what is copied, ``within_s`` of it in passes, for some of which the device has waited;
+    and with what it waits for the host: ``late_s`` after backward, until the last gradient has left, and for the new
+    weights, unless they come within the next forward, or from NVMe while others are read."""
     at_once = plan.offload.optimizer == "host" and not return_beside(plan)
     waits_s = late_s + (copied_s[1] if at_once else 0.0)
-    longer = {key: vars(found)[key] * (1 + waits_s / found.step_s) for key in ("step_s", "low_s", "high_s")}
-    return replace(found, **longer, offload_s=waits_s, copied_s=sum(copied_s))
+    return replace(
+        found,
+        **{key: vars(found)[key] * (1 + waits_s / found.step_s) for key in ("step_s", "low_s", "high_s")},
+        compute_s=found.compute_s - waited_s,
+        offload_s=waits_s + waited_s,
+        copied_s=sum(copied_s) + within_s,
+    )
 
 
 def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seconds:
@@ -108,8 +105,8 @@ def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seco
     optimizer_s = max(optimizer(sheet, plan, rates, unfused=traits.unfused) for sheet in times.sheets)
     copied_s = max(copies_s(sheet, plan, rates) for sheet in times.sheets)
     waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)
-    found = _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, copied_s[0], copied_s)
-    return _waited(found, waited_s, max(passes_s(sheet, plan, rates) for sheet in times.sheets))
+    within_s = max(passes_s(sheet, plan, rates) for sheet in times.sheets)
+    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, copied_s[0], waited_s, copied_s, within_s)
 
 
 def _summed(plan: Plan, cluster: Cluster, traits: Traits, now: Elapsed, optimizer_s: float) -> Seconds:
@@ -161,22 +158,16 @@ def least(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> tuple[
     found = []
     for unit in costed.units:
         device_s, host_ns = [], 0
-        for backward in (False, True):
-            busy_ns, launched_ns, sent = _computed(passes, unit, backward=backward)
-            host_ns += launched_ns
-            waits_s = sum(n * waited_s(send, wires, traits.hidden) for send, n in sent.items())
-            device_s.append(busy_ns / 1e9 + waits_s)
+        for which in (Passes.forward, Passes.backward):
+            span = joined(piece for piece in folded_pass(which, passes, unit) if isinstance(piece, Span))
+            host_ns += span.host_ns
+            waits_s = sum(n * waited_s(send, wires, traits.hidden) for send, n in span.sent.items())
+            device_s.append(sum(span.busy_ns.values()) / 1e9 + waits_s)
         later = put_off(unit)
         takes = durations(unit, "backward", rates, passes.b, passes.s) if later else ()
         later_s = sum(takes[i].device_ns for i in later) / 1e9
         found.append(Least(device_s[0], device_s[1], later_s, host_ns / 1e9))
     return tuple(found)
-
-
-@lru_cache(maxsize=32 * KEPT_UNITS)
-def _computed(passes: Passes, unit: Unit, *, backward: bool) -> tuple[int, int, Counter[Send]]:
-    """Nanoseconds that a pass of a unit computes, and that the host launches; and what it sends."""
-    return passes.computed(unit, backward=backward)
 
 
 def once_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> float:
@@ -199,9 +190,9 @@ def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: T
         after.append(clock.now.copy())
     now = clock.now
     if count > played:
-        late_s = now.at_s["out"] - now.at_s["compute"]
+        late_s = now.at_s[TO_HOST] - now.at_s["compute"]
         now.goes_on(after[1], after[2], count - played)
-        now.at_s["out"] = now.at_s["compute"] + late_s  # what leaves in the last backward, and in none before it
+        now.at_s[TO_HOST] = now.at_s["compute"] + late_s  # what leaves in the last backward, and in none before it
     _send_last(now, costed, clock.wires)
     return now
 
@@ -220,15 +211,15 @@ def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False)
     moments. Where it is no fused kernel it reads or writes a number more often, and gradients are scaled in memory,
     as they are on the host. From NVMe each number is read and written. What the device updates, it does while the host
     updates the rest."""
-    numbers, elsewhere_s = updated.trained_numbers(costed), 0.0
-    tensors = sum(times * sum(weight.trained for weight in unit.weights) for unit, times in costed.repeated())
+    tensors, numbers, *_ = tiers.trained(costed, plan)
+    elsewhere_s = 0.0
     weight = BYTES[plan.precision.weights]
     spec = plan.optim.spec
     moment = spec.kept * (1 if spec.packed else BYTES[plan.optim.moments or plan.precision.weights])
     once = weight + 2 * weight + 2 * moment + weight  # the norm reads gradients first
     moved = once if spec.fused and not unfused else weight * spec.passes
     if plan.offload.optimizer != "none":
-        elsewhere = updated.trained_numbers(updated.elsewhere(costed))
+        elsewhere = tiers.trained(tiers.elsewhere(costed), plan).numbers
         streamed = elsewhere * (weight + moment) if plan.offload.optimizer == "nvme" else 0
         on_host_s = elsewhere * (moved + 2 * weight) / rates.host_bytes_per_s
         elsewhere_s = max(on_host_s, sum(streamed / rate for rate in rates.disk_bytes_per_s))

@@ -39,7 +39,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from tempfile import gettempdir
@@ -50,22 +49,13 @@ from shardwise.errors import Problem
 from shardwise.models.blocks import each_named, numbered
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Offload, Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tier, Unit
+from shardwise.spec.sheet import Sheet
 from shardwise.techniques.offload.legal import leave_early, problems, return_beside
 from shardwise.techniques.offload.narrow import narrowed, narrows
-from shardwise.techniques.offload.sizes import (
-    BLOCK_BYTES,
-    BUFFER_BYTES,
-    PAGE_BYTES,
-    ROOMS,
-    STAGED_BLOCKS,
-    SUM_BUFFERS,
-    whole_pages,
-)
-from shardwise.techniques.offload.updated import copied_bytes, largest_bytes, staying, trained_bytes
+from shardwise.techniques.offload.sizes import BLOCK_BYTES, SUM_BUFFERS
+from shardwise.techniques.offload.tiers import staying
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +128,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Mark the units that the device updates, where the host updates others, and give the blocks of these their narrow
-    weights. :func:`tiers` says what is on the host, and planner/leaving.py when gradients leave and weights return."""
+    weights. What is on the host tiers.py says, and paper.py when gradients leave and weights come."""
     if plan.offload.optimizer == "none":
         return sheet
     compute, sharded = plan.precision.compute, plan.sharded
@@ -194,120 +184,6 @@ def allocate_waiting(part: nn.Module, plan: Plan, device: torch.device, director
 def moved(parts: Iterable[nn.Module]) -> list[MovedInputs | WaitingWeights]:
     """Return all that moves inputs of blocks, or their weights, of these parts."""
     return [found[part] for found in (_MOVED_INPUTS, _WAITING) for part in parts if part in found]
-
-
-def blocks_again(order: Sequence[Unit]) -> list[int]:
-    """Return the places of those blocks, given in their order, that are computed again in backward."""
-    return [place for place, block in enumerate(order) if block.recompute and block.backward]
-
-
-def leaving(order: Sequence[Unit], *, first_stays: bool) -> list[int]:
-    """Return the places of the blocks whose input leaves, where activations do: of those that are computed again all
-    but the last, and but the first of a stage that is given what another has sent (``first_stays``)."""
-    return [place for place in blocks_again(order)[:-1] if place or not first_stays]
-
-
-def tiers(sheet: Sheet, plan: Plan, moments: int, flying: Sequence[int] = (1,)) -> dict[Tier, dict[str, int]]:
-    """Return the bytes that are kept beside the device at the sheet's place, by tier and category: of each trained
-    weight a copy and its gradient, and the ``moments`` of these, whose bytes the optimizer knows, with a count of 4
-    bytes a weight. On NVMe gradients and counts stay in memory, and the blocks that are on their way. ``flying``: of
-    each stage, how many forwards are in flight at most, whose inputs wait."""
-    trained = trained_bytes(sheet, plan)
-    found: dict[Tier, dict[str, int]] = {}
-    if plan.offload.optimizer == "host":
-        found["host"] = {"weights": copied_bytes(sheet, plan), "gradients": trained, "moments": moments}
-    if plan.offload.optimizer == "nvme":
-        counts = 4 * sum(times * sum(weight.trained for weight in unit.weights) for unit, times in sheet.repeated())
-        found["host"] = {"gradients": trained, "moments": counts, "buffers": BUFFER_BYTES}
-        found["disk"] = {"weights": trained, "moments": moments - counts}
-    if plan.offload.sums == "host":
-        here = found["host"]
-        here["buffers"] = here.get("buffers", 0) + SUM_BUFFERS * largest_bytes(sheet, plan)
-    waiting = sum(exact for _, exact in waiting_bytes(sheet, plan))
-    if plan.offload.weights == "host":
-        here = found.setdefault("host", {})
-        here["weights"] = here.get("weights", 0) + waiting
-    if plan.offload.weights == "nvme":
-        here = found.setdefault("host", {})
-        here["buffers"] = here.get("buffers", 0) + staged_bytes(sheet, plan)
-        updated = trained - copied_bytes(sheet, plan) if plan.offload.optimizer == "nvme" else 0
-        found.setdefault("disk", {})["frozen"] = waiting - updated
-    inputs = input_bytes(sheet, plan)
-    if plan.offload.activations == "host":
-        held = sum(times * sum(sizes) for times, sizes in zip(flying, inputs, strict=True))
-        found.setdefault("host", {})["activations"] = held
-    elif any(inputs):
-        held = sum(times * sum(map(whole_pages, sizes)) for times, sizes in zip(flying, inputs, strict=True))
-        found.setdefault("disk", {})["activations"] = held
-        rooms = sum(whole_pages(size) + PAGE_BYTES for sizes in inputs for size in {*sizes})
-        here = found.setdefault("host", {})
-        here["buffers"] = here.get("buffers", 0) + ROOMS * rooms
-    return found
-
-
-def input_bytes(sheet: Sheet, plan: Plan) -> list[list[int]]:
-    """Return the bytes of the inputs of blocks that leave the device in a forward at the sheet's place, one by one, of
-    each of its stages."""
-    found, blocks = list[list[int]](), [sheet.blocks[kind] for kind in sheet.order]
-    b, s = plan.batch.micro_batch_size, plan.row_tokens
-    for stage in sheet.place.stages or (sheet.place,):
-        own, blocks = blocks[: len(stage.blocks)], blocks[len(stage.blocks) :]
-        leave = leaving(own, first_stays=not stage.stem) if plan.offload.activations != "none" else []
-        found.append([own[place].tensors[own[place].input].bytes(b, s) for place in leave])
-    return found
-
-
-def written_bytes(sheet: Sheet, plan: Plan, kept: Mapping[str, int]) -> int:
-    """Return the bytes that a step writes to disks at the sheet's place, which keeps so many there by category: all of
-    the optimizer's once, inputs of blocks in each micro-batch, and frozen weights not at all."""
-    inputs = sum(whole_pages(size) for sizes in input_bytes(sheet, plan) for size in sizes)
-    inputs *= plan.batch.accumulation * (plan.offload.activations == "nvme")
-    return sum(size for name, size in kept.items() if name not in ("activations", "frozen")) + inputs
-
-
-def on_device(state: dict[str, int], moved: int, sheet: Sheet, plan: Plan) -> dict[str, int]:
-    """Return the bytes of weights and moments at the sheet's place, ``state``, that the device holds all the time; so
-    many of the moments are ``moved`` elsewhere, if the optimizer is."""
-    waits = sum(padded for padded, _ in waiting_bytes(sheet, plan))
-    moved = moved if plan.offload.optimizer != "none" else 0
-    return {**state, "weights": state["weights"] - waits, "moments": state["moments"] - moved}
-
-
-def waiting_bytes(sheet: Sheet, plan: Plan) -> list[tuple[int, int]]:
-    """Return the bytes of the weights that wait on the host of each block in their order, at the sheet's place, with
-    padding and without; of none, where they are on the device."""
-    if plan.offload.weights == "none":
-        return []
-    each = [_waiting(block, sheet.place, plan.offload.optimizer != "none") for block in sheet.blocks]
-    return [each[kind][:2] for kind in sheet.order]
-
-
-@lru_cache(maxsize=8 * KEPT_UNITS)
-def _waiting(block: Unit, place: Place, trained: bool) -> tuple[int, int, int]:
-    weights = [weight for weight in block.weights if trained or not weight.trained]
-    padded, exact = (
-        [weight.local_numel(place, padded=padded) * BYTES[weight.dtype] for weight in weights]
-        for padded in (True, False)
-    )
-    return sum(padded), sum(exact), sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in exact)
-
-
-def staged_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Return the memory of the host through which weights come from files, one a stage: whole pages for its largest
-    block."""
-    pages = [_waiting(block, sheet.place, plan.offload.optimizer != "none")[2] for block in sheet.blocks]
-    stages = [sheet.of_stage(stage) for stage in sheet.place.stages] or [sheet]
-    return sum(STAGED_BLOCKS * (max((pages[kind] for kind in one.order), default=0) + PAGE_BYTES) for one in stages)
-
-
-def fetched_bytes(sheet: Sheet, plan: Plan) -> int:
-    """Return the bytes of weights that come from the host for one micro-batch: of each block for its forward, and for
-    its backward, but for the last where it stays."""
-    if plan.offload.weights == "none":
-        return 0
-    exact = [size for _, size in waiting_bytes(sheet, plan)]
-    again = [size for size, kind in zip(exact, sheet.order, strict=True) if sheet.blocks[kind].backward]
-    return sum(exact) + sum(again if plan.layout.pp > 1 else again[:-1])
 
 
 def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None = None) -> HostWeights | None:

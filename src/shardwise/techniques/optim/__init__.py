@@ -91,15 +91,18 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Add the two small all-reduces of a step: the counts of tokens and the wish to stop (four int64), and the squared
-    norm and the loss (two fp64), with what the loss reports and what is counted of experts (runtime/reduce.py)."""
+    norm and the loss (two fp64), with what the loss reports and what is counted of experts (runtime/reduce.py); and one
+    for the targets of what predicts a further token."""
     if plan.layout.world == 1:
         return sheet
     votes, axes = Collective("all_reduce", "world", "control", 32), plan.layout.axes()
-    size = 16 + 8 * (len(plan.loss_figures) + sheet.counts)
+    further = sheet.per_token - 1
+    size = 16 + 8 * (len(plan.loss_figures) + further + sheet.counts)
     figures = dataclasses.replace(votes, bytes=size)
     if size > CONTROL_BYTES:  # of a single axis, the group of all ranks is the axis's own
         figures = Collective("all_reduce", axes[0][0] if len(axes) == 1 else "world", "counts", size)
-    return dataclasses.replace(sheet, step=(*sheet.step, votes, figures, *_sums(sheet, plan)))
+    counted = (dataclasses.replace(votes, bytes=8),) * further
+    return dataclasses.replace(sheet, step=(*sheet.step, votes, *counted, figures, *_sums(sheet, plan)))
 
 
 def _sums(sheet: Sheet, plan: Plan) -> Iterator[Collective]:

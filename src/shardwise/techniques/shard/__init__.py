@@ -111,7 +111,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    """Cuts weights along dim 0. When they are gathered and their gradients summed, planner/weights.py tells."""
+    """Cuts weights along dim 0. When they are gathered and their gradients summed, paper.py tells."""
     spread = plan.layout.ep > 1
     return sheet.rewritten(lambda unit: _cut_over_ranks(unit, spread=spread)) if plan.sharded else sheet
 
@@ -131,11 +131,8 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     last = Place(layout, layout.rank({"dp_shard": layout.dp_shard - 1, "cp": layout.cp - 1}))
     every = one_of_each({**parameter_shapes(spec), **trained} if plan.sharded else {})
     ends = [[prod(piece(name, shape, of, place)) for place in (Place(layout), last)] for name, shape in every.items()]
-    bits, limit, alone = (
-        BYTES[plan.precision.weights],
-        plan.shard.bucket_bytes,
-        plan.sharded or layout.size("loss") == 1,
-    )
+    bits, limit = BYTES[plan.precision.weights], plan.shard.bucket_bytes
+    alone = plan.sharded or layout.size("loss") == 1
     sizes = {} if alone else {name: prod(piece(name, shape, of, last)) * bits for name, shape in trained.items()}
     each = [buckets([(name, sizes[name]) for name in held], limit) for held in _together(spec, plan, sizes)]
     filled = [bucket for own in each for bucket in own]
@@ -159,16 +156,6 @@ def _together(spec: ModelSpec, plan: Plan, names: Iterable[str]) -> Iterable[lis
         stage = at.get(".".join(name.split(".")[:2]), 0 if name.startswith("embed.") else len(stages) - 1)
         found.setdefault((stage, summed_over(name, plan)), []).append(name)
     return found.values()
-
-
-def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
-    """Bytes of each trained weight's gradient, by canonical name, in the model's order."""
-    own = BYTES[plan.precision.weights]
-    stem, *kinds, tail = ([(w.name, w.numel(1, 1) * own) for w in unit.weights if w.trained] for unit in sheet.units)
-    sizes = dict(stem)
-    for index, kind in enumerate(sheet.order):
-        sizes |= {f"layers.{index}.{name}": size for name, size in kinds[kind]}
-    return sizes | dict(tail)
 
 
 def apply(

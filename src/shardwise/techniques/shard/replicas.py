@@ -52,6 +52,21 @@ def blocks_of_bucket(block_bytes: int, bucket_bytes: int) -> int:
     return max(1, ceil(bucket_bytes / max(1, block_bytes)))
 
 
+class BucketQueue:
+    """The buckets of gradients that are summed over one group, and how many of each are ``missing``: so many have been
+    ``sent``, in their order on every rank, whatever order they fill up in."""
+
+    def __init__(self, filled: Iterable[Sequence[object]]) -> None:
+        self.missing, self.sent = [len(bucket) for bucket in filled], 0
+
+    def arrived(self, bucket: int) -> Iterator[int]:
+        """Yield the numbers of the buckets that are to be sent once one gradient more is there, of this bucket."""
+        self.missing[bucket] -= 1
+        while self.sent < len(self.missing) and self.missing[self.sent] == 0:
+            yield self.sent
+            self.sent += 1
+
+
 class Replicas:
     """Sums the gradients of those of the ``named`` parameters that are trained, over ``group``."""
 
@@ -74,15 +89,13 @@ class Replicas:
                 parameter.register_post_accumulate_grad_hook(lambda _, index=index: weakly._arrived(index))
 
     def _reset(self) -> None:
-        self._missing = [len(bucket) for bucket in self.buckets]
+        self._queue = BucketQueue(self.buckets)
         self._sent: list[tuple[torch.Tensor, torch.distributed.Work]] = []
 
     def _arrived(self, index: int) -> None:
         if self.active:
-            self._missing[index] -= 1
-            # Every rank must send the buckets in the same order, whatever order they fill up in.
-            while len(self._sent) < len(self.buckets) and self._missing[len(self._sent)] == 0:
-                self._send(self.buckets[len(self._sent)])
+            for filled in self._queue.arrived(index):
+                self._send(self.buckets[filled])
 
     def _send(self, bucket: list[nn.Parameter]) -> None:
         import torch

@@ -287,7 +287,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     shape: list[int] = []  # [b,s] of the pass
 
     def begun(ids: Tensor) -> None:
-        shape[:] = ids.shape
+        shape[:] = ids.shape[:2]
 
     def tokens() -> tuple[int, ...] | None:
         return tuple(shape) if sequence_parallel else None
@@ -302,7 +302,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     def embedded(ids: Tensor) -> Tensor:
         begun(ids)
         rows = vocabulary.look_up(ids, part.get_parameter("embed.weight"), spec.vocab_size)
-        return leave(rows.to(outside), group, sequence_parallel)
+        return leave(rows.flatten(2).to(outside), group, sequence_parallel)
 
     if "embed" not in dict(part.named_children()):
         part.register_forward_pre_hook(lambda part, args: begun(args[0]))

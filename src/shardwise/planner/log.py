@@ -1,4 +1,4 @@
-"""A step in the making: :class:`Tape` keeps every event and raises where one cannot be true, :class:`Folding` keeps
+"""A step in the making: :class:`StepLog` keeps every event and raises where one cannot be true, :class:`Folding` keeps
 spans."""
 
 from __future__ import annotations
@@ -6,77 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 
-from shardwise.planner.events import Begin, Event, Free, Key, Make, Record, TensorKey, Wait, WeightsCall
 from shardwise.planner.passes import Pass, Passes
 from shardwise.planner.spans import Span
 from shardwise.spec.sheet import KEPT_UNITS, Tier, Unit
+from shardwise.techniques.events import Begin, Event, EventLog, Free, Key, Make, TensorKey, WeightsCall
 
 Piece = Event | Span | WeightsCall
 
 
-class Tape:
-    """The events so far, and category, bytes and tier of what is alive; what has no bytes makes no event."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.alive: dict[Key, tuple[str, int, Tier]] = {}
-        self.marks: set[Hashable] = set()
-
-    def add(self, event: Event) -> None:
-        self.events.append(event)
-
-    def record(self, stream: str, mark: Hashable) -> None:
-        self.marks.add(mark)
-        self.add(Record(stream, mark))
-
-    def wait(self, stream: str, mark: Hashable) -> None:
-        """Raises KeyError where ``mark`` has not been recorded: it would be waited for in vain."""
-        if mark not in self.marks:
-            raise KeyError(f"{stream} waits for {mark}, which has not been recorded")
-        self.add(Wait(stream, mark))
-
-    def make(self, key: Key, category: str, size: int, tier: Tier = "device") -> None:
-        """Raises KeyError where ``key`` is alive already."""
-        if key in self.alive:
-            raise KeyError(f"{key} is made, but it is alive already")
-        self.alive[key] = (category, size, tier)
-        if size:
-            self.change(key, category, size, tier)
-
-    def hold(self, key: Key, category: str, size: int) -> None:
-        """Make ``key``, unless it is there already: what is added to."""
-        if key not in self.alive:
-            self.make(key, category, size)
-
-    def free(self, key: Key) -> None:
-        """Raises KeyError where ``key`` is not alive: whoever frees it has counted wrong."""
-        if key not in self.alive:
-            raise KeyError(f"{key} is freed, but it is not alive")
-        category, size, tier = self.alive.pop(key)
-        if size:
-            self.change(key, category, -size, tier)
-
-    def drop(self, key: Key) -> None:
-        """Free ``key``, if it is there."""
-        if key in self.alive:
-            self.free(key)
-
-    def comes(self, key: TensorKey, size: int) -> None:
-        """A tensor of a pass has come from another rank, or from the host."""
-        self.make(key, "activations", size)
-
-    def leaves(self, key: TensorKey, size: int) -> None:
-        """One has left for another rank, or for the host."""
-        self.free(key)
+class StepLog(EventLog):
+    """The log of a step whose passes are played event by event."""
 
     def ended(self) -> None:
         """All passes have been played. Raises KeyError where a tensor of one is still alive."""
         if left := [key for key in self.alive if isinstance(key, TensorKey)]:
             raise KeyError(f"{left[0]} is still alive after the last pass")
-
-    def change(self, key: Key, category: str, size: int, tier: Tier) -> None:
-        """Make so many bytes; free them, where ``size`` is negative."""
-        self.add(Make(key, category, size, tier) if size > 0 else Free(key, category, -size, tier))
 
     def pieces(self, which: Pass, passes: Passes, unit: Unit) -> Iterable[Piece]:
         """Return what is played of this pass of a unit."""
@@ -100,30 +44,10 @@ class Tape:
             self.free(key)
 
 
-class Apart(Tape):
-    """The part of a tape that is one stage's: its weights have keys, and its streams marks, of their own."""
-
-    def __init__(self, whole: Tape, stage: int) -> None:
-        super().__init__()
-        self.whole, self.stage = whole, stage
-
-    def add(self, event: Event) -> None:
-        self.whole.add(event)
-
-    def record(self, stream: str, mark: Hashable) -> None:
-        self.whole.record(stream, (self.stage, mark))
-
-    def wait(self, stream: str, mark: Hashable) -> None:
-        self.whole.wait(stream, (self.stage, mark))
-
-    def change(self, key: Key, category: str, size: int, tier: Tier) -> None:
-        self.whole.change((self.stage, key), category, size, tier)
-
-
-class Folding(Tape):
+class Folding(StepLog):
     """One span for the pass of each unit, by direction and unit, and one under "" for what is before the first. What
-    a pass comes to is folded once for all plans that share it; whether what it frees is alive, only a :class:`Tape`
-    checks."""
+    a pass comes to is folded once for all plans that share it; whether what it frees is alive, only a
+    :class:`StepLog` checks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A tape takes no event that cannot be: what is not alive is not freed."""
+"""A log takes no event that cannot be: what is not alive is not freed."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.load import load_spec
-from shardwise.planner.events import Begin, Copy, Event, Free, Make, TensorKey
-from shardwise.planner.passes import GRADIENT, OUTPUT, Passes
+from shardwise.planner.log import StepLog
+from shardwise.planner.passes import Passes
 from shardwise.planner.schedule import Step, schedule
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import fold
-from shardwise.planner.tape import Tape
 from shardwise.spec.layout import Layout
 from shardwise.spec.place import Stage
 from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.sheet import Sheet
+from shardwise.techniques.events import GRADIENT, OUTPUT, TO_HOST, Begin, Copy, Event, Free, Make, TensorKey
 
 
 def test_freeing_what_is_not_alive_is_an_error() -> None:
-    tape = Tape()
-    tape.make("weights", "gathered", 8)
-    tape.free("weights")
+    log = StepLog()
+    log.make("weights", "gathered", 8)
+    log.free("weights")
     with pytest.raises(KeyError, match="weights is freed"):
-        tape.free("weights")
+        log.free("weights")
 
 
 def test_what_lies_on_a_tier_is_freed_there() -> None:
     """A gradient leaves for the host, and goes on to the disk: of each tier the peak is what lay there at once."""
-    tape = Tape()
-    tape.make("gradient", "gradients", 8)
-    tape.make("its copy", "gradients", 8, "host")
-    tape.add(Copy("device", "host", 8, "out"))
-    tape.free("gradient")
-    tape.make("on disk", "moments", 24, "disk")
-    tape.free("its copy")
-    tape.make("another", "gradients", 4)
-    span = fold(tape.events)
+    log = StepLog()
+    log.make("gradient", "gradients", 8)
+    log.make("its copy", "gradients", 8, "host")
+    log.add(Copy("device", "host", 8, TO_HOST))
+    log.free("gradient")
+    log.make("on disk", "moments", 24, "disk")
+    log.free("its copy")
+    log.make("another", "gradients", 4)
+    span = fold(log.events)
     assert [span.on(tier).top_bytes for tier in ("device", "host", "disk")] == [8, 8, 24]
     assert [span.on(tier).net_bytes for tier in ("device", "host", "disk")] == [4, 0, 24]
     with pytest.raises(ValueError, match="is freed as"):
-        tape.make(TensorKey(0, 0, 1, 5), "activations", 8, "host")
-        tape.play(Free((0, 5), "activations", 8), TensorKey(0, 0, 1, ""))
+        log.make(TensorKey(0, 0, 1, 5), "activations", 8, "host")
+        log.play(Free((0, 5), "activations", 8), TensorKey(0, 0, 1, ""))
 
 
 def test_a_unit_whose_operation_frees_a_tensor_twice_has_no_schedule() -> None:
@@ -94,33 +94,33 @@ def on_paper() -> Sheet:
     return techniques.cost(sheet_of(load_spec("Llama-3.1-8B"), PIPELINE), PIPELINE)
 
 
-def played(stage: int, order: Order) -> Tape:
+def played(stage: int, order: Order) -> StepLog:
     """A stage of two in this order; what it takes from the other is made, and what it leaves for it freed, at once."""
-    whole, tape = on_paper(), Tape()
+    whole, log = on_paper(), StepLog()
     half = len(whole.order) // 2
     blocks = range(half) if stage == 0 else range(half, len(whole.order))
     held = (Stage(0, range(half), head=False), Stage(1, range(half, len(whole.order)), stem=False))
     sheet = replace(whole, place=replace(whole.place, stages=held)).of_stage(held[stage])
     assert sheet.place.blocks == blocks
-    step = Step(tape, sheet, PIPELINE, Passes.of(sheet, PIPELINE, "cpu"), stage)
+    step = Step(log, sheet, PIPELINE, Passes.of(sheet, PIPELINE, "cpu"), stage)
     edge = half if stage == 0 else 0
     size = sheet.blocks[0].tensors[sheet.blocks[0].output].bytes(1, 256)
     for which, micro in order:
         output, gradient = (TensorKey(stage, micro, edge, tensor) for tensor in (OUTPUT, GRADIENT))
         if which == "F":
             if stage == 1:
-                tape.make(output, "activations", size)
+                log.make(output, "activations", size)
             step.forward(micro)
             if stage == 0:
-                tape.free(output)
+                log.free(output)
         else:
             if stage == 0:
-                tape.make(gradient, "activations", size)
+                log.make(gradient, "activations", size)
             step.backward(micro, last=(which, micro) == order[-1])
             if stage == 1:
-                tape.free(gradient)
-    tape.ended()
-    return tape
+                log.free(gradient)
+    log.ended()
+    return log
 
 
 def peak_bytes(events: Iterable[Event]) -> int:

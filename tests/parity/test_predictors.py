@@ -1,0 +1,89 @@
+"""A layer that predicts a further token, trained with its model: N ranks are one process. And faults in it, planted
+into the ranks' code, which parity sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from shardwise.data.batch import MicroBatch
+from shardwise.distributed.meshes import Meshes
+from shardwise.methods import pretrain
+from shardwise.methods.loss import Loss, Output
+from shardwise.models.decoder import Decoder
+from shardwise.prove import parity
+from shardwise.prove.pool import RankPool
+from shardwise.runtime import reduce
+from tests.parity import drawn, planted
+from tests.parity.planted import Fault
+from tests.parity.predictors import CASES, MODELS, PLANS
+from tests.parity.test_fp64 import holds
+
+
+@pytest.mark.matrix(13)
+@pytest.mark.parametrize(("name", "model"), CASES)
+def test_ranks_are_one_process(ranks: RankPool, name: str, model: str) -> None:
+    of = PLANS[name]
+    holds(drawn.prove(ranks, MODELS[model], [of], 3), [of])
+
+
+ahead, twice, added = MicroBatch.looking_ahead, Decoder.embedded_twice, pretrain._with_further
+
+
+def past_the_end(self: MicroBatch) -> MicroBatch:
+    """Only rows have ends."""
+    return replace(ahead(replace(self, documents=None)), documents=self.documents)
+
+
+def alone(self: Decoder, ids: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = twice(self, ids, following)
+    return first, second.detach()
+
+
+def of_a_micro_batch(hidden: Tensor, head: Output, targets: Tensor, denominator: float, chunk: int) -> Loss:
+    """The mean of the means of four."""
+    assert head.further is not None
+    count = 4.0 * int((targets[..., 1] >= 0).sum())
+    return added(hidden, replace(head, further=head.further._replace(targets=count)), targets, denominator, chunk)
+
+
+def of_own_rank(meshes: Meshes, own: int) -> int:
+    return own
+
+
+ACCUMULATED = PLANS["zero3"]
+FAULTS: dict[str, Fault] = {
+    "M1: a target of the next document": (
+        lambda: patch.object(MicroBatch, "looking_ahead", past_the_end),
+        MODELS["dense"],
+        PLANS["ring"],
+    ),
+    "M2: a mean over each micro-batch": (
+        lambda: patch.object(pretrain, "_with_further", of_a_micro_batch),
+        MODELS["GLM"],
+        ACCUMULATED,
+    ),
+    "M3: further targets are counted on one rank": (
+        lambda: patch.object(reduce, "count", of_own_rank),
+        MODELS["dense"],
+        ACCUMULATED,
+    ),
+    "M4: the embedding does not learn from what is predicted further": (
+        lambda: patch.object(Decoder, "embedded_twice", alone),
+        MODELS["dense"],
+        PLANS["tp"],
+    ),
+}
+
+
+def train_with_faults(rank: int, world: int, names: Sequence[str]) -> list[tuple[parity.Trace, parity.Trace]]:
+    return planted.take_steps(rank, [FAULTS[name] for name in names])
+
+
+@pytest.mark.prove
+def test_every_planted_fault_is_caught(ranks: RankPool) -> None:
+    planted.all_seen(FAULTS, ranks.run(train_with_faults, list(FAULTS), world=2))
