@@ -75,6 +75,7 @@ NEEDS = {
     **dict.fromkeys(test_cp_faults.FAULTS, ("cp 2",)),
     "a window is measured from the piece": ("cp 2", "window"),
     "keys are those of the step before": ("cp 3", "ring"),
+    **dict.fromkeys(("the state of the piece before is lost", "states pass in the order of ranks"), ("cp 2", "mixer")),
     "gradients of experts are summed over the ranks of all tokens": ("ep 2",),
     "E14: gradients of experts are not summed over replicas": ("ep 2", "dp_replicate 2", "zero3"),
     "E1: gradients of experts are means": ("ep 2", "zero3"),
