@@ -15,7 +15,7 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.methods import pretrain
 from shardwise.methods.loss import Loss, Output
 from shardwise.models.decoder import Decoder
-from shardwise.prove import parity
+from shardwise.prove import documents, parity, slopes
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
 from tests.parity import drawn, planted
@@ -87,3 +87,16 @@ def train_with_faults(rank: int, world: int, names: Sequence[str]) -> list[tuple
 @pytest.mark.prove
 def test_every_planted_fault_is_caught(ranks: RankPool) -> None:
     planted.all_seen(FAULTS, ranks.run(train_with_faults, list(FAULTS), world=2))
+
+
+@pytest.mark.prove
+def test_gradients_are_those_of_the_loss() -> None:
+    found = slopes.prove(parity.job_of(MODELS["dense"], PLANS["one rank"], 1, drawn.RANDOM))
+    assert len(found) > 20 and max(slope.error for slope in found) < 1e-7
+
+
+@pytest.mark.prove
+def test_no_document_of_a_row_changes_another(ranks: RankPool) -> None:
+    of = PLANS["zero3"]
+    answers = ranks.run(documents.prove_on_rank, MODELS["dense"], of, drawn.RANDOM, world=2)
+    assert all(each.tensors > 20 and not each.leaks() for each in answers)

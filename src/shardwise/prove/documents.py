@@ -27,6 +27,7 @@ from shardwise.runtime.build import build
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.reduce import count_supervised
 from shardwise.runtime.state import TrainState
+from shardwise.runtime.step import further_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, Recipe, Run
 
@@ -87,9 +88,11 @@ def _gradients(state: TrainState, rows: list[Sample], groups: Meshes, plan: Plan
     """This rank's share of the loss, and what it holds of each gradient; the losses of routers, which are of all
     tokens, are left out."""
     rules = StepRules(plan, groups, OPTIM, MAX_STEPS, finish_of(Method(), plan))
-    batches = share_of_rank(rows, groups, plan, ahead=spec_of(state.parts).predictors > 0)
+    spec = spec_of(state.parts)
+    batches = share_of_rank(rows, groups, plan, ahead=spec.predictors > 0)
     terms, _ = count_supervised(groups, sum(batch.terms() for batch in batches))
-    loss = passes.train(state.parts, batches, rules, float(max(1, terms)), None)
+    further = further_of(spec, batches, groups)
+    loss = passes.train(state.parts, batches, rules, float(max(1, terms)), None, further)
     if state.host:
         state.host.take_rest()
     found = {"the loss of a document": loss.value.detach().clone()}

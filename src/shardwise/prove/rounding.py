@@ -42,6 +42,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import accumulate, step
 from shardwise.spec.plan import Dtype, Plan
 from shardwise.spec.recipe import Recipe, Run
+from shardwise.spec.records import FURTHER
 from shardwise.techniques import quantised
 from shardwise.techniques.dtypes import torch_dtype
 
@@ -220,8 +221,8 @@ def plain(job: Workload) -> Rounded:
             parameter.grad = None
         with plain_balance(model) as balance:
             weights = parity.merged(parameters, job)
-            loss = parity.plain_loss(model, weights, collate(job.batch(number)), job)
-        (loss + balance.added()).backward()
+            loss, told = parity.plain_terms(model, weights, collate(job.batch(number)), job)
+        (loss + job.spec.predictor_weight * told.get(FURTHER, 0.0) + balance.added()).backward()
         losses.append(loss.item())
         gradients.append({name: p.grad.double() for name, p in parameters.items() if p.grad is not None})
     return Rounded(losses, gradients)

@@ -100,6 +100,8 @@ class Landscape:
         self.sizes = {name: _size(value) for name, value in self.weights.items()}
         nothing = torch.zeros(*self.batch.ids.shape, job.spec.hidden_size, dtype=torch.float64)
         self.point = self.weights | dict.fromkeys(self.edges, nothing)
+        if job.spec.predictors:  # the last block gives the output layer two of each token
+            self.point[self.edges[-1]] = torch.cat([nothing, nothing], -1)
         with torch.no_grad():
             self.loss(self.point)
         self.point |= {name: NOISE * self.direction(name, -1) for name in self.edges}

@@ -14,6 +14,7 @@ from shardwise.data.batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods.loss import Further, Loss
 from shardwise.models.blocks import spec_of
+from shardwise.models.config import ModelSpec
 from shardwise.runtime import balance, passes, reduce
 from shardwise.runtime.balance import Counts, Dropped, Loads
 from shardwise.runtime.passes import StepRules
@@ -168,12 +169,18 @@ def accumulate(
     updates, and returns this rank's share of the mean loss, detached, and of what is counted of experts
     (runtime/balance.py)."""
     scale = state.scale.on(batches[0].ids.device)[0] if state.scale.enabled else None
-    further, spec = None, spec_of(state.parts)
-    if spec.predictors:
-        targets = reduce.count(rules.meshes, sum(batch.further for batch in batches))
-        further = Further(spec.predictor_weight, float(max(1, targets)))
+    further = further_of(spec_of(state.parts), batches, rules.meshes)
     with balance.counting(state.parts, batches, rules.plan, scale) as counted:
         loss = passes.train(state.parts, batches, rules, float(max(1, supervised)), scale, further)
     if state.host:
         state.host.take_rest()
     return loss, balance.share(counted, rules.plan, rules.meshes)
+
+
+def further_of(spec: ModelSpec, batches: Sequence[MicroBatch], meshes: Meshes) -> Further | None:
+    """How the loss of a layer that predicts a further token counts in a step of these micro-batches, over all ranks;
+    None of a model without one."""
+    if not spec.predictors:
+        return None
+    targets = reduce.count(meshes, sum(batch.further for batch in batches))
+    return Further(spec.predictor_weight, float(max(1, targets)))
