@@ -30,7 +30,7 @@ def serves(q: Tensor, k: Tensor) -> bool:
     return q.is_cuda and half and k.shape[-1] <= LARGEST_KEY and installed()
 
 
-class _Bounds(NamedTuple):
+class _PackedLine(NamedTuple):
     """Rows one after the other: bounds of all documents [n+1], which row's first tokens a document has, or none, and
     which its last."""
 
@@ -40,7 +40,7 @@ class _Bounds(NamedTuple):
     goes_on: Tensor
 
 
-def _line(documents: Tensor, rows: int, length: int) -> _Bounds:
+def _line(documents: Tensor, rows: int, length: int) -> _PackedLine:
     """Return the line of ``rows`` with these bounds of documents, to which the ends of rows are added: a bound that is
     there twice has no token between. ``goes_on`` bool [rows]: its first token starts no document."""
     edges = torch.arange(rows + 1, device=documents.device) * length
@@ -48,7 +48,7 @@ def _line(documents: Tensor, rows: int, length: int) -> _Bounds:
     bounds = torch.cat([documents, edges]).sort().values
     first = torch.searchsorted(bounds, edges[:-1], right=True) - 1
     last = torch.searchsorted(bounds, edges[1:]) - 1
-    return _Bounds(bounds, first, last, ~torch.isin(edges[:-1], documents))
+    return _PackedLine(bounds, first, last, ~torch.isin(edges[:-1], documents))
 
 
 def _rule(given: tuple[Tensor, ...], documents: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
