@@ -23,8 +23,9 @@ from tests.models.families import config_of, random_model
 from tests.runtime.small_run import directory, recipe, train_here, write_text
 
 TOKENS = 320
-FAMILIES = ("glm4_moe", "deepseek_v3", "qwen3_next")
-OWN = {"qwen3_next": "mtp.fc.weight"}
+FAMILIES = ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text")
+OWN = dict.fromkeys(("qwen3_next", "qwen3_5_text"), "mtp.fc.weight")
+COUNT = {"qwen3_5_text": "mtp_num_hidden_layers"}
 
 
 def write_model(path: Path, family: str) -> dict[str, torch.Tensor]:
@@ -63,7 +64,7 @@ def test_it_is_read_trained_and_written_under_the_names_of_the_files(tmp_path: P
     layers = load_spec(str(tmp_path / "model")).num_hidden_layers
     own = OWN.get(family, f"model.layers.{layers}.eh_proj.weight")
     assert torch.equal(kept[own], before[own]) and not torch.equal(after[own], before[own])
-    assert json.loads((exported / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert json.loads((exported / "config.json").read_text())[COUNT.get(family, "num_nextn_predict_layers")] == 1
     assert json.loads((exported / "config.json").read_text())["num_hidden_layers"] == layers
     spec = with_predictor(load_spec(str(exported)), 0.5)
     parts = {name: [slice(0, n) for n in value.shape] for name, value in random_model(spec).state_dict().items()}

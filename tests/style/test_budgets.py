@@ -7,21 +7,21 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 3_293,
-    "models": 5_404,
-    "data": 3_620,
-    "distributed": 502,
-    "methods": 440,
-    "techniques": 6_061,
-    "planner": 5_265,
-    "runtime": 6_101,
-    "prove": 3_283,
+    "spec": 3_303,
+    "models": 5_740,
+    "data": 3_643,
+    "distributed": 505,
+    "methods": 471,
+    "techniques": 7_074,
+    "planner": 4_615,
+    "runtime": 6_122,
+    "prove": 3_345,
     "launch": 1_031,
     "interop": 2_454,
     "cli": 3_407,
 }
 """Lines of code by package: docs/decisions/0013, what later decisions gave for each feature, 0029, which took 454
-away, and 0030 to 0036: a sum of 40,861. One is raised only by taking from another."""
+away, and 0030 to 0037: a sum of 41,710. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

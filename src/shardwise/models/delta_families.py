@@ -155,6 +155,7 @@ DELTA_FAMILIES: dict[str, Family] = {
         predictors=_PREDICTORS,
         predictor=_PREDICTOR,
         predictor_block="mtp.layers.0",
+        predictor_count="mtp_num_hidden_layers",
         fields=_FIELDS,
     ),
     "qwen3_5_moe_text": Family(
@@ -169,6 +170,7 @@ DELTA_FAMILIES: dict[str, Family] = {
         predictors=_PREDICTORS,
         predictor=_PREDICTOR,
         predictor_block="mtp.layers.0",
+        predictor_count="mtp_num_hidden_layers",
         fields=_FIELDS | {"shared_expert_gate": True},
         read_too=(IN_MEMORY,),
     ),

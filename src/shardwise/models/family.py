@@ -80,9 +80,9 @@ class Family:
     tensors of its other parts. ``predictors`` matches those of layers that predict further tokens, which are not
     trained unless asked for, and copied into exports (LAYERS stands for how many other layers there are);
     ``predictor`` are the names of what such a layer has besides a block's, ``predictor_block`` is that of the block
-    (the first {} is the layer), ``copies`` are those of tensors that are copies of a parameter.
-    ``brings_code``: the files name Python code, which transformers has made its own since, and which is not needed here
-    either. ``fields`` are those that all of its models share."""
+    (the first {} is the layer), ``predictor_count`` the config's key for how many there are, ``copies`` are those of
+    tensors that are copies of a parameter. ``brings_code``: the files name Python code, which transformers has made its
+    own since, and which is not needed here either. ``fields`` are those that all of its models share."""
 
     architecture: str
     names: Names
@@ -95,6 +95,7 @@ class Family:
     predictors: str = ""
     predictor: Names = field(default_factory=dict)
     predictor_block: str = "model.layers.{}"
+    predictor_count: str = "num_nextn_predict_layers"
     copies: Mapping[str, str] = field(default_factory=dict)
     brings_code: bool = False
     fields: Fields = field(default_factory=dict)

@@ -331,7 +331,7 @@ def write_weights(
         _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": file_of})
     config = to_hf(without_predictor(spec)) | {**kept.config, "dtype": str(dtype).removeprefix("torch.")}
     if spec.predictors:
-        config["num_nextn_predict_layers"] = spec.predictors
+        config[FAMILIES[spec.family].predictor_count] = spec.predictors
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
     _write_json(directory / "config.json", config)
     return [directory / file for file in files]
