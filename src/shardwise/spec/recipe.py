@@ -35,11 +35,10 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """The model: a Hub id, a directory, a built-in name, or dimensions of a new one in ``config``. ``frozen``: globs
-    over names of parameters (``embed.*``). ``rope_scaling``, ``rope_theta``, ``router_aux_loss`` replace config.json's;
-    without the last, tuned models balance experts where it says ``output_router_logits``. ``expert_capacity``: times
-    its even share of a row that an expert takes (left out: all). ``router_z_loss`` keeps routers' logits small;
-    ``router_bias_rate``: by how much a step moves the correction."""
+    """A Hub id, directory or built-in name, or dimensions in ``config``. ``frozen``: globs over names (``embed.*``).
+    ``rope_scaling``, ``rope_theta`` and ``router_aux_loss`` replace config.json's; without the last, tuned models balance
+    experts where it says ``output_router_logits``. ``expert_capacity``: times its even share of a row that an expert
+    takes; ``router_z_loss`` keeps routers' logits small; a step moves their correction by ``router_bias_rate``."""
 
     path: str | None = None
     revision: str | None = None
