@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 class Model(Section):
     """A Hub id, directory or built-in name, or dimensions in ``config``. ``frozen``: globs over names (``embed.*``).
-    ``rope_scaling``, ``rope_theta`` and ``router_aux_loss`` replace config.json's; without the last, tuned models balance
+    ``rope_scaling``, ``rope_theta``, ``router_aux_loss`` replace config.json's; without the last tuned models balance
     experts where it says ``output_router_logits``. ``expert_capacity``: times its even share of a row that an expert
     takes; ``router_z_loss`` keeps routers' logits small; a step moves their correction by ``router_bias_rate``."""
 
