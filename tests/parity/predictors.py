@@ -38,9 +38,8 @@ PLANS: dict[str, Plan] = {
 
 
 def _serves(name: str, model: str) -> bool:
-    """Whether there is such a layout of the model: experts are needed to divide them, and a state goes along a row."""
-    spec, layout = MODELS[model], PLANS[name].layout
-    return not (layout.ep > 1 and not spec.experts) and not (layout.cp > 1 and model == "Qwen3-Next")
+    """Whether there is such a layout of the model: experts are needed to divide them."""
+    return not (PLANS[name].layout.ep > 1 and not MODELS[model].experts)
 
 
 def _by_turns() -> list[tuple[str, str]]:

@@ -86,13 +86,14 @@ def test_a_checkpoint_is_exported_and_gone_on_from(tmp_path: Path, capsys: pytes
     assert own.keys() == out.keys() and all(torch.equal(own[name], out[name]) for name in own)
 
 
-def test_where_the_files_have_none_it_is_drawn(tmp_path: Path) -> None:
-    """A file that lacks a part of it is another model's."""
+def test_where_the_files_have_none_it_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run says so. A file that lacks a part of it is another model's."""
     before = write_model(tmp_path / "model", "qwen3_next")
     bare = {name: value for name, value in before.items() if not name.startswith("mtp.")}
     save_file(bare, tmp_path / "model" / hf.SINGLE, {"format": "pt"})
     made = beginning(tmp_path)
     train_here(made)
+    assert "it begins with random weights" in capsys.readouterr().out
     assert load_file(directory(made) / "hf" / hf.SINGLE).keys() == before.keys()
     save_file(bare | {"mtp.fc.weight": before["mtp.fc.weight"]}, tmp_path / "model" / hf.SINGLE, {"format": "pt"})
     with pytest.raises(Exception, match="CKPT003"):

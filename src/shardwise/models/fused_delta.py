@@ -7,21 +7,26 @@ their own: what the plain rule keeps for backward has room and is not written. B
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.distributed.torch_private import differentiable_inside_operations
+
 PACKAGE, MODULE = "fla", "fla.ops.gated_delta_rule"
-LARGEST_KEY = 256
+LARGEST_KEY, OLDEST = 256, (0, 6)
 
 
 @cache
 def installed() -> bool:
-    """Return whether the package is there."""
-    return find_spec(PACKAGE) is not None
+    """Return whether the package is there, in a version whose function has as many heads of values as it is given."""
+    if find_spec(PACKAGE) is None:
+        return False
+    release = metadata.version("flash-linear-attention").split(".")
+    return tuple(map(int, release[:2])) >= OLDEST
 
 
 def serves(q: Tensor, k: Tensor) -> bool:
@@ -31,8 +36,8 @@ def serves(q: Tensor, k: Tensor) -> bool:
 
 
 class _PackedLine(NamedTuple):
-    """Rows one after the other: bounds of all documents [n+1], which row's first tokens a document has, or none, and
-    which its last."""
+    """Rows one after the other: the bounds of all documents [n+1]; [rows] which of them has a row's ``first`` tokens,
+    which its ``last``, and whether it ``goes_on`` there: the row's first token starts no document."""
 
     bounds: Tensor
     first: Tensor
@@ -41,14 +46,12 @@ class _PackedLine(NamedTuple):
 
 
 def _line(documents: Tensor, rows: int, length: int) -> _PackedLine:
-    """Return the line of ``rows`` with these bounds of documents, to which the ends of rows are added: a bound that is
-    there twice has no token between. ``goes_on`` bool [rows]: its first token starts no document."""
+    """Return the line of ``rows`` with these bounds of documents, to which the ends of rows are added."""
     edges = torch.arange(rows + 1, device=documents.device) * length
     documents = documents.long()
-    bounds = torch.cat([documents, edges]).sort().values
-    first = torch.searchsorted(bounds, edges[:-1], right=True) - 1
-    last = torch.searchsorted(bounds, edges[1:]) - 1
-    return _PackedLine(bounds, first, last, ~torch.isin(edges[:-1], documents))
+    bounds = torch.cat([documents, edges]).unique()
+    first, behind = (torch.searchsorted(bounds, each) for each in (edges[:-1], edges[1:]))
+    return _PackedLine(bounds, first, behind - 1, ~torch.isin(edges[:-1], documents))
 
 
 def _rule(given: tuple[Tensor, ...], documents: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -83,7 +86,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of what is given from that of the outputs, and of the state ``after`` the last token, as
     ``shardwise::gated_delta_backward`` does."""
-    with torch.enable_grad():
+    with differentiable_inside_operations(), torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in given]
         out, last = _rule(tuple(leaves), documents, None if before is None else before.flatten(1, 2))
         ends = [] if after is None else [after.flatten(1, 2).to(last.dtype)]

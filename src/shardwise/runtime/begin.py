@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import fit
 from shardwise.runtime.agree import together
-from shardwise.runtime.build import begins_trained, build
+from shardwise.runtime.build import begins_trained, build, predictor_is_drawn
 from shardwise.runtime.checkpoint.locate import check_length
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.faults.guard import Guard
@@ -72,6 +72,8 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
         _record(job.directory / "recipe.yaml", dump_recipe(job.recipe))
         _record(job.directory / "plan.yaml", dump_plan(plan))
         job.tokenizer.copy_to(job.directory / "tokenizer")
+        if state.step == 0 and predictor_is_drawn(job.recipe, job.spec):
+            Screen(0).say("the files have no layer that predicts a further token: it begins with random weights")
     announce_reduce(state.parts, watch.enter)
     if state.step == 0 and begins_trained(job.recipe):
         keep_first_sample(job, state, checkpoints.crew)

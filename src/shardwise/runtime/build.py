@@ -120,6 +120,12 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
             put(parameters[name], values)
 
 
+def predictor_is_drawn(recipe: Recipe, spec: ModelSpec) -> bool:
+    """Return whether a run that begins with trained weights draws those of a layer that predicts a further token."""
+    directory = weights_directory(recipe) if spec.predictors else None
+    return directory is not None and bool(hf.begun_anew(directory, spec))
+
+
 def load_weights(decoder: Decoder, source: str | Path, revision: str | None = None) -> None:
     """Fill Shardwise's decoder with the trained weights of ``source``: a directory or file of safetensors, or a Hub id.
     Before ``parallelize`` or after it, when each process reads no more than its own slices. Raises MissingInputError
