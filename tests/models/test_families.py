@@ -125,6 +125,7 @@ def test_all_features_are_at_work_somewhere() -> None:
         "num_experts",
         "expert_size",
         "expert_capacity",
+        "predictor_weight",
     }
     assert features <= NEUTRAL.keys() | others | {"router_aux_loss_coef", "router_z_loss_coef", "output_router_logits"}
 

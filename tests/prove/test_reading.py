@@ -129,12 +129,12 @@ def prompts_too(self: Packs, k: int) -> Sample:
     return replace(sample, labels=labels)
 
 
-def backwards(rows: Sequence[Sample]) -> MicroBatch:
+def backwards(rows: Sequence[Sample], *, ahead: bool = False) -> MicroBatch:
     found = put(rows)
     return replace(found, ids=found.ids.flip(1), labels=found.labels.flip(1), positions=found.positions.flip(1))
 
 
-def as_one_document(rows: Sequence[Sample]) -> MicroBatch:
+def as_one_document(rows: Sequence[Sample], *, ahead: bool = False) -> MicroBatch:
     return replace(put(rows), documents=None)
 
 

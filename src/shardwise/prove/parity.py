@@ -287,7 +287,8 @@ def plain(job: Workload) -> Trace:
         norms.append(plain_update(optimizer, parameters, number, job.setting.optim))
         balance.correct(parameters)
         losses.append(loss.item())
-        figures.append({name: torch.as_tensor(told[name]).item() for name in told if name in (*job.figures, FURTHER)})
+        numbers = {name: told[name] for name in told if name in (*job.figures, FURTHER)}
+        figures.append({name: torch.as_tensor(each, dtype=torch.float64).item() for name, each in numbers.items()})
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     return Trace(tuple(losses), tuple(norms), first, weights, figures=tuple(figures))
 
