@@ -6,9 +6,9 @@ their own: what the plain rule keeps for backward has room and is not written. B
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +16,19 @@ from torch import Tensor
 
 from shardwise.distributed.torch_private import differentiable_inside_operations
 
-PACKAGE, MODULE = "fla", "fla.ops.gated_delta_rule"
+PACKAGE, MODULE = "flash-linear-attention", "fla.ops.gated_delta_rule"
 LARGEST_KEY, OLDEST = 256, (0, 6)
 
 
 @cache
 def installed() -> bool:
     """Return whether the package is there, in a version whose function has as many heads of values as it is given."""
-    if find_spec(PACKAGE) is None:
+    try:
+        version = metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
         return False
-    release = metadata.version("flash-linear-attention").split(".")
-    return tuple(map(int, release[:2])) >= OLDEST
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) >= OLDEST
 
 
 def serves(q: Tensor, k: Tensor) -> bool:

@@ -35,10 +35,11 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """A Hub id, directory or built-in name, or dimensions in ``config``. ``frozen``: globs over names (``embed.*``).
-    ``rope_scaling``, ``rope_theta``, ``router_aux_loss`` replace config.json's; without the last tuned models balance
-    experts where it says ``output_router_logits``. ``expert_capacity``: times its even share of a row that an expert
-    takes; ``router_z_loss`` keeps routers' logits small; a step moves their correction by ``router_bias_rate``."""
+    """The model: a Hub id, a directory, a built-in name, or dimensions of a new one in ``config``. ``frozen``: globs
+    over names of parameters (``embed.*``) that stay as they are. ``rope_scaling``, ``rope_theta``, ``router_aux_loss``
+    take the place of config.json's; without the last, a tuned model balances its experts where config.json has
+    ``output_router_logits``. ``router_z_loss`` keeps logits of routers small. ``expert_capacity``: how many times its
+    even share of a row an expert takes, at most; ``router_bias_rate``: by how much a step moves its correction."""
 
     path: str | None = None
     revision: str | None = None
@@ -67,8 +68,7 @@ class Model(Section):
 
 
 class TokenizerSection(Section):
-    """A tokenizer to load (``path``: Hub id or directory), or the size of a byte-level BPE to train on the data. With
-    neither, a model that is trained on brings its own."""
+    """A tokenizer to load (``path``: Hub id or directory), or the size of a byte-level BPE to train; or the model's."""
 
     path: str | None = None
     revision: str | None = None

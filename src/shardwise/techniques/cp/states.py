@@ -142,7 +142,7 @@ _RULE = f"Tensor q, Tensor k, Tensor v, Tensor decay, Tensor rate, {_CUT}"
 
 @torch.library.custom_op("shardwise::gated_delta_across", mutates_args=(), schema=f"(Tensor? grad, {_GIVEN}) -> Tensor")
 def gated_delta_across(grad: Tensor | None, *given: Any) -> Tensor:
-    """What :func:`across` returns; of the gradient of the outputs, what :func:`asked` does."""
+    """Return what :func:`across` does; of the gradient of the outputs, what :func:`asked` does."""
     return across(given_of(given)) if grad is None else asked(grad, given_of(given))
 
 
@@ -235,21 +235,27 @@ def _(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in saved[:5])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *given, bounds, ctx.group, ctx.length, ctx.ring, ctx.ulysses = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*given, *output[1:], bounds)
+def _differentiable(operation: Any, backward: Any) -> None:
+    """Give an operation over ranks its ``backward``, which reads the gradient of the first output, the inputs, the
+    other outputs, which have none, and how rows are cut."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *given, bounds, ctx.group, ctx.length, ctx.ring, ctx.ulysses = inputs
+        ctx.inputs = len(inputs)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given, *output[1:], bounds)
+
+    def gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad is None:  # nothing that was computed from the outputs has a gradient; other ranks find the same
+            return (None,) * ctx.inputs
+        cut = ctx.group, ctx.length, ctx.ring, ctx.ulysses
+        return *backward(grad, *ctx.saved_tensors, *cut), *[None] * 5
+
+    operation.register_autograd(gradients, setup_context=save)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if grad is None:  # nothing that was computed from the outputs has a gradient; other ranks find the same
-        return (None,) * 10
-    cut = ctx.group, ctx.length, ctx.ring, ctx.ulysses
-    return *gated_delta_over_ranks_backward(grad, *ctx.saved_tensors, *cut), *[None] * 5
-
-
-gated_delta_over_ranks.register_autograd(_backward, setup_context=_save)
+_differentiable(gated_delta_over_ranks, gated_delta_over_ranks_backward)
 
 
 def _neighbours(own: Tensor, pieces: Pieces, *, back: bool = False) -> Tensor:
@@ -318,18 +324,4 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]
     return x.new_empty(x.shape), torch.empty_like(weight)
 
 
-def _save_sums(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bounds, ctx.group, ctx.length, ctx.ring, ctx.ulysses = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, output[1], bounds)
-
-
-def _sums_backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 7
-    cut = ctx.group, ctx.length, ctx.ring, ctx.ulysses
-    return *conv_silu_over_ranks_backward(grad, *ctx.saved_tensors, *cut), *[None] * 5
-
-
-conv_silu_over_ranks.register_autograd(_sums_backward, setup_context=_save_sums)
+_differentiable(conv_silu_over_ranks, conv_silu_over_ranks_backward)
