@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis.configuration import set_hypothesis_home_dir
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardwise.planner import sheets
 from shardwise.planner.seconds import rates
@@ -112,6 +113,13 @@ def _leaves_nothing(_elsewhere: Path) -> Iterator[None]:
     yield
     left = sorted(path.name for path in _elsewhere.iterdir())
     assert not left, f"this test, or what it started, wrote into the working directory: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _watches_nothing() -> Iterator[None]:
+    """What a test, or what failed in it, left watching every operation would break the tests after it."""
+    yield
+    assert not (left := _get_current_dispatch_mode_stack()), f"left by this test: {left}"
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ class TokenMixing(TorchDispatchMode):
 
     def watch(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(lambda *_: self.__enter__() and None)
-        block.register_forward_hook(lambda *_: self.__exit__(None, None, None))
+        block.register_forward_hook(lambda *_: self.__exit__(None, None, None), always_call=True)  # if it fails too
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
