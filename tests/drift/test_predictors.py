@@ -16,7 +16,7 @@ from tests.parity.predictors import CASES, MODELS, PLANS
 DTYPES: tuple[Dtype, Dtype] = ("fp32", "bf16")
 
 
-@pytest.mark.matrix(13)
+@pytest.mark.matrix(21)
 @pytest.mark.parametrize(("name", "model"), CASES)
 def test_plans(name: str, model: str) -> None:
     """Each layout, in one dtype or the other."""

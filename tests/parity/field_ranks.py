@@ -137,7 +137,7 @@ def received(rank: int, world: int, spec: ModelSpec, plan: Plan) -> Received:
 
     def watched(self: PipelineRank[Any], *given: Any) -> None:
         post(self, *given)
-        at = [tensor.untyped_storage().data_ptr() for _, tensor, _ in self.posted.values()]
+        at = [tensor.untyped_storage().data_ptr() for each in self.posted.values() for _, tensor, _ in each]
         found.most = max(found.most, len(at))
         found.shared += len(at) - len(set(at))
 

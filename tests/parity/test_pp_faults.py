@@ -22,7 +22,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
-from shardwise.runtime.pipeline import PipelineRank
+from shardwise.runtime.pipeline import Passed, PipelineRank
 from shardwise.spec.plan import Plan
 from shardwise.techniques import pp
 from shardwise.techniques.pp.actions import Action, Lists
@@ -37,10 +37,10 @@ TWO, FOUR = spec_of("untied", 2), spec_of("untied", 4)
 TIED_TWO, TIED_FOUR = spec_of("tied", 2), spec_of("tied", 4)
 
 
-def scaled(self: PipelineRank[Any], letter: Any, action: Action) -> Tensor:
+def scaled(self: PipelineRank[Any], letter: Any, action: Action) -> Passed:
     """As where every stage multiplies by the loss's scale again."""
     found = take(self, letter, action)
-    return found * 2.0 if letter == "B" else found
+    return tuple(each * 2.0 for each in found) if letter == "B" else found
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
@@ -18,13 +19,15 @@ from shardwise.models.decoder import Decoder
 from shardwise.prove import documents, parity, slopes
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
+from shardwise.runtime.pipeline import Passed, PipelineRank
+from shardwise.techniques.pp.actions import Action, Way
 from tests.parity import drawn, planted
 from tests.parity.planted import Fault
 from tests.parity.predictors import CASES, MODELS, PLANS
 from tests.parity.test_fp64 import holds
 
 
-@pytest.mark.matrix(13)
+@pytest.mark.matrix(21)
 @pytest.mark.parametrize(("name", "model"), CASES)
 def test_ranks_are_one_process(ranks: RankPool, name: str, model: str) -> None:
     of = PLANS[name]
@@ -32,6 +35,7 @@ def test_ranks_are_one_process(ranks: RankPool, name: str, model: str) -> None:
 
 
 ahead, twice, added = MicroBatch.looking_ahead, Decoder.embedded_twice, pretrain._with_further
+take = PipelineRank._take
 
 
 def past_the_end(self: MicroBatch) -> MicroBatch:
@@ -55,6 +59,12 @@ def of_own_rank(meshes: Meshes, own: int) -> int:
     return own
 
 
+def given_back(self: PipelineRank[Loss], letter: Way, action: Action) -> Passed:
+    """The gradient of what goes behind is lost on the way."""
+    hidden, *behind = take(self, letter, action)
+    return (hidden, *(torch.zeros_like(each) if letter == "B" else each for each in behind))
+
+
 ACCUMULATED = PLANS["zero3"]
 FAULTS: dict[str, Fault] = {
     "M1: a target of the next document": (
@@ -76,6 +86,11 @@ FAULTS: dict[str, Fault] = {
         lambda: patch.object(Decoder, "embedded_twice", alone),
         MODELS["dense"],
         PLANS["tp"],
+    ),
+    "M5: a stage gives the one before it no gradient of what the last block reads": (
+        lambda: patch.object(PipelineRank, "_take", given_back),
+        MODELS["dense"],
+        PLANS["1f1b"],
     ),
 }
 

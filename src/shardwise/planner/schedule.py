@@ -7,7 +7,7 @@ simulates a few blocks and micro-batches, and repeats the span of those that are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from shardwise import techniques
@@ -17,7 +17,7 @@ from shardwise.planner.seconds.rates import Rates
 from shardwise.planner.spans import Span, joined
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Plan
-from shardwise.spec.sheet import Sheet
+from shardwise.spec.sheet import Sheet, read_behind
 from shardwise.techniques import pp
 from shardwise.techniques.events import (
     GRADIENT,
@@ -35,6 +35,8 @@ from shardwise.techniques.events import (
 )
 from shardwise.techniques.pp.actions import Action
 
+BEHIND, BEHIND_GRADIENT = "behind", "behind's gradient"
+"""Of a stage, what a block reads that predicts a further token, until it comes there; and its gradient."""
 PERIODS = 4
 """How many periods of blocks are simulated: the first, the last, and two between, which must come to the same."""
 
@@ -78,25 +80,26 @@ def staged(log: StepLog, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | No
     for action in order:
         micro, last = action.micro, closing.get(action.stage) == action.micro
         step = steps[action.stage]
-        inside, outside = step.at(micro, 0), step.at(micro, len(step.units) - 2)
         match action.kind:
             case "RECV_F" | "RECV_B":
-                key = inside._replace(tensor=OUTPUT) if action.kind == "RECV_F" else outside._replace(tensor=GRADIENT)
-                log.comes(key, size)
-                log.add(Send("recv", "pp", "activations", size, "receive"))
+                for key in step.taken(micro, forward=action.kind == "RECV_F"):
+                    log.comes(key, size)
+                    log.add(Send("recv", "pp", "activations", size, "receive"))
             case "SEND_F" | "SEND_B":
-                key = outside._replace(tensor=OUTPUT) if action.kind == "SEND_F" else inside._replace(tensor=GRADIENT)
                 for sent in leaving:
                     log.leaves(sent, size)
-                leaving = [key]
-                log.add(Send("send", "pp", "activations", size, "send"))
+                leaving = step.left(micro, forward=action.kind == "SEND_F")
+                for _ in leaving:
+                    log.add(Send("send", "pp", "activations", size, "send"))
             case "F":
                 _hand_over(log, steps, action, size)
                 run(step, "F", micro)
+                _turn(log, *step.turned(micro, forward=True), size)
             case "W":
                 run(step, "W", micro, last=last)
             case _:
                 _hand_over(log, steps, action, size)
+                _turn(log, *step.turned(micro, forward=False), size)
                 in_two = halved and sheet.trained[action.stage]
                 run(step, "I" if in_two else "B", micro, last=last)
                 if in_two and action.kind == "B":
@@ -133,14 +136,16 @@ def _hand_over(log: StepLog, steps: Mapping[int, Step], action: Action, size: in
     before = steps.get(action.stage - 1 if forward else action.stage + 1)
     if before is None:
         return
-    step, micro = steps[action.stage], action.micro
-    if forward:
-        left, taken = before.at(micro, len(before.units) - 2, OUTPUT), step.at(micro, 0, OUTPUT)
-    else:
-        left, taken = before.at(micro, 0, GRADIENT), step.at(micro, len(step.units) - 2, GRADIENT)
-    if left in log.alive:
-        log.free(left)
-        log.make(taken, "activations", size)
+    left, taken = (each(action.micro, forward=forward) for each in (before.left, steps[action.stage].taken))
+    _turn(log, left, taken, size)
+
+
+def _turn(log: StepLog, left: Sequence[TensorKey], taken: Sequence[TensorKey], size: int) -> None:
+    """Give tensors other keys."""
+    for old, new in zip(left, taken, strict=True):
+        if old in log.alive:
+            log.free(old)
+            log.make(new, "activations", size)
 
 
 def _begin(log: StepLog, sheet: Sheet, plan: Plan) -> None:
@@ -168,10 +173,10 @@ class Step:
     or of its last unit."""
 
     def __init__(self, log: StepLog, sheet: Sheet, plan: Plan, passes: Passes, number: int = 0) -> None:
-        self.log, self.number, self.head = log, number, sheet.place.head
+        self.log, self.number, self.stem, self.head = log, number, sheet.place.stem, sheet.place.head
         self.units = (sheet.stem, *(sheet.blocks[kind] for kind in sheet.order), sheet.tail)
         self.names: list[UnitName] = ["stem", *range(len(sheet.order)), "tail"]
-        self.passes, self.plan = passes, plan
+        self.passes, self.plan, self.further = passes, plan, sheet.per_token - 1
         self.weights, self.between = techniques.between(log, sheet, plan, number)
 
     def run(self, kind: str, micro_batch: int, *, last: bool = False) -> None:
@@ -253,6 +258,29 @@ class Step:
     def at(self, micro_batch: int, unit: int, tensor: int | str = "") -> TensorKey:
         """The key of a tensor of a unit."""
         return TensorKey(self.number, micro_batch, unit, tensor)
+
+    def taken(self, micro_batch: int, *, forward: bool) -> list[TensorKey]:
+        """What a stage takes from the one before it, or in backward from the one after it. Where a block predicts a
+        further token, what it reads, or the gradient of that, goes behind."""
+        hidden = (0, OUTPUT) if forward else (len(self.units) - 2, GRADIENT)
+        return [self.at(micro_batch, *hidden), *self.behind(micro_batch, forward=forward)]
+
+    def left(self, micro_batch: int, *, forward: bool) -> list[TensorKey]:
+        """What a stage leaves for the one after it, or in backward for the one before it."""
+        hidden = (len(self.units) - 2, OUTPUT) if forward else (0, GRADIENT)
+        return [self.at(micro_batch, *hidden), *self.behind(micro_batch, forward=forward)]
+
+    def behind(self, micro_batch: int, *, forward: bool) -> list[TensorKey]:
+        return [self.at(micro_batch, 0, BEHIND if forward else BEHIND_GRADIENT)] * self.further
+
+    def turned(self, micro_batch: int, *, forward: bool) -> tuple[list[TensorKey], list[TensorKey]]:
+        """What goes behind is made in the first unit, which frees its gradient; that of the last stage takes the place
+        of what it is of. Keys before, and after."""
+        read, gradient = (self.behind(micro_batch, forward=way) for way in (True, False))
+        if read and self.stem:
+            made = [self.at(micro_batch, 0, read_behind(self.units[0]))]
+            return (made, read) if forward else (gradient, made)
+        return (read, gradient) if self.head and not forward else ([], [])
 
     def play(self, which: Pass, at: TensorKey) -> None:
         """A pass of a unit, with what its weights add."""

@@ -21,6 +21,7 @@ from shardwise.runtime.pipeline import PipelineRank
 from shardwise.spec.layout import last_stage_rank
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Method, OptimSection
+from shardwise.spec.records import FURTHER
 from shardwise.techniques import pp
 from shardwise.techniques.compile import Switched
 
@@ -83,7 +84,8 @@ def train(
     if line := pp.line_of(parts):
         shares = PipelineRank[Loss](parts, line, partial(run_part, score=score), rules.enter).train(batches, scale)
         none = torch.zeros((), dtype=torch.float64, device=batches[0].ids.device)
-        shares = shares or [Loss(none, dict.fromkeys(rules.plan.loss_figures, none))]
+        told = (*rules.plan.loss_figures, *[FURTHER] * spec_of(parts).predictors)
+        shares = shares or [Loss(none, dict.fromkeys(told, none))]
     else:
         shares = _one_part_after_another(parts, batches, rules, score, scale)
     techniques.after_backward(parts, rules.plan, rules.meshes)
@@ -121,24 +123,24 @@ def infer(parts: Sequence[nn.Module], batch: MicroBatch, score: Scored[Made]) ->
 
 def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Scored[Made]) -> Made:
     """Return what ``score`` returns for the hidden states of a whole model."""
-    out: Any = None
+    out: Any = ()
     for part in parts:
         out = run_part(part, batch, out, score=score)
     made: Made = out
     return made
 
 
-def run_part(part: nn.Module, batch: MicroBatch, hidden: Tensor | None, *, score: Scored[Any]) -> Any:
-    """Hidden states for the next part; of the last one what ``score`` returns, which is called within the output layer,
-    whose weight is then gathered."""
+def run_part(part: nn.Module, batch: MicroBatch, before: tuple[Tensor, ...], *, score: Scored[Any]) -> Any:
+    """What the next part begins with, from what the part ``before`` has made; of the last one what ``score`` returns,
+    which is called within the output layer, whose weight is then gathered."""
     spec = spec_of([part])
 
     def finish(hidden: Tensor, weight: Tensor) -> Any:
         return score(hidden, Output(weight, spec.final_soft_cap, spec.vocab_size), batch)
 
-    before = {} if hidden is None else {"hidden": hidden}
-    before |= {} if batch.following is None else {"following": batch.following}
-    return part(batch.ids, batch.positions, token_loss.mask(batch), finish, **before)
+    given = dict(zip(("hidden", "behind"), before, strict=False))
+    given |= {} if batch.following is None else {"following": batch.following}
+    return part(batch.ids, batch.positions, token_loss.mask(batch), finish, **given)
 
 
 def from_last_stage(

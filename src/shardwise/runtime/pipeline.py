@@ -2,7 +2,8 @@
 
 What flows between ranks is hidden states and their gradients, of shapes that every rank knows from its own copy of the
 micro-batches: nothing is negotiated, and micro-batches may differ in shape. Of a stage and a micro-batch there is kept,
-from forward to backward, its input and where its backward begins.
+from forward to backward, its input and where its backward begins. Where the last block predicts a further token, the
+embeddings that it reads go from stage to stage behind the hidden states, and their gradient comes back the same way.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -29,24 +29,26 @@ from shardwise.techniques.pp.later import LaterProduct
 from shardwise.techniques.pp.split import trained_stages
 
 Made = TypeVar("Made")
-Run = Callable[[nn.Module, MicroBatch, Tensor | None], Any]
-"""A stage of a micro-batch, from the hidden states of the stage before: hidden states, or of the last stage what it
+Passed = tuple[Tensor, ...]
+"""What a stage takes from the stage before or after: hidden states or their gradient, and what goes behind them."""
+Run = Callable[[nn.Module, MicroBatch, Passed], Any]
+"""A stage of a micro-batch, from what the stage before has passed on: what it passes on, or of the last stage what it
 comes to."""
 
 
 @dataclass
 class Kept:
-    """The things that are kept of a stage and a micro-batch until its backward: its input, and where its backward
-    begins; between the two halves of a backward, the products that make gradients of weights."""
+    """The things that are kept of a stage and a micro-batch until its backward: its input where that has a gradient,
+    and where its backward begins; between the two halves of a backward, the products that make gradients of weights."""
 
-    hidden: Tensor | None
-    root: GradientEdge | None
+    inputs: Passed
+    roots: list[GradientEdge]
     later: list[LaterProduct] = field(default_factory=list)
 
 
 @dataclass
 class Sending:
-    """A message on its way: its memory must stay until it has left."""
+    """A tensor of a message on its way: its memory must stay until it has left."""
 
     work: dist.Work
     tensor: Tensor
@@ -67,8 +69,8 @@ class PipelineRank(Generic[Made]):
         self.spec, self.last = spec_of(parts), len(line.plan.pipeline.split) - 1
         self.trained = trained_stages(self.spec, line.plan)
         self.kept: dict[tuple[int, int], Kept] = {}
-        self.posted: dict[Message, tuple[dist.Work, Tensor, int]] = {}
-        self.here: dict[Message, Tensor] = {}
+        self.posted: dict[Message, list[tuple[dist.Work, Tensor, int]]] = {}
+        self.here: dict[Message, Passed] = {}
         self.sending: list[Sending] = []
         self.backwards: dict[Message, Action] = {}
         self.made: list[Made] = []
@@ -119,22 +121,22 @@ class PipelineRank(Generic[Made]):
 
     def _forward(self, action: Action, batch: MicroBatch, scale: Tensor | None, *, trains: bool) -> None:
         part = self.parts[action.stage]
-        hidden = None if action.stage == 0 else self._take("F", action)
+        before: Passed = () if action.stage == 0 else self._take("F", action)
         self.enter(f"forward {action.stage}.{action.micro}")
-        if hidden is not None and trains and part.input_trained:
-            hidden.requires_grad_()
+        read = before if action.stage == self.last else before[:1]  # what goes behind, stages between pass on as it is
+        inputs = [each.requires_grad_() for each in read if trains and part.input_trained]
         with torch.set_grad_enabled(trains):
-            out = self.run(part, batch, hidden)
-        root = out
+            out = self.run(part, batch, before)
         if action.stage == self.last:
             made: Any = out.detached() if isinstance(out, Loss) else out
             self.made.append(made)
             root = out.value if isinstance(out, Loss) else out
-            root = root if scale is None or not trains else root * scale
+            roots = [root if scale is None or not trains else root * scale]
         else:
-            self.here["F", action.stage + 1, action.micro] = out.detach()
+            self.here["F", action.stage + 1, action.micro] = tuple(each.detach() for each in out)
+            roots = [each for each in out if each.requires_grad]
         if trains:
-            self.kept[action.stage, action.micro] = Kept(hidden, get_gradient_edge(root))
+            self.kept[action.stage, action.micro] = Kept(tuple(inputs), [get_gradient_edge(root) for root in roots])
 
     def _backward(self, action: Action, *, last: bool) -> None:
         """The whole backward, or the half of it that the stage before waits for."""
@@ -142,30 +144,34 @@ class PipelineRank(Generic[Made]):
         later = self.line.later
         if action.kind == "I" and not self.trained[action.stage]:
             later = None  # no second half follows
-        grad = self._take("B", action) if action.stage < self.last else None
+        taken = self._take("B", action) if action.stage < self.last else ()
+        own, passed = taken[: len(kept.roots)] or None, taken[len(kept.roots) :]
         self.enter(f"backward {action.stage}.{action.micro}")
         if later is None:
             techniques.before_micro_batch([part], plan, last=last)
         else:
             techniques.before_input_gradients([part], plan, last=last)
-        if kept.hidden is not None and kept.hidden.requires_grad:
-            kept.hidden.register_post_accumulate_grad_hook(partial(self._give_back, action))
+        for each in kept.inputs[1:]:
+            each.register_post_accumulate_grad_hook(_takes_its_place)
+        for each in kept.inputs:
+            each.register_post_accumulate_grad_hook(lambda _: self._give_back(action, kept.inputs, passed))
         with nullcontext() if later is None else later.collecting(kept.later):
-            assert kept.root is not None
-            torch.autograd.backward([kept.root], [grad])
+            torch.autograd.backward(kept.roots, own)
         techniques.after_micro_batch([part], plan)
-        kept.hidden = kept.root = None
+        kept.inputs, kept.roots = (), []
         if later is None:
             del self.kept[action.stage, action.micro]
         elif action.kind == "B":
             self._weights(action, last=last)
 
-    def _give_back(self, action: Action, hidden: Tensor) -> None:
-        """Keep the gradient of ``hidden``, and send the stage before what it waits for as soon as it is there: before
-        this rank waits for the sums of its weights' gradients."""
+    def _give_back(self, action: Action, inputs: Passed, passed: Passed) -> None:
+        """Keep the gradients of ``inputs`` and what is ``passed`` on, and send the stage before what it waits for as
+        soon as all is there: before this rank waits for the sums of its weights' gradients."""
         message: Message = "B", action.stage - 1, action.micro
-        assert hidden.grad is not None
-        self.here[message] = hidden.grad
+        found = [each.grad for each in inputs if each.grad is not None]
+        if len(found) < len(inputs):
+            return
+        self.here[message] = (*found, *passed)
         if send := self.backwards.pop(message, None):
             self._send(send)
 
@@ -178,34 +184,37 @@ class PipelineRank(Generic[Made]):
         self.line.later.run(kept.later)
         techniques.after_weight_gradients([part], self.line.plan, last=last)
 
-    def _take(self, letter: Way, action: Action) -> Tensor:
+    def _take(self, letter: Way, action: Action) -> Passed:
         """Return what this action needs from another stage, once it is there."""
         message: Message = letter, action.stage, action.micro
         if message in self.here:
             return self.here.pop(message)
-        work, tensor, source = self.posted.pop(message)
-        before = action.stage + (-1 if letter == "F" else 1)
-        self._wait(work, f"waited for {'the output' if letter == 'F' else 'the gradient'} of stage {before}", source)
-        return tensor
+        posted, before = self.posted.pop(message), action.stage + (-1 if letter == "F" else 1)
+        for work, _, source in posted:
+            self._wait(work, f"waited for {'the output' if letter == 'F' else 'the gradient'} of stage {before}", source)
+        return tuple(tensor for _, tensor, _ in posted)
 
     def _send(self, action: Action) -> None:
         assert action.gives is not None
-        tensor = self.here.pop(action.gives).contiguous()
         me = self.line.meshes.index("pp")
         channel = self.line.meshes.channels[me, action.peer]
         self.sending = [one for one in self.sending if not one.left()]
-        work = dist.isend(tensor, group=channel, group_dst=int(action.peer > me))
-        assert work is not None
-        self.sending.append(Sending(work, tensor, action))
+        for each in self.here.pop(action.gives):
+            tensor = each.contiguous()
+            work = dist.isend(tensor, group=channel, group_dst=int(action.peer > me))
+            assert work is not None
+            self.sending.append(Sending(work, tensor, action))
 
     def _post(self, action: Action, batch: MicroBatch) -> None:
         me = self.line.meshes.index("pp")
         channel = self.line.meshes.channels[action.peer, me]
-        tensor = self._hidden(batch)
-        work = dist.irecv(tensor, group=channel, group_src=int(action.peer > me))
-        assert work is not None
         assert action.takes is not None
-        self.posted[action.takes] = work, tensor, action.peer
+        posted = self.posted[action.takes] = []
+        for _ in range(1 + (batch.following is not None)):
+            tensor = self._hidden(batch)
+            work = dist.irecv(tensor, group=channel, group_src=int(action.peer > me))
+            assert work is not None
+            posted.append((work, tensor, action.peer))
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """Room for hidden states of a micro-batch: [b,s,d], or with sequence parallelism this rank's tokens [n,d]."""
@@ -230,3 +239,9 @@ class PipelineRank(Generic[Made]):
         except RuntimeError as error:
             told = f"stage {at.stage}, micro-batch {at.micro}: {what}, from rank {other}: {error}"
             raise RuntimeError(told) from error
+
+
+def _takes_its_place(read: Tensor) -> None:
+    """Let go of what went behind hidden states, which nothing reads again once its gradient is there."""
+    assert read.grad is not None
+    read.data = read.grad

@@ -263,6 +263,14 @@ class Unit:
 NO_TAIL = Unit("tail")
 
 
+def read_behind(stem: Unit) -> int:
+    """Return the tensor that the unit before the blocks makes beside its output for a block that predicts a further
+    token."""
+    made = {tensor for op in stem.forward for tensor in op.allocates}
+    shape = stem.tensors[stem.output].shape
+    return next(tensor for tensor in sorted(stem.saved & made) if stem.tensors[tensor].shape == shape)
+
+
 @lru_cache(maxsize=KEPT_UNITS)
 def tables_alone(stem: Unit) -> Unit:
     """Return the part of the unit before the blocks that makes the rotation tables, which every stage does for

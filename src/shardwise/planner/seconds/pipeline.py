@@ -113,7 +113,7 @@ def pipeline_times(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits
 def border_bytes(sheet: Sheet, plan: Plan) -> int:
     """Return the bytes of a message from a stage to the next."""
     block = sheet.blocks[0]
-    return block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.row_tokens)
+    return block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.row_tokens) * sheet.per_token
 
 
 @dataclass(frozen=True)

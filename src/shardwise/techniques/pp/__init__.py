@@ -64,8 +64,7 @@ def pipelines(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> 
     ranks = 2
     if recipe.parallel.dp_shard or recipe.parallel.dp_replicate:
         return
-    staged = spec.hf_model is None and not spec.predictors
-    while cluster.kind == "cuda" and staged and ranks <= min(cluster.world, spec.num_hidden_layers):
+    while cluster.kind == "cuda" and spec.hf_model is None and ranks <= min(cluster.world, spec.num_hidden_layers):
         if cluster.world % ranks == 0:
             yield from _scheduled(recipe, spec, plan, ranks)
         ranks *= 2
@@ -124,9 +123,6 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if spec.hf_model is not None:
         what = f"{spec.name} runs in transformers' own modules, which are not cut into stages"
         return [Problem("PLAN023", what, "parallel.pp", "`parallel.pp=1`: the batch, or weights, are divided instead")]
-    if spec.predictors:
-        what = "a layer that predicts a further token reads the embedding, which only the first stage has"
-        return [Problem("PLAN023", what, "parallel.pp", "`parallel.pp=1`, or `model.mtp` left out")]
     kind, name, each = PIPELINES[asked.schedule], asked.schedule, asked.stages_per_rank
     stages, blocks, problems = ranks * each, spec.num_hidden_layers, []
     found = {one.name: one for one in illegal(name, ranks, each, plan.batch.accumulation)}

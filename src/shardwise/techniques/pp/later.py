@@ -61,9 +61,9 @@ class WeightGradients:
             torch.autograd.backward([weight], [made])
 
 
-def _watched(gradients: WeightGradients, forward: Callable[..., Tensor], *args: Any) -> Tensor:
+def _watched(gradients: WeightGradients, forward: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
     with _PutOff(gradients):
-        return forward(*args)
+        return forward(*args, **named)
 
 
 class _PutOff(TorchFunctionMode):

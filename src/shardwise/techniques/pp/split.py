@@ -17,7 +17,8 @@ from shardwise.techniques.states import frozen
 @lru_cache(maxsize=64)
 def work(spec: ModelSpec, seq_len: int) -> tuple[tuple[int, ...], int]:
     """Return the floating-point operations a token of the forward pass of each block, and of the output layer: of its
-    products, and of attention over half a causal sequence, or a window."""
+    products, twice where a block predicts a further token, and of attention over half a causal sequence, or a
+    window."""
     kinds, order = layer_kinds(spec)
     each = [0] * spec.num_hidden_layers
     for name, shape in parameter_shapes(spec).items():
@@ -27,7 +28,7 @@ def work(spec: ModelSpec, seq_len: int) -> tuple[tuple[int, ...], int]:
         seen = min(kinds[kind].window or seq_len, (seq_len + 1) // 2)
         mixer = mixer_of(spec, block)
         each[block] += 2 * (seen * mixer.scores(spec) + mixer.state(spec))
-    return tuple(each), 2 * spec.hidden_size * spec.vocab_size
+    return tuple(each), 2 * spec.hidden_size * spec.vocab_size * (1 + spec.predictors)
 
 
 @lru_cache(maxsize=256)
