@@ -191,7 +191,9 @@ class PipelineRank(Generic[Made]):
             return self.here.pop(message)
         posted, before = self.posted.pop(message), action.stage + (-1 if letter == "F" else 1)
         for work, _, source in posted:
-            self._wait(work, f"waited for {'the output' if letter == 'F' else 'the gradient'} of stage {before}", source)
+            self._wait(
+                work, f"waited for {'the output' if letter == 'F' else 'the gradient'} of stage {before}", source
+            )
         return tuple(tensor for _, tensor, _ in posted)
 
     def _send(self, action: Action) -> None:
