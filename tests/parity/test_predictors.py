@@ -34,6 +34,12 @@ def test_ranks_are_one_process(ranks: RankPool, name: str, model: str) -> None:
     holds(drawn.prove(ranks, MODELS[model], [of], 3), [of])
 
 
+@pytest.mark.prove
+def test_a_compiled_plan(ranks: RankPool) -> None:
+    of = replace(PLANS["zero3"], compile=True)
+    holds(drawn.prove(ranks, MODELS["dense"], [of], 3), [of])
+
+
 ahead, twice, added = MicroBatch.looking_ahead, Decoder.embedded_twice, pretrain._with_further
 take = PipelineRank._take
 

@@ -127,6 +127,11 @@ def units_of_spec() -> list[Unit]:
     return [trace_once(chosen(SPEC, ADAPTED, Place(ADAPTED.layout), unit).variant) for unit in ("stem", 0, 1, "tail")]
 
 
+def test_a_python_without_lzma_traces_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    assert not Shipped(files("shardwise.planner").joinpath(SHIPPED).read_bytes()).keys
+
+
 def test_a_unit_survives_being_written_down() -> None:
     for unit in ("stem", 0, "tail"):
         variant = chosen(SPEC, ADAPTED, Place(ADAPTED.layout), unit).variant

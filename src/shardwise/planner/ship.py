@@ -14,7 +14,6 @@ from typing import Any
 from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.models.known import configs
 from shardwise.models.load import load_spec
-from shardwise.models.mixers import SOFTMAX, mixers_of
 from shardwise.planner.sheets import key_of, pack_unit
 from shardwise.planner.shipped import SHIPPED, written
 from shardwise.planner.trace import trace
@@ -27,6 +26,8 @@ from shardwise.techniques.variant import Variant
 
 TYPES = ((Precision(), False), (Precision("bf16"), True), (Precision("bf16"), False))
 """fp32; bf16 over fp32 as FSDP2 gathers it, and cast where it is used."""
+MOST_RANKS = 16
+"""Over which a mixture's heads are cut: latents have 128 heads, and no node so many devices."""
 ADAPTERS = (None, Lora(), Lora(nf4=True))
 """None, LoRA, and QLoRA, on all linear layers."""
 
@@ -39,8 +40,6 @@ def ordinary() -> dict[Variant, None]:
 def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
     for name, (types, sharded), lora in product(configs(), TYPES, ADAPTERS):
         spec = load_spec(name)
-        if mixers_of(spec) != (SOFTMAX,) or spec.experts.sigmoid is not None:
-            continue  # they would make the package half as large again
         if spec.experts:
             yield from _mixtures(spec, types, sharded, lora)
             continue
@@ -79,7 +78,7 @@ def _mixtures(
         else product(sorted({1, 2, heads, 2 * heads}), (1, 2, spec.experts.num_experts))
     )
     for ranks, spread in cuts:
-        if spec.attention.num_attention_heads % ranks:
+        if spec.attention.num_attention_heads % ranks or ranks > MOST_RANKS:
             continue
         layout = Layout(dp_shard=(1 + sharded) * spread, tp=ranks, ep=spread)
         adapted = lora and replace(lora, frozen=types.compute)

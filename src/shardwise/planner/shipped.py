@@ -1,18 +1,17 @@
 """The file of units that ships with the package, of which only the units that are asked for are read.
 
-It is text, in gzip: parts, a line each, then units, a line each after its key. What many units have alike (an operation
+It is text, in xz: parts, a line each, then units, a line each after its key. What many units have alike (an operation
 but for its tensors, a tensor, a weight) is a part, and stands in a unit by the number of its line.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-SHIPPED = "sheets.json.gz"
+SHIPPED = "sheets.json.xz"
 KEY = 32
 """Characters of a key."""
 OWN = slice(2, 5)
@@ -23,10 +22,10 @@ class Shipped:
     """The packed units in such a file, by key."""
 
     def __init__(self, data: bytes) -> None:
-        parts, _, units = gzip.decompress(data).partition(b"\n\n")
+        parts, _, units = _text_of(data).partition(b"\n\n")
         self._parts = parts.split(b"\n")
         self._read: dict[int, Any] = {}
-        self._lines = {line[:KEY].decode(): line for line in units.split(b"\n")}
+        self._lines = {line[:KEY].decode(): line for line in units.splitlines()}
 
     @property
     def keys(self) -> frozenset[str]:
@@ -68,7 +67,17 @@ def written(units: Mapping[str, list[Any]]) -> bytes:
         lines.append(f"{key}\t{_text([name, *listed, [*map(op, forward)], frees, [*map(op, backward)], *rest])}")
     # Units that end alike are alike, and as neighbours they compress to half of what they take sorted by key.
     lines.sort(key=lambda line: line[::-1])
-    return gzip.compress(("\n".join(parts) + "\n\n" + "\n".join(lines)).encode(), mtime=0)
+    import lzma
+
+    return lzma.compress(("\n".join(parts) + "\n\n" + "\n".join(lines)).encode(), preset=6 | lzma.PRESET_EXTREME)
+
+
+def _text_of(data: bytes) -> bytes:
+    try:
+        import lzma
+    except ImportError:  # some builds of Python lack it: units are traced instead
+        return b""
+    return lzma.decompress(data)
 
 
 def _shared(op: list[Any]) -> list[Any]:
