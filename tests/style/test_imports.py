@@ -42,6 +42,7 @@ SLOW_OR_OPTIONAL = {
     "torchao",
     "bitsandbytes",
     "liger_kernel",
+    "lzma",
 }
 """Libraries that cost time or may be absent, so that a function may import them when it needs them."""
 

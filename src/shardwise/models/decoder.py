@@ -110,28 +110,27 @@ class Decoder(Part):
         positions: Tensor,
         mask: MaskSpec,
         finish: Finish | None = None,
-        hidden: Tensor | None = None,
+        before: tuple[Tensor, ...] = (),
         following: Tensor | None = None,
-        behind: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """ids and positions int64 [b,s] -> logits [b,s,V], or what ``finish`` makes of hidden [b,s,d] and the output
         weight [V,d], called within the output layer. ``finish`` caps its logits by ``spec.final_soft_cap`` itself.
-        A part without the stem begins with the ``hidden`` of the part before it, one without the head returns its own
-        to the next, in a tuple: [b,s,d], or of sequence-parallel ranks their own tokens [n,d].
+        A part without the stem begins with what the part ``before`` it returned, one without the head returns what the
+        next begins with: hidden [b,s,d], or of sequence-parallel ranks their own tokens [n,d].
         ``following`` int64 [b,s], of a model with a predictor: the id behind each. Then there are two logits a token,
-        [b,s,2,V], and ``finish`` is given hidden [b,s,2d]: for the next token, and for the one after. Their embeddings,
-        as ``hidden`` is, go ``behind`` it from part to part."""
-        if hidden is None and following is not None:
-            hidden, behind = self.embedded_twice(ids, following)
-        hidden = self.embedded(ids) if hidden is None else hidden
-        given = {} if behind is None else {"following": behind}
+        [b,s,2,V], and ``finish`` is given hidden [b,s,2d]: for the next token, and for the one after. Embeddings of the
+        ids, as large as hidden, then go behind it from part to part."""
+        if not before:
+            before = (self.embedded(ids),) if following is None else self.embedded_twice(ids, following)
+        hidden, *behind = before
+        given = dict(zip(("following",), behind, strict=False))
         kinds, order = layer_kinds(self.spec)
         tables, masks = self.tables(kinds, positions, hidden.dtype, mask), self.masks(kinds, ids.shape[1], mask)
         for layer, number in zip(self.layers, self.numbers, strict=True):
             own = given if self.spec.predicts(number) else {}
             hidden = layer(hidden, tables[order[number]], masks[order[number]], **own)
         if not self.has_head:
-            return (hidden, *given.values())
+            return (hidden, *behind)
         hidden = self.normed(hidden)
         if finish is not None:
             return self.head(hidden, finish)

@@ -71,7 +71,6 @@ def staged(log: StepLog, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | No
     block = sheet.blocks[0]
     size = block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.row_tokens)
     closing = {action.stage: action.micro for action in order if action.kind in ("B", "I", "W")}
-    halved = plan.pipeline.spec.splits_backward
     leaving: list[TensorKey] = []
     run = _remembering(log, {} if known is None else known) if isinstance(log, Folding) else Step.run
     if sheet.place.coordinate("pp") > 0:
@@ -82,13 +81,13 @@ def staged(log: StepLog, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | No
         step = steps[action.stage]
         match action.kind:
             case "RECV_F" | "RECV_B":
-                for key in step.taken(micro, forward=action.kind == "RECV_F"):
+                for key in step.passed(micro, forward=action.kind == "RECV_F", taken=True):
                     log.comes(key, size)
                     log.add(Send("recv", "pp", "activations", size, "receive"))
             case "SEND_F" | "SEND_B":
                 for sent in leaving:
                     log.leaves(sent, size)
-                leaving = step.left(micro, forward=action.kind == "SEND_F")
+                leaving = step.passed(micro, forward=action.kind == "SEND_F", taken=False)
                 for _ in leaving:
                     log.add(Send("send", "pp", "activations", size, "send"))
             case "F":
@@ -100,7 +99,7 @@ def staged(log: StepLog, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | No
             case _:
                 _hand_over(log, steps, action, size)
                 _turn(log, *step.turned(micro, forward=False), size)
-                in_two = halved and sheet.trained[action.stage]
+                in_two = plan.pipeline.spec.splits_backward and sheet.trained[action.stage]
                 run(step, "I" if in_two else "B", micro, last=last)
                 if in_two and action.kind == "B":
                     run(step, "W", micro, last=last)
@@ -133,11 +132,9 @@ def _remembering(log: Folding, known: Known) -> Callable[..., None]:
 def _hand_over(log: StepLog, steps: Mapping[int, Step], action: Action, size: int) -> None:
     """Turn what the neighbouring stage has left on this rank into what this one takes."""
     forward = action.kind == "F"
-    before = steps.get(action.stage - 1 if forward else action.stage + 1)
-    if before is None:
-        return
-    left, taken = (each(action.micro, forward=forward) for each in (before.left, steps[action.stage].taken))
-    _turn(log, left, taken, size)
+    if before := steps.get(action.stage - 1 if forward else action.stage + 1):
+        left = before.passed(action.micro, forward=forward, taken=False)
+        _turn(log, left, steps[action.stage].passed(action.micro, forward=forward, taken=True), size)
 
 
 def _turn(log: StepLog, left: Sequence[TensorKey], taken: Sequence[TensorKey], size: int) -> None:
@@ -183,12 +180,9 @@ class Step:
         """A pass by the kind of its action."""
         if kind == "F":
             self.forward(micro_batch)
-        elif kind == "I":
-            self.input_gradients(micro_batch, last=last)
-        elif kind == "W":
-            self.weight_gradients(micro_batch, last=last)
-        else:
-            self.backward(micro_batch, last=last)
+            return
+        back = {"I": self.input_gradients, "W": self.weight_gradients, "B": self.backward}[kind]
+        back(micro_batch, last=last)
 
     def forward(self, micro_batch: int) -> None:
         self.log.add(Mark("start of forward"))
@@ -259,16 +253,12 @@ class Step:
         """The key of a tensor of a unit."""
         return TensorKey(self.number, micro_batch, unit, tensor)
 
-    def taken(self, micro_batch: int, *, forward: bool) -> list[TensorKey]:
-        """What a stage takes from the one before it, or in backward from the one after it. Where a block predicts a
-        further token, what it reads, or the gradient of that, goes behind."""
-        hidden = (0, OUTPUT) if forward else (len(self.units) - 2, GRADIENT)
-        return [self.at(micro_batch, *hidden), *self.behind(micro_batch, forward=forward)]
-
-    def left(self, micro_batch: int, *, forward: bool) -> list[TensorKey]:
-        """What a stage leaves for the one after it, or in backward for the one before it."""
-        hidden = (len(self.units) - 2, OUTPUT) if forward else (0, GRADIENT)
-        return [self.at(micro_batch, *hidden), *self.behind(micro_batch, forward=forward)]
+    def passed(self, micro_batch: int, *, forward: bool, taken: bool) -> list[TensorKey]:
+        """What is ``taken`` from the neighbouring stage that comes before in this pass, or is left for the one after.
+        Where a block predicts a further token, what it reads, or the gradient of that, goes behind."""
+        unit = 0 if taken is forward else len(self.units) - 2
+        hidden = self.at(micro_batch, unit, OUTPUT if forward else GRADIENT)
+        return [hidden, *self.behind(micro_batch, forward=forward)]
 
     def behind(self, micro_batch: int, *, forward: bool) -> list[TensorKey]:
         return [self.at(micro_batch, 0, BEHIND if forward else BEHIND_GRADIENT)] * self.further

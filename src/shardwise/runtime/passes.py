@@ -138,9 +138,8 @@ def run_part(part: nn.Module, batch: MicroBatch, before: tuple[Tensor, ...], *, 
     def finish(hidden: Tensor, weight: Tensor) -> Any:
         return score(hidden, Output(weight, spec.final_soft_cap, spec.vocab_size), batch)
 
-    given = dict(zip(("hidden", "behind"), before, strict=False))
-    given |= {} if batch.following is None else {"following": batch.following}
-    return part(batch.ids, batch.positions, token_loss.mask(batch), finish, **given)
+    given = {} if batch.following is None else {"following": batch.following}
+    return part(batch.ids, batch.positions, token_loss.mask(batch), finish, *[before] * bool(before), **given)
 
 
 def from_last_stage(
