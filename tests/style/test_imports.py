@@ -35,7 +35,6 @@ SLOW_OR_OPTIONAL = {
     "ruamel",
     "tensorboard",
     "wandb",
-    "matplotlib",
     "mlflow",
     "trackio",
     "peft",
