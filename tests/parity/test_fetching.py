@@ -98,7 +98,7 @@ def of_another_block() -> AbstractContextManager[Any]:
     def copied(self: WaitingWeights, number: int) -> None:
         own = self._blocks[number]
         before = self._blocks[max(0, number - 1)]
-        self._blocks[number] = [a._replace(room=b.room) for a, b in zip(own, before, strict=True)]
+        self._blocks[number] = [(*a[:2], room) for a, (*_, room) in zip(own, before, strict=True)]
         copy(self, number)
         self._blocks[number] = own
 

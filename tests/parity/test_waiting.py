@@ -144,8 +144,8 @@ def of_the_block_before() -> AbstractContextManager[Any]:
     unpack = MovedInputs._unpack
 
     def taken(self: MovedInputs, saved: Any) -> Tensor:
-        if not isinstance(saved, Tensor) and saved.input.room is not None and saved.input.before is not None:
-            saved = saved._replace(input=saved.input.before)
+        if not isinstance(saved, Tensor) and saved[0].room is not None and saved[0].before is not None:
+            saved = (saved[0].before, *saved[1:])
         return unpack(self, saved)
 
     return patch.object(MovedInputs, "_unpack", taken)

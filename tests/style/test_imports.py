@@ -66,7 +66,7 @@ WITH_TORCH = {
     "shardwise.techniques.offload.scratch",
     "shardwise.techniques.offload.staged",
     "shardwise.techniques.offload.streamed",
-    "shardwise.techniques.offload.sums",
+    "shardwise.techniques.offload.rooms",
     "shardwise.techniques.lora.adapter",
     "shardwise.techniques.constants",
     "shardwise.techniques.tp.cut_norm",

@@ -91,12 +91,12 @@ class Beside:
         each = zip(self.parameters, self.copies, self.rooms, strict=True)
         self.released, self.done = [Event() for _ in range(4)], [Done(number) for number in range(4)]
         self.computes, self.gathers = Stream(), Stream()
-        self.weights = ReturningWeights([Return(*three) for three in each])
+        self.weights = ReturningWeights([*each])
         self.weights._stream, self.weights._thread = Stream(), ThreadPoolExecutor(1)  # type: ignore[assignment]
         self.weights.come_beside(self.blocks)
 
     def send(self, stream: Stream, group: list[Return], begun: None) -> Done:
-        number = next(number for number, one in enumerate(self.parameters) if one is group[0].parameter)
+        number = next(number for number, one in enumerate(self.parameters) if one is group[0][0])
         assert self.released[number].wait(10)
         returned._send(group)
         return self.done[number]

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,31 +20,27 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.distributed.pinned import host_buffer
 from shardwise.models.blocks import surround
-from shardwise.techniques.offload.filed import Done, FiledTensors, Place, as_tensor, copied
+from shardwise.techniques.offload.filed import FiledTensors, Place, as_tensor, copied
+from shardwise.techniques.offload.rooms import Done
 from shardwise.techniques.offload.scratch import Scratch
 
 
 class _Input:
     """The input of one block in one forward pass. It is in ``room`` on the host or at its ``place`` in a file, or
     ``here`` on the device, or both; where a copy is on its way, it is ``done`` at the event, and what goes to a file
-    and from there is at the end of what the thread was ``told`` last. ``before``: that of the block before it."""
+    and from there is at the end of what is ``pending`` in the thread. ``before``: that of the block before it."""
 
     def __init__(self, x: Tensor, before: _Input | None) -> None:
         self.like, self.shape, self.before = x.new_empty(0), x.shape, before
         self.here: Tensor | None = x
         self.room: Tensor | None = None
         self.place: Place | None = None
-        self.told: Done | None = None
+        self.pending: Done | None = None
         self.done: torch.cuda.Event | None = None
 
 
-class _View(NamedTuple):
-    """A stand-in in the graph for a tensor in the memory of an input."""
-
-    input: _Input
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+View = tuple[_Input, torch.Size, tuple[int, ...], int]
+"""A stand-in in the graph for a tensor in the memory of an input: its shape, stride and offset there."""
 
 
 class MovedInputs:
@@ -80,10 +76,10 @@ class MovedInputs:
         if moves:
             self._leave(kept, x, later)
 
-        def pack(saved: Tensor) -> Tensor | _View:
+        def pack(saved: Tensor) -> Tensor | View:
             if saved.untyped_storage()._cdata != storage:
                 return saved
-            return _View(kept, saved.shape, saved.stride(), int(saved.storage_offset()))
+            return kept, saved.shape, saved.stride(), int(saved.storage_offset())
 
         with saved_tensors_hooks(pack, self._unpack):
             out = forward(x, *rest, **named)
@@ -108,8 +104,8 @@ class MovedInputs:
                 self.rooms += [values for _, values in self._filed[x.nbytes].rooms]
             filed = self._filed[x.nbytes]
             kept.place, room = filed.place(kept), filed.room()
-            kept.done = self._copy("out", as_tensor(room, x, x.shape), x)
-            kept.told = filed.write(kept.place, room, kept.done)
+            kept.done = self._copy("to host", as_tensor(room, x, x.shape), x)
+            kept.pending = filed.write(kept.place, room, kept.done)
             self.copied["host", "disk"] += len(room[0])
             return
         free = self._free[x.nbytes]
@@ -118,45 +114,45 @@ class MovedInputs:
             self.rooms.append(free[-1])
         kept.room = free.pop()
         weakref.finalize(kept, free.append, kept.room)
-        kept.done = self._copy("out", kept.room.view(x.dtype).view(x.shape), x)
+        kept.done = self._copy("to host", kept.room.view(x.dtype).view(x.shape), x)
 
-    def _unpack(self, saved: Tensor | _View) -> Tensor:
+    def _unpack(self, saved: Tensor | View) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        kept = saved.input
+        kept, shape, stride, offset = saved
         here = self._fetched(kept)
         if kept.room is not None or kept.place is not None:
-            if kept.told is not None:
-                kept.done = kept.told.result()
+            if kept.pending is not None:
+                kept.done = kept.pending.result()
             if kept.done is not None:
                 torch.cuda.current_stream(here.device).wait_event(kept.done)
             kept.here = None
         if kept.before is not None:
             self._fetched(kept.before)
-        return here.as_strided(saved.shape, saved.stride, saved.offset)
+        return here.as_strided(shape, stride, offset)
 
     def _fetched(self, kept: _Input) -> Tensor:
         """Return an input on the device, where it is or begins to come."""
         if kept.here is None:
             kept.here = kept.like.new_empty(kept.shape)
             if kept.place is not None:
-                assert kept.told is not None
-                filed, stream = self._filed[kept.here.nbytes], self._stream("home", kept.here)
-                kept.told = filed.read(kept.place, kept.told, kept.here, stream)
+                assert kept.pending is not None
+                filed, stream = self._filed[kept.here.nbytes], self._stream("to device", kept.here)
+                kept.pending = filed.read(kept.place, kept.pending, kept.here, stream)
                 self.copied["disk", "host"] += len(filed.rooms[-1][0])
             else:
                 assert kept.room is not None
-                kept.done = self._copy("home", kept.here, kept.room.view(kept.like.dtype).view(kept.shape))
+                kept.done = self._copy("to device", kept.here, kept.room.view(kept.like.dtype).view(kept.shape))
         return kept.here
 
     def _copy(self, way: str, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
         """Copy beside what is computed, once what was given to the device before is done; on a CPU at once."""
-        return copied(target, source, self._stream(way, source if way == "out" else target))
+        return copied(target, source, self._stream(way, source if way == "to host" else target))
 
     def _stream(self, way: str, here: Tensor) -> torch.cuda.Stream | None:
         """Return the stream on which the device copies this way, behind what it was given before; None of a CPU. The
         bytes of ``here``, which are to be copied, are counted."""
-        self.copied[("device", "host") if way == "out" else ("host", "device")] += here.nbytes
+        self.copied[("device", "host") if way == "to host" else ("host", "device")] += here.nbytes
         if not here.is_cuda:
             return None
         if way not in self._streams:

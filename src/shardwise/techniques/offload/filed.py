@@ -1,40 +1,32 @@
-"""Tensors of one size that wait in a scratch file: each leaves through a room on the host, and comes back through one.
-
-One thread writes and reads, in the order in which it is told to, so that no read overtakes the write before it. Rooms
-are few and taken in turn: whoever asks for one waits until what went through it last is done.
-"""
+"""Tensors of one size that wait in a scratch file: each leaves and comes back through a room on the host."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shardwise.distributed.pinned import beside
+from shardwise.techniques.offload.rooms import Done, Rooms
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.sizes import ROOMS
 
 Place = tuple[Scratch, int]
 Room = tuple[memoryview, Tensor]
-Done = Future["torch.cuda.Event | None"]
+"""Whole pages, as bytes and as a flat tensor of these."""
 
 
-class FiledTensors:
+class FiledTensors(Rooms[Room]):
     """Tensors of ``size`` bytes each, in memory of the host that is ``pinned`` or not while they pass. ``files`` have
     so many ``places`` each: a second is made where the first is full. Raises OutputError like these, before anything is
     written, or where it is waited for."""
 
     def __init__(self, directory: Path, size: int, places: int, *, pinned: bool) -> None:
+        super().__init__((aligned(size, pinned=pinned) for _ in range(ROOMS)), pinned=pinned)
         self.files: list[Scratch] = []
-        self.rooms: list[Room] = [aligned(size, pinned=pinned) for _ in range(ROOMS)]
         self._directory, self._sizes = directory, [size] * places
         self._free: list[Place] = []
-        self._used: deque[Done] = deque()
-        self._thread = beside(pinned=pinned)
 
     def place(self, of: object) -> Place:
         """Return a place that nothing else is in, until ``of`` is gone."""
@@ -45,25 +37,14 @@ class FiledTensors:
         weakref.finalize(of, self._free.append, place)
         return place
 
-    def room(self) -> Room:
-        """Return the next room, whole pages, once what went through it last is where it was to go."""
-        if len(self._used) == len(self.rooms) and (done := self._used.popleft().result()) is not None:
-            done.synchronize()
-        self.rooms.append(self.rooms.pop(0))
-        return self.rooms[-1]
-
     def write(self, place: Place, room: Room, copied: torch.cuda.Event | None) -> Done:
         """Write what is in a room, once it has been ``copied`` there, to a place."""
-        return self._told(_write, place, room, copied)
+        return self.tell(_write, place, room, copied)
 
     def read(self, place: Place, written: Done, here: Tensor, stream: torch.cuda.Stream | None) -> Done:
         """Bring what was ``written`` at a place to ``here``, on a stream of the device; return what tells when, once it
         is known."""
-        return self._told(_read, place, self.room(), written, here, stream)
-
-    def _told(self, task: object, *given: object) -> Done:
-        self._used.append(self._thread.submit(task, *given))  # type: ignore[arg-type]
-        return self._used[-1]
+        return self.tell(_read, place, self.room(), written, here, stream)
 
 
 def as_tensor(room: Room, like: Tensor, shape: torch.Size) -> Tensor:

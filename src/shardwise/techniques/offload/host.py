@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from shardwise.distributed.pinned import host_buffer
 from shardwise.distributed.slices import gradient_dtype, keep_on_host, kept, local, waits
 from shardwise.distributed.torch_private import placed_as
-from shardwise.techniques.offload.returned import Return, ReturningWeights
+from shardwise.techniques.offload.returned import ReturningWeights
+from shardwise.techniques.offload.rooms import Rooms
 from shardwise.techniques.offload.scratch import Scratch, aligned
-from shardwise.techniques.offload.sizes import BLOCK_BYTES, THREADS
+from shardwise.techniques.offload.sizes import BLOCK_BYTES, SUM_BUFFERS, THREADS
 from shardwise.techniques.offload.streamed import STATES, StreamedAdamW
-from shardwise.techniques.offload.sums import HostSums
 
 PLACES = 1 + len(STATES)
 """Of a parameter in a scratch file: its weight and its moments."""
@@ -57,10 +57,10 @@ class HostWeights:
         weakly = proxy(self)  # or parameter, hook and parameter would hold one another
         held = {parameter: _wide(parameter) for parameter in parameters}
         self._fetched = {parameter for parameter in held if waits(parameter)}
-        self._sums: HostSums | None = None
+        self._sums: Rooms[Tensor] | None = None
         if sums and held:
-            pinned = any(parameter.is_cuda for parameter in held)
-            self._sums = HostSums(max(values.nbytes for values in held.values()), pinned=pinned)
+            pinned, largest = any(parameter.is_cuda for parameter in held), max(one.nbytes for one in held.values())
+            self._sums = Rooms((host_buffer(largest, pinned=pinned) for _ in range(SUM_BUFFERS)), pinned=pinned)
         if directory is not None:
             sizes = ([0 if key in self._places else one.nbytes, one.nbytes, one.nbytes] for key, one in held.items())
             self.scratch = Scratch(directory, [size for three in sizes for size in three])
@@ -82,7 +82,7 @@ class HostWeights:
         if self.scratch:
             self.scratch.settle()
         both = ((one, local(copy.detach()), local(self._gradients[one])) for one, copy in self.copies.items())
-        self.returning = ReturningWeights([Return(*three) for three in both if three[0] not in self._fetched])
+        self.returning = ReturningWeights([three for three in both if three[0] not in self._fetched])
 
     def streamed(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> StreamedAdamW:
         """Make the AdamW that goes through the scratch file."""
@@ -121,7 +121,7 @@ class HostWeights:
         """Return all that is in memory: the room for gradients, buffers for their sums, and the copies, but for weights
         that wait there anyhow; of a file, the blocks that are on their way."""
         copies = [copy for parameter, copy in self.copies.items() if parameter not in self._fetched]
-        buffers = self._sums.buffers if self._sums else []
+        buffers = self._sums.rooms if self._sums else []
         return [*self._gradients.values(), *(self._rooms if self.scratch else copies), *buffers]
 
     def states(self, states: Mapping[Any, Mapping[str, Tensor]]) -> list[Tensor]:
@@ -150,8 +150,9 @@ class HostWeights:
         """Have a whole gradient leave. The device holds it until the next one leaves, by when its copy is done."""
         assert parameter.grad is not None
         gradient, total = local(parameter.grad), local(self._gradients[parameter])
-        adds = self._sums if self.copies[parameter].grad is not None else None
-        room = adds.room(gradient) if adds else total
+        adds, room = self._sums if self.copies[parameter].grad is not None else None, total
+        if adds:
+            room = adds.room()[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
         copied = None
         if self._stream is None:
             room.copy_(gradient)
@@ -164,7 +165,7 @@ class HostWeights:
                 room.copy_(gradient, non_blocking=True)
                 copied = self._stream.record_event()
         if adds:
-            adds.add(room, total, copied)
+            adds.tell(_add, room, total, copied)
         self.copied["device", "host"] += gradient.nbytes
         self._leaving = gradient, copied
         self.copies[parameter].grad = self._gradients[parameter]
@@ -190,6 +191,13 @@ class HostWeights:
             for parameter in self._fetched if self.scratch else ():
                 local(kept(parameter)).copy_(local(self.copies[parameter]))
         self.copied["host", "device"] += self.returning.give()
+
+
+def _add(room: Tensor, total: Tensor, copied: torch.cuda.Event | None) -> None:
+    """Add what is in a room to a sum, once it has been ``copied`` there."""
+    if copied is not None:
+        copied.synchronize()
+    total.add_(room)
 
 
 def _wide(parameter: nn.Parameter) -> Tensor:

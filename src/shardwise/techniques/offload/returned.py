@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +18,8 @@ from shardwise.distributed.pinned import beside
 from shardwise.distributed.slices import local
 from shardwise.distributed.torch_private import gather_stream
 
-
-class Return(NamedTuple):
-    """A weight of the device, its copy on the host, and room there for as many bytes as that has."""
-
-    parameter: nn.Parameter
-    copy: Tensor
-    room: Tensor
-
-    def cast(self) -> Tensor:
-        """Return the copy in the dtype that the device has."""
-        dtype = self.parameter.dtype
-        if self.copy.dtype == dtype:
-            return self.copy
-        return self.room.view(-1).view(dtype)[: self.copy.numel()].view(self.copy.shape).copy_(self.copy)
+Return = tuple[nn.Parameter, Tensor, Tensor]
+"""A weight of the device, its copy on the host, and room there for as many bytes as that has."""
 
 
 class ReturningWeights:
@@ -44,7 +31,7 @@ class ReturningWeights:
         self._coming: dict[int, Future[torch.cuda.Event]] = {}
         self._given: list[Future[torch.cuda.Event]] = []
         self._stream: torch.cuda.Stream | None = None
-        if cuda := next((one.parameter.device for one in returns if one.parameter.is_cuda), None):
+        if cuda := next((weight.device for weight, *_ in returns if weight.is_cuda), None):
             self._stream, self._thread = torch.cuda.Stream(cuda), beside(pinned=True)
 
     def come_beside(self, blocks: Sequence[nn.Module]) -> None:
@@ -52,8 +39,8 @@ class ReturningWeights:
         [rest] = self._groups
         for number, block in enumerate(blocks, 1):
             own = {*block.parameters()}
-            self._groups.append([one for one in rest if one.parameter in own])
-            rest = [one for one in rest if one.parameter not in own]
+            self._groups.append([one for one in rest if one[0] in own])
+            rest = [one for one in rest if one[0] not in own]
             block.register_forward_pre_hook(partial(self._begins, number), prepend=True)  # FSDP2 gathers in its own
         self._groups[0] = rest
 
@@ -67,7 +54,7 @@ class ReturningWeights:
             self._given = [self._thread.submit(_send_on, self._stream, group, begun) for group in self._groups]
             self._coming = dict(enumerate(self._given))
             self._await(0)
-        return sum(local(one.parameter.detach()).nbytes for group in self._groups for one in group)
+        return sum(local(weight.detach()).nbytes for group in self._groups for weight, *_ in group)
 
     def settle(self) -> None:
         """Wait until all are there: then copies may change."""
@@ -90,8 +77,10 @@ class ReturningWeights:
 
 def _send(group: Sequence[Return]) -> None:
     with torch.no_grad():
-        for one in group:
-            local(one.parameter.detach()).copy_(one.cast(), non_blocking=True)
+        for weight, copy, room in group:
+            if copy.dtype != weight.dtype:
+                copy = room.view(-1).view(weight.dtype)[: copy.numel()].view(copy.shape).copy_(copy)
+            local(weight.detach()).copy_(copy, non_blocking=True)
 
 
 def _send_on(stream: torch.cuda.Stream, group: Sequence[Return], begun: torch.cuda.Event) -> torch.cuda.Event:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,8 @@ from shardwise.distributed.torch_private import gather_stream, keep_sharded_memo
 from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.staged import StagedBlocks
 
-
-class _Fetched(NamedTuple):
-    """One weight of this rank: its tensor on the device, how many bytes that has when it is there, and its values."""
-
-    tensor: Tensor
-    bytes: int
-    room: Tensor
+Fetched = tuple[Tensor, int, Tensor]
+"""A weight of this rank: its tensor on the device, how many bytes that has when it is there, and its values."""
 
 
 class WaitingWeights:
@@ -43,7 +38,7 @@ class WaitingWeights:
         self.places: dict[Tensor, tuple[Scratch, int]] = {}
         self.copied: Counter[tuple[str, str]] = Counter()
         self.rooms: list[Tensor] = file.rooms if file else []
-        self._blocks: list[list[_Fetched]] = []
+        self._blocks: list[list[Fetched]] = []
         self._here: dict[int, torch.cuda.Event | None] = {}
         self._late: set[int] = set()  # of those that are here, what is still to be copied from a file
         self._backward: set[int] = set()  # blocks of whose last output a gradient is asked for
@@ -65,7 +60,7 @@ class WaitingWeights:
                     room = host_buffer(tensor.nbytes, pinned=tensor.is_cuda).view(tensor.dtype).view(tensor.shape)
                     self.rooms.append(room)
                 keep_on_host(parameter, placed_as(parameter, room))
-                self._blocks[-1].append(_Fetched(tensor, tensor.untyped_storage().nbytes(), room))
+                self._blocks[-1].append((tensor, tensor.untyped_storage().nbytes(), room))
                 tensor.untyped_storage().resize_(0)
         number = len(self._blocks) - 1
         # Before FSDP2's own hooks: it gathers a block before that computes.
