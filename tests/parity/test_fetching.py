@@ -17,8 +17,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Plan, Shard
 from shardwise.techniques.offload import host
-from shardwise.techniques.offload.staged import StagedBlocks
-from shardwise.techniques.offload.weights import WaitingWeights
+from shardwise.techniques.offload.weights import StagedBlocks, WaitingWeights
 from shardwise.techniques.pp.actions import SCHEDULES
 from tests.drift.compiled import compiler
 from tests.parity import drawn

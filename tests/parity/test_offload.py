@@ -23,7 +23,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Shard
 from shardwise.techniques import offload
-from shardwise.techniques.offload import host, returned
+from shardwise.techniques.offload import host
 from shardwise.techniques.offload.host import HostWeights
 from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.offload.scratch import Scratch, aligned
@@ -206,7 +206,7 @@ def one_buffer_for_all() -> AbstractContextManager[Any]:
 
 def as_they_began() -> AbstractContextManager[Any]:
     """The device computes with the weights of the first step."""
-    return patch.object(returned, "_send", lambda group: None)
+    return patch.object(host, "_send", lambda group: None)
 
 
 def rounded_gradients() -> AbstractContextManager[Any]:

@@ -1,6 +1,6 @@
 """The moments when gradients, inputs of blocks and weights leave the device, and when they come, on paper.
 
-:class:`LeavingGradients` does what host.py does, :class:`ComingWeights` what returned.py and weights.py do, and
+:class:`LeavingGradients` and :class:`ComingWeights` do what host.py does, the latter also what weights.py does, and
 :class:`WaitingInputs` what activations.py does. No torch.
 """
 
