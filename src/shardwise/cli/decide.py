@@ -179,7 +179,7 @@ def _assuming(plan: Plan, windows: int | None) -> Plan:
     return replace(plan, why={**plan.why, "batch.global_batch_size": finetune.why_batch(windows)})
 
 
-def told(plan: Plan, recipe: Recipe) -> Plan:
+def with_reasons(plan: Plan, recipe: Recipe) -> Plan:
     """The plan with why fine-tuning takes what the recipe leaves open."""
     others = {key: why for key, why in plan.why.items() if key not in finetune.KEYS}
     return replace(plan, why={**others, **finetune.assumed(recipe)})

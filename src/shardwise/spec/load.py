@@ -39,7 +39,7 @@ class Loaded:
     renamed: tuple[str, ...] = ()
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def shown(self) -> tuple[str, ...]:
         """The lines that are printed before the plan: of many renamed keys only how many there are."""
         if len(self.renamed) <= LISTED:
             return (*self.notices, *self.renamed)
