@@ -83,7 +83,8 @@ def plan_of(
     if given is None:
         reasons = dict.fromkeys((f"precision.{key}" for key in kept), "as when the run was started")
         plan = replace(plan, why={**plan.why, **reasons})
-    plan = plan if by_our_launcher() else told(plan, recipe)  # which has written all that it assumed into the recipe
+    if not by_our_launcher():  # which has written all that it assumed into the recipe
+        plan = with_reasons(plan, recipe)
     if plan.layout.world != cluster.world:
         what = f"{file or 'the plan'} is for {plan.layout.world} processes, but {cluster.world} will be started"
         nproc = plan.layout.world // cluster.nodes
