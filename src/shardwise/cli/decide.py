@@ -129,12 +129,6 @@ def with_measured_experts(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> 
     return recipe.model_copy(update={"parallel": parallel}), f"{said} is reserved with ep (parallel.expert_imbalance)"
 
 
-def with_history(plan: Plan, cluster: Cluster, spec: ModelSpec, like: Plan | None = None) -> Plan:
-    """The plan with its seconds corrected by earlier runs on this machine, if there are any: by those that resemble
-    the plan, or ``like``."""
-    return by_history(like or plan, cluster, spec)(plan)
-
-
 def by_history(like: Plan, cluster: Cluster, spec: ModelSpec) -> Callable[[Plan], Plan]:
     """Return what corrects the seconds of plans so, by the runs that resemble ``like``, read once: all figures of a
     page are of one clock, whatever ends meanwhile."""

@@ -15,7 +15,6 @@ PAIR_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo"}
 """TRL's losses of pairs by name, as its DPOTrainer has them: ours."""
 OF_LLAMAFACTORY = {**PAIR_LOSSES, "orpo": "orpo", "simpo": "simpo"}
 """LLaMA-Factory's own ORPO has the mean of an answer's tokens in its first term, as here; TRL's that of all tokens."""
-NOT_YET = ("orpo", "kto", "simpo", "reward", "cpo", "grpo", "prm")
 
 
 @dataclass(frozen=True)
