@@ -12,7 +12,7 @@ from shardwise.models.resolve import resolve
 from shardwise.runtime.build import build
 from shardwise.runtime.checkpoint.save import RunCheckpoints
 from shardwise.runtime.export import export
-from shardwise.runtime.generate import Sampling, continue_text
+from shardwise.runtime.generate import Sampling, generate, prompt_ids
 from shardwise.runtime.job import read_run
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Plan
@@ -35,4 +35,5 @@ def load_and_export(rank: int, world: int, run: str, plan: Plan, target: str, pr
     state.load_facts(facts)
     assert state.step == recipe.train.max_steps
     export(state.parameters(), spec, tokenizer, Path(target), torch_dtype(plan.precision.weights))
-    return continue_text(state.parts, tokenizer, prompt, Sampling(tokens, eot_id=tokenizer.eot_id), CPU)
+    sampling = Sampling(tokens, eot_id=tokenizer.eot_id)
+    return tokenizer.decode(generate(state.parts, prompt_ids(tokenizer, prompt), sampling, CPU))

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from shardwise.cli.app import main
-from shardwise.cli.curves import smooth
 from shardwise.spec.load import dump_recipe
 from shardwise.spec.recipe import Recipe
 
@@ -160,7 +158,7 @@ def test_a_run_that_is_writing_or_has_not_begun(tmp_path: Path, capsys: pytest.C
     found = told(capsys, str(a), str(tmp_path / "new"))
     assert (found["runs"][0]["steps"], found["runs"][1]["steps"], found["losses"]) == (4, 0, [])
     assert found["recipe"] == {}, "what is left out is the default"
-    assert main(["compare", str(a), str(tmp_path / "new"), "--plot", str(tmp_path / "x.svg")]) == 0
+    assert main(["compare", str(a), str(tmp_path / "new")]) == 0
     out = capsys.readouterr().out
     assert "no steps in common" in out and "the recipes are the same" in out
 
@@ -204,37 +202,6 @@ def test_damaged_lines_are_named_and_left_out(pair: tuple[str, str], capsys: pyt
     assert "20  " in captured.out and "last loss" in captured.out
 
 
-@pytest.mark.parametrize(("kind", "first"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
-def test_the_plot(
-    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, first: bytes
-) -> None:
-    """Both curves, one point a step, and two validations of each."""
-    drawn: list[Figure] = []
-    save = Figure.savefig
-
-    def kept(self: Figure, *given: Any, **named: Any) -> None:
-        drawn.append(self)
-        save(self, *given, **named)
-
-    monkeypatch.setattr(Figure, "savefig", kept)
-    target = tmp_path / f"curves.{kind}"
-    assert main(["compare", *pair, "--plot", str(target)]) == 0
-    assert target.read_bytes().startswith(first)
-    lines = drawn[0].axes[0].get_lines()
-    assert [len(line.get_xdata()) for line in lines] == [20, 20, 2, 10, 10, 2]
-    assert [line.get_label() for line in lines[::3]] == list(pair)
-    assert lines[0].get_ydata()[9] == pytest.approx(5 - 10 * (5 - lines[0].get_ydata()[0]))
-    assert lines[3].get_ydata()[9] != lines[0].get_ydata()[9]
-
-
-def test_the_curve_is_smoothed() -> None:
-    """Over a fiftieth of the run, less at its ends, so that nothing is shifted."""
-    jagged = [float(n + (-1) ** n) for n in range(300)]
-    mean = smooth(jagged)
-    assert len(mean) == 300 and mean[:1] == pytest.approx([sum(jagged[:4]) / 4])
-    assert all(abs(mean[n] - n) < 0.2 for n in range(3, 297)) and smooth([2.0, 4.0]) == [2.0, 4.0]
-
-
 def test_losses_that_are_not_of_the_same_thing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path / name, 4, 0.1) for name in ("a", "b", "c")]
     runs.append(write_run(tmp_path / "d", 4, 0.1, method={"name": "sft"}))
@@ -249,40 +216,6 @@ def test_losses_that_are_not_of_the_same_thing(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.startswith("warning: the losses are of different methods")
     (runs[2] / "run.json").write_text("{")
     assert told(capsys, a, c)["warnings"] == [], "nothing is known of its tokenizer"
-
-
-def test_the_plot_maps_the_loads_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By layer and step, of runs that have any; a step without a line is left empty."""
-    a, b = write_run(tmp_path / "a", 4, 0.1), write_run(tmp_path / "b", 4, 0.1)
-    rows = [json.loads(line) for line in (a / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["experts"] = {"layer": [1, 3], "entropy": [1.0, 0.5], "fullest": [1.0, 1.0 + row["step"]], "dead": [0, 2]}
-    (a / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] != 3))
-    drawn: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(figure: Figure, *args: Any, **options: Any) -> None:
-        drawn.append(figure)
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    assert main(["compare", str(a), str(b), "--plot", str(tmp_path / "x.svg")]) == 0
-    _, heat, _ = drawn[0].axes  # the curves, the map, its colours
-    [image] = heat.get_images()
-    shown = image.get_array()
-    assert shown is not None and shown.filled(0.0).tolist() == [[1.0, 1.0, 0.0, 1.0], [2.0, 3.0, 0.0, 5.0]]
-    assert [label.get_text() for label in heat.get_yticklabels()] == ["1", "3"] and heat.get_title().startswith(str(a))
-
-
-def test_a_plot_that_cannot_be(
-    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["compare", *pair, "--plot", "curves.txt"]) == 2
-    assert "curves.svg" in capsys.readouterr().err
-    assert main(["compare", *pair, "--plot", str(tmp_path / "none" / "x.svg")]) == 73
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["compare", *pair, "--plot", str(tmp_path / "x.svg")]) == 2
-    assert "pip install 'shardwise[plot]'" in capsys.readouterr().err
 
 
 def test_it_is_quick_and_loads_no_torch(pair: tuple[str, str]) -> None:

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from shardwise.cli import work
 from shardwise.cli.app import main
-from shardwise.cli.decide import cluster_of_ranks, with_history
+from shardwise.cli.decide import by_history, cluster_of_ranks
 from shardwise.cli.length import Asked, known_count, length_lines, run_length, show_duration
 from shardwise.cli.start import How
 from shardwise.data import rough
@@ -236,6 +236,11 @@ REPORT = Report(Path("runs/a"), 8, 1024, 24.0, 3.0, Estimate())
 HERE = local_cluster(2, "cpu", memory_bytes=2**33)
 LLAMA = load_spec("meta-llama/Llama-3.2-1B")
 PLAN = Plan(layout=Layout(dp_shard=2), model="llama", estimate=Estimate(seconds=SECONDS))
+
+
+def with_history(plan: Plan, cluster: Cluster, spec: ModelSpec, like: Plan | None = None) -> Plan:
+    """The plan with seconds as earlier runs correct them: those that resemble it, or ``like``."""
+    return by_history(like or plan, cluster, spec)(plan)
 
 
 def test_earlier_runs_correct_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:

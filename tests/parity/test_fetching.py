@@ -17,8 +17,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Plan, Shard
 from shardwise.techniques.offload import host
-from shardwise.techniques.offload.staged import StagedBlocks
-from shardwise.techniques.offload.weights import WaitingWeights
+from shardwise.techniques.offload.weights import StagedBlocks, WaitingWeights
 from shardwise.techniques.pp.actions import SCHEDULES
 from tests.drift.compiled import compiler
 from tests.parity import drawn
@@ -98,7 +97,7 @@ def of_another_block() -> AbstractContextManager[Any]:
     def copied(self: WaitingWeights, number: int) -> None:
         own = self._blocks[number]
         before = self._blocks[max(0, number - 1)]
-        self._blocks[number] = [a._replace(room=b.room) for a, b in zip(own, before, strict=True)]
+        self._blocks[number] = [(*a[:2], room) for a, (*_, room) in zip(own, before, strict=True)]
         copy(self, number)
         self._blocks[number] = own
 

@@ -27,9 +27,8 @@ from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Offload, Pipeline, Plan, Remat, Shard
-from shardwise.techniques.offload import filed
-from shardwise.techniques.offload.activations import MovedInputs
-from shardwise.techniques.offload.filed import FiledTensors
+from shardwise.techniques.offload import activations
+from shardwise.techniques.offload.activations import FiledTensors, MovedInputs
 from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.sizes import PAGE_BYTES, ROOMS
 from tests.drift.compiled import compiler
@@ -144,8 +143,8 @@ def of_the_block_before() -> AbstractContextManager[Any]:
     unpack = MovedInputs._unpack
 
     def taken(self: MovedInputs, saved: Any) -> Tensor:
-        if not isinstance(saved, Tensor) and saved.input.room is not None and saved.input.before is not None:
-            saved = saved._replace(input=saved.input.before)
+        if not isinstance(saved, Tensor) and saved[0].room is not None and saved[0].before is not None:
+            saved = (saved[0].before, *saved[1:])
         return unpack(self, saved)
 
     return patch.object(MovedInputs, "_unpack", taken)
@@ -174,13 +173,13 @@ def of_another_place() -> AbstractContextManager[Any]:
 @contextmanager
 def slow_writes() -> Iterator[None]:
     """No fault: what is written takes longer than what is computed meanwhile."""
-    write = filed._write
+    write = activations._write
 
     def late(*given: Any) -> None:
         sleep(0.05)
         write(*given)
 
-    with patch.object(filed, "_write", late):
+    with patch.object(activations, "_write", late):
         yield
 
 
@@ -198,7 +197,7 @@ def read_at_once() -> Iterator[None]:
     def read(self: FiledTensors, place: Any, written: Any, *given: Any) -> Any:
         done: Any = Future()
         done.result = lambda: None
-        return ThreadPoolExecutor(1).submit(filed._read, place, filed.aligned(self._sizes[0]), done, *given)
+        return ThreadPoolExecutor(1).submit(activations._read, place, activations.aligned(self._sizes[0]), done, *given)
 
     with slow_writes(), patch.object(FiledTensors, "read", read):
         yield

@@ -405,14 +405,14 @@ def test_many_renamed_keys_are_counted_not_listed(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("base_model: a/b\nsequence_len: 4k\nlr: 1e-3\nflash_attention: true\n")
     loaded = read_recipe(tmp_path / "r.yaml")
     assert len(loaded.renamed) == 4
-    assert loaded.told == (
+    assert loaded.shown == (
         *loaded.notices,
         "3 keys are read under the names they have here, 1 are ignored: "
         "`shardwise plan --explain keys` with this recipe lists them",
     )
     (tmp_path / "r.yaml").write_text("base_model: a/b\n")
     loaded = read_recipe(tmp_path / "r.yaml")
-    assert loaded.told == loaded.renamed != ()
+    assert loaded.shown == loaded.renamed != ()
 
 
 def test_two_names_of_a_key_may_say_the_same(tmp_path: Path) -> None:

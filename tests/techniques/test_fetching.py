@@ -364,7 +364,7 @@ def test_of_a_model_no_more_than_a_block_is_here_while_it_is_made(monkeypatch: p
 
     def watched(self: WaitingWeights, block: nn.Module) -> None:
         frozen = [p for p in block.parameters() if not p.requires_grad]
-        before = [each.tensor for one in self._blocks for each in one]
+        before = [each[0] for one in self._blocks for each in one]
         found.append((sum(t.untyped_storage().nbytes() for t in before), sum(p.nbytes for p in frozen)))
         add(self, block)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import OutputError
-from shardwise.techniques.offload.filed import FiledTensors
+from shardwise.techniques.offload.activations import FiledTensors
 from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.sizes import PAGE_BYTES, ROOMS
 

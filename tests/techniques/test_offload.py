@@ -36,10 +36,11 @@ from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Pre
 from shardwise.spec.recipe import Data, Recipe
 from shardwise.spec.units import show_bytes
 from shardwise.techniques.offload import check, host_weights
-from shardwise.techniques.offload.host import HostWeights
+from shardwise.techniques.offload.host import HostWeights, _add
 from shardwise.techniques.offload.legal import leave_early
+from shardwise.techniques.offload.rooms import Rooms
 from shardwise.techniques.offload.scratch import Scratch
-from shardwise.techniques.offload.sums import HostSums
+from shardwise.techniques.offload.sizes import SUM_BUFFERS
 from tests.parity.cases import UNTIED
 
 ONE_B, EIGHT_B = load_spec("meta-llama/Llama-3.2-1B"), load_spec("meta-llama/Llama-3.1-8B")
@@ -574,16 +575,16 @@ class Arrived:
 
 def test_what_has_not_been_copied_is_not_added_and_its_buffer_not_given_away() -> None:
     """As on a GPU, where copies are done later: of two buffers a third gradient waits for the first."""
-    sums, total, copies = HostSums(8, pinned=False), torch.zeros(2), [Arrived() for _ in range(3)]
+    buffers, total = [torch.zeros(2) for _ in range(SUM_BUFFERS)], torch.zeros(2)
+    sums, copies = Rooms(buffers, pinned=False), [Arrived() for _ in range(3)]
     for number, copied in enumerate(copies[:2]):
-        room = sums.room(total)
-        sums.add(room.fill_(10.0**number), total, copied)  # type: ignore[arg-type]
+        sums.tell(_add, sums.room().fill_(10.0**number), total, copied)
     assert total.tolist() == [0.0, 0.0]
     timer = Timer(0.05, copies[0].done.set)
     timer.start()
-    third = sums.room(total)
+    third = sums.room()
     assert total.tolist() == [1.0, 1.0]
-    sums.add(third.fill_(100.0), total, copies[2])  # type: ignore[arg-type]
+    sums.tell(_add, third.fill_(100.0), total, copies[2])
     copies[2].done.set()
     assert total.tolist() == [1.0, 1.0], "in their order"
     copies[1].done.set()

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Offload, Plan, Precision, Shard
-from shardwise.techniques.offload import returned
+from shardwise.techniques.offload import host
+from shardwise.techniques.offload.host import Return, ReturningWeights
 from shardwise.techniques.offload.narrow import narrow, narrows
-from shardwise.techniques.offload.returned import Return, ReturningWeights
 
 WHOLE = Plan(precision=Precision("bf16"), offload=Offload("host"))
 CUT = replace(WHOLE, layout=Layout(dp_shard=2), shard=Shard("zero3"))
@@ -91,14 +91,14 @@ class Beside:
         each = zip(self.parameters, self.copies, self.rooms, strict=True)
         self.released, self.done = [Event() for _ in range(4)], [Done(number) for number in range(4)]
         self.computes, self.gathers = Stream(), Stream()
-        self.weights = ReturningWeights([Return(*three) for three in each])
+        self.weights = ReturningWeights([*each])
         self.weights._stream, self.weights._thread = Stream(), ThreadPoolExecutor(1)  # type: ignore[assignment]
         self.weights.come_beside(self.blocks)
 
     def send(self, stream: Stream, group: list[Return], begun: None) -> Done:
-        number = next(number for number, one in enumerate(self.parameters) if one is group[0].parameter)
+        number = next(number for number, one in enumerate(self.parameters) if one is group[0][0])
         assert self.released[number].wait(10)
-        returned._send(group)
+        host._send(group)
         return self.done[number]
 
     @property
@@ -110,8 +110,8 @@ class Beside:
 def beside() -> Iterator[Beside]:
     made = Beside()
     with (
-        patch.object(returned, "_send_on", made.send),
-        patch.object(returned, "gather_stream", lambda block: made.gathers),
+        patch.object(host, "_send_on", made.send),
+        patch.object(host, "gather_stream", lambda block: made.gathers),
         patch.object(torch.cuda, "current_stream", lambda *device: made.computes),
     ):
         yield made

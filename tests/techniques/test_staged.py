@@ -16,8 +16,7 @@ from shardwise.errors import OutputError
 from shardwise.techniques.offload.host import HostWeights
 from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.sizes import BLOCK_BYTES, PAGE_BYTES
-from shardwise.techniques.offload.staged import StagedBlocks
-from shardwise.techniques.offload.weights import WaitingWeights
+from shardwise.techniques.offload.weights import StagedBlocks, WaitingWeights
 
 SIZES = [[5, 2 * PAGE_BYTES], [PAGE_BYTES, 7], [], [1, 1]]
 """Three pages, two, none, two."""

@@ -133,6 +133,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        told = explained(error)
-        print_error(told, as_json=as_json)
-        return told.exit_code
+        shown = explained(error)
+        print_error(shown, as_json=as_json)
+        return shown.exit_code

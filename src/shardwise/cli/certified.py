@@ -46,8 +46,8 @@ class BesideHere:
         """Return what it says, or in which parts it does not match."""
         if not self.changes:
             return f"{self.kept.verdict} and matches"
-        told = [f"{part}: {_listed(changes)}" for part, changes in self.changes.items()]
-        return f"does not match: {'; '.join(told)}"
+        differences = [f"{part}: {_listed(changes)}" for part, changes in self.changes.items()]
+        return f"does not match: {'; '.join(differences)}"
 
     def lines(self) -> Iterator[str]:
         """Return what it covers, what it could not show, and every change."""

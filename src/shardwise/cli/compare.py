@@ -12,11 +12,9 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from shardwise.cli.curves import KINDS, Curve, LoadMap, draw
 from shardwise.cli.history import History, read_history
 from shardwise.cli.options import Common, misused
 from shardwise.cli.show import note, print_json, say, visible
-from shardwise.errors import OutputError, Problem
 from shardwise.spec.units import columns, show_bytes, show_seconds
 
 OWN = {"run.name", "run.out", "format"}
@@ -39,16 +37,10 @@ class Options(Common):
     sort: Annotated[
         str | None, Option("--sort", help="The best first, by its last loss, its best validation or its speed.")
     ] = None
-    plot: Annotated[
-        Path | None, Option("--plot", help="Draw the loss curves, and the loads of experts: a .svg, .png or .pdf.")
-    ] = None
 
 
 def run(options: Options) -> None:
     """Read the runs, and show them side by side."""
-    if options.plot is not None and options.plot.suffix not in KINDS:
-        what = f"a plot is one of {' '.join(KINDS)}, not `{options.plot.suffix or options.plot.name}`"
-        raise misused(what, f"`--plot {options.plot.with_suffix('.svg')}`", "--plot")
     if options.sort not in (None, *SORTS):
         raise misused(f"runs cannot be sorted by `{options.sort}`", f"one of {', '.join(SORTS)}", "--sort")
     if len(options.runs) < 2:
@@ -56,16 +48,12 @@ def run(options: Options) -> None:
     runs = _sorted([read_history(directory) for directory in options.runs], options.sort)
     for line in [place for each in runs for place in each.unread]:
         note(f"warning[LOG001]: {line} cannot be read and is left out", as_json=options.json)
-    if options.plot is not None:
-        _write(options.plot, runs)
     if options.json:
         facts = [_facts(each) for each in runs]
         compared = {"runs": facts, "recipe": differences(*runs), "losses": common_losses(*runs)}
         print_json(compared | {"warnings": incomparable(*runs)})
         return
     say(*map(visible, _lines(*runs) if len(runs) == 2 else _table(runs)))
-    if options.plot is not None:
-        say(f"\nwritten: {options.plot}")
 
 
 def _sorted(runs: list[History], word: str | None) -> list[History]:
@@ -207,13 +195,3 @@ def _show(value: Any, form: str = "") -> str:
 
 def _change(a: float | None, b: float | None) -> str:
     return "" if not a or b is None or not math.isfinite(b / a) else f"{100 * (b - a) / a:+.1f} %"
-
-
-def _write(target: Path, pair: Sequence[History]) -> None:
-    curves = [Curve(str(one.directory), sorted(one.losses.items()), one.validation) for one in pair]
-    maps = [LoadMap(str(one.directory), one.fullest) for one in pair if one.fullest]
-    try:
-        draw(curves, target, maps)
-    except OSError as error:
-        what, fix = f"cannot write {target}: {error.strerror}", "`--plot` a file in a directory that can be written"
-        raise OutputError(Problem("OUT002", what, "--plot", fix)) from None

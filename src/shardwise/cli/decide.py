@@ -83,7 +83,8 @@ def plan_of(
     if given is None:
         reasons = dict.fromkeys((f"precision.{key}" for key in kept), "as when the run was started")
         plan = replace(plan, why={**plan.why, **reasons})
-    plan = plan if by_our_launcher() else told(plan, recipe)  # which has written all that it assumed into the recipe
+    if not by_our_launcher():  # which has written all that it assumed into the recipe
+        plan = with_reasons(plan, recipe)
     if plan.layout.world != cluster.world:
         what = f"{file or 'the plan'} is for {plan.layout.world} processes, but {cluster.world} will be started"
         nproc = plan.layout.world // cluster.nodes
@@ -126,12 +127,6 @@ def with_measured_experts(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> 
     said = f"experts: in an earlier run of {spec.name} the fullest rank got {found:g} times its share of rows; so much"
     parallel = recipe.parallel.model_copy(update={"expert_imbalance": found})
     return recipe.model_copy(update={"parallel": parallel}), f"{said} is reserved with ep (parallel.expert_imbalance)"
-
-
-def with_history(plan: Plan, cluster: Cluster, spec: ModelSpec, like: Plan | None = None) -> Plan:
-    """The plan with its seconds corrected by earlier runs on this machine, if there are any: by those that resemble
-    the plan, or ``like``."""
-    return by_history(like or plan, cluster, spec)(plan)
 
 
 def by_history(like: Plan, cluster: Cluster, spec: ModelSpec) -> Callable[[Plan], Plan]:
@@ -179,7 +174,7 @@ def _assuming(plan: Plan, windows: int | None) -> Plan:
     return replace(plan, why={**plan.why, "batch.global_batch_size": finetune.why_batch(windows)})
 
 
-def told(plan: Plan, recipe: Recipe) -> Plan:
+def with_reasons(plan: Plan, recipe: Recipe) -> Plan:
     """The plan with why fine-tuning takes what the recipe leaves open."""
     others = {key: why for key, why in plan.why.items() if key not in finetune.KEYS}
     return replace(plan, why={**others, **finetune.assumed(recipe)})

@@ -71,8 +71,8 @@ def run(options: Options) -> int:
     flags = (["-o", str(options.out)] if options.out else []) + ["--json"] * options.json + ["--debug"] * options.debug
     launcher = launcher_of(recipe.run.launcher, cluster.nodes)
     if not launcher.here:
-        told = launch(launcher, Launch(["doctor", *again, *flags], cluster.nodes, cluster.devices_per_node, Path()))
-        say(*told) if isinstance(told, list) else None
+        lines = launch(launcher, Launch(["doctor", *again, *flags], cluster.nodes, cluster.devices_per_node, Path()))
+        say(*lines) if isinstance(lines, list) else None
         return 0
     if warning := crowding(cluster):
         note(warning, as_json=options.json)
@@ -92,11 +92,11 @@ def _told(ended: Ended, options: Options) -> int:
     elif problem is not None:
         fix = problem.fix if problem.code not in ("RUN004", "RUN005") else "`shardwise doctor` again"
         what = problem.what.replace(" before the ranks could save", "")
-        told = TrainingError(Problem(problem.code, what, "" if fix != problem.fix else problem.where, fix))
+        shown = TrainingError(Problem(problem.code, what, "" if fix != problem.fix else problem.where, fix))
         if options.json:
-            print_json({"error": {"exit_code": ended.exit_code, "problems": [asdict(told.problems[0])]}})
+            print_json({"error": {"exit_code": ended.exit_code, "problems": [asdict(shown.problems[0])]}})
         else:
-            print_error(told, as_json=False)
+            print_error(shown, as_json=False)
     return ended.exit_code
 
 
@@ -114,10 +114,10 @@ def _as_rank(options: Options, recipe: Recipe, again: list[str]) -> int:
             traceback.print_exc()
         from shardwise.runtime.faults.guard import GONE, SILENT
 
-        told = explained(error)
+        shown = explained(error)
         kind: Kind = "peer_lost" if any(mark in str(error) for mark in (*GONE, *SILENT)) else "error"
-        write_exit(launcher_directory() or Path(), failed(kind, told, rank()))
-        return told.exit_code
+        write_exit(launcher_directory() or Path(), failed(kind, shown, rank()))
+        return shown.exit_code
 
 
 def _measure(options: Options, recipe: Recipe, again: list[str]) -> int:

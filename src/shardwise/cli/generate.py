@@ -91,8 +91,8 @@ def _write_file(options: Options, file: Path) -> None:
     nproc = max(1, min(options.nproc or len(gpus()), len(questions)))
     with working(f"writing after {len(questions):,} prompts"):
         texts = _written(options, questions) if nproc == 1 else _shared(options, questions, nproc)
-    told = zip(questions, texts, strict=True)
-    lines = [json.dumps({**question.record, "text": text}, ensure_ascii=False) for question, text in told]
+    answers = zip(questions, texts, strict=True)
+    lines = [json.dumps({**question.record, "text": text}, ensure_ascii=False) for question, text in answers]
     if options.out is None:
         say(*lines)
         return

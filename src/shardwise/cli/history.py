@@ -27,14 +27,6 @@ Point = tuple[int, float]
 
 
 @dataclass(frozen=True)
-class _Spread:
-    """The spread of loads over experts: of each layer with experts, how many times its even share the fullest has."""
-
-    layer: list[Count]
-    fullest: list[FiniteFloat]
-
-
-@dataclass(frozen=True)
 class _StepLine(Numbered):
     """The part of a line of metrics.jsonl that is compared; null is a value that was not finite."""
 
@@ -45,7 +37,6 @@ class _StepLine(Numbered):
     mfu: FiniteFloat | None = None
     memory_bytes: Count | None = None
     skipped: bool = False
-    experts: _Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -82,12 +73,6 @@ class History:
     def validation(self) -> list[Point]:
         """(step, ``measure``) of every validation; where a step was repeated after a restart, its last one."""
         return sorted({e["step"]: _number(e, self.measure) for e in self._of("validation")}.items())
-
-    @cached_property
-    def fullest(self) -> dict[int, dict[int, float]]:
-        """The load of each layer's fullest expert by step, in even shares; of steps that tell any."""
-        told = {step: row["experts"] for step, row in self.rows.items() if row.get("experts") is not None}
-        return {step: dict(zip(each.layer, each.fullest, strict=False)) for step, each in told.items()}
 
     @property
     def measure(self) -> str:

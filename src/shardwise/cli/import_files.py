@@ -44,8 +44,8 @@ def run(options: Options) -> None:
     values = dotted(kept.recipe.model_dump(mode="json"))
     settings = {key: (values[key], where) for key, where in kept.given.items() if key in values}
     if options.json:
-        told = {key: {"value": value, "from": where} for key, (value, where) in settings.items()}
-        return print_json({"settings": told, "keys": imported.fates, "notes": imported.notes})
+        values = {key: {"value": value, "from": where} for key, (value, where) in settings.items()}
+        return print_json({"settings": values, "keys": imported.fates, "notes": imported.notes})
     for line in imported.lines:
         note(line, as_json=False)
     names = ", ".join(map(str, words.files))

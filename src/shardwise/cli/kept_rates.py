@@ -49,8 +49,8 @@ def with_kept(cluster: Cluster, state: Path) -> Cluster:
         return cluster
     except (ShardwiseError, OSError) as error:
         reason = error.problems[0].what if isinstance(error, ShardwiseError) else str(error)
-        told = f"rates of the table of devices: {reason}; `shardwise doctor` measures again"
-        return replace(cluster, assumptions=(*cluster.assumptions, told))
+        assumed = f"rates of the table of devices: {reason}; `shardwise doctor` measures again"
+        return replace(cluster, assumptions=(*cluster.assumptions, assumed))
     memory = cluster.assumptions[:1] if cluster.kind == "cpu" else ()
     return replace(
         cluster,

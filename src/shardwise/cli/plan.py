@@ -85,7 +85,7 @@ def run(options: Options) -> None:
     words = sort_words(options.arguments, Options, several=True)
     found = given(words, options.cluster, options, data=False)
     loaded, path = found.loaded, found.path
-    for notice in loaded.notices if options.explain == "keys" else loaded.told:
+    for notice in loaded.notices if options.explain == "keys" else loaded.shown:
         note(notice, as_json=options.json)
     recipe = with_adapter(loaded.recipe)
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster)
@@ -93,8 +93,8 @@ def run(options: Options) -> None:
     here = options.cluster in (None, LOCAL)
     asked = Asked(tokens, read_prices(options.price, cluster))
     if here:
-        recipe, told = with_measured_experts(recipe, spec, cluster)
-        for notice in filter(None, (crowding(cluster), told)):
+        recipe, measured = with_measured_experts(recipe, spec, cluster)
+        for notice in filter(None, (crowding(cluster), measured)):
             note(notice, as_json=options.json)
     with working("choosing a plan"):
         answer = planned(recipe, spec, cluster, asked, here=here)
@@ -138,8 +138,8 @@ def _print_next(files: list[Path], overrides: list[str], options: Options, clust
         words = [word for word in words if not word.startswith(("run.nproc=", "run.device=", "run.nodes="))]
         words += machine_words(cluster)
         here = local_cluster(None, cluster.kind if cluster.kind == "cpu" else "auto", 1)
-        able = cluster.nodes == 1 and here.kind == cluster.kind
-        there = "" if able and (here.kind == "cpu" or here.world >= cluster.world) else f", on {options.cluster}"
+        here_too = cluster.nodes == 1 and here.kind == cluster.kind
+        there = "" if here_too and (here.kind == "cpu" or here.world >= cluster.world) else f", on {options.cluster}"
     train = shlex.join(["shardwise", "train", *words, "--plan", str(options.out)])
     prove = shlex.join(["shardwise", "prove", *asked, "--plan", str(options.out)])
     say(f"written: {options.out}        next{there}: {train}", f"before that, on any machine: {prove}")

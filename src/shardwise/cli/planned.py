@@ -9,7 +9,7 @@ from itertools import permutations
 from typing import Any
 
 from shardwise.cli import render, step_time
-from shardwise.cli.decide import by_history, suited, told
+from shardwise.cli.decide import by_history, suited, with_reasons
 from shardwise.cli.length import Asked, known_count, length_lines, run_length
 from shardwise.cli.timeline import text
 from shardwise.interop.emit_files import named_elsewhere
@@ -111,7 +111,7 @@ class Planned:
         return by_history(self.search.best, self.cluster, self.spec) if self.here else lambda plan: plan
 
     def _told(self, plan: Plan) -> Plan:
-        plan = told(plan, self.recipe)
+        plan = with_reasons(plan, self.recipe)
         return replace(plan, why={**plan.why, **self.assumed})
 
     def _at_its_clock(self, remedy: Remedy) -> Remedy:

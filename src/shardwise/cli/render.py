@@ -57,12 +57,12 @@ def family_lines(plans: list[Plan], chosen: Plan) -> list[str]:
         shape = f"{batch.micro_batch_size} x {batch.accumulation}"
         rows.append((mark, label(plan), plan.remat.mode, shape, *figures, *sent, word))
     lines = columns(rows, "<<<" + ">" * (len(head) - 4) + "<")
-    told = lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
+    table = lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
     alike = any(plan.shard.strategy == "zero1" and plan.batch.accumulation == 1 for plan in plans)
-    told += ["with one micro-batch a step ZeRO-2 is the same as ZeRO-1"] * alike
+    table += ["with one micro-batch a step ZeRO-2 is the same as ZeRO-1"] * alike
     tall = [plan for plan in plans if fit(plan.estimate)[0] == "does not fit"]
     return [
-        *told,
+        *table,
         *["what does not fit: of its kind the plan that takes least, and the step that it would take"] * bool(tall),
     ]
 

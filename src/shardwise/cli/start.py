@@ -98,9 +98,9 @@ def _start(recipe: Recipe, directory: Path, how: How) -> Ended | None:
     if not how.plan:
         if cluster.measured is not None:
             note(cluster.assumptions[-1], as_json=how.hidden)
-        recipe, told = with_measured_experts(recipe, spec, cluster)
-        if told:
-            note(told, as_json=how.hidden)
+        recipe, measured = with_measured_experts(recipe, spec, cluster)
+        if measured:
+            note(measured, as_json=how.hidden)
     plan = plan_of(recipe, spec, cluster, how.plan, None if standing is None else directory)
     planned = None
     if standing is None:
@@ -159,8 +159,8 @@ def _tell_dry_run(recipe: Recipe, spec: ModelSpec, plan: Plan, facts: dict[str, 
     read = f"data    {counts['read']:,} samples read, from the beginning of each file"
     said = [*([read] if counts["read"] else []), *report(counts)]
     said.append(f"dry run: nothing was started; checkpoints need {show_bytes(facts['disk_bytes'] or 0)} of disk")
-    told = {"run": str(directory), "plan": label(plan), **facts, "records": counts}
-    print_json(told) if how.hidden else say(*said)
+    summary = {"run": str(directory), "plan": label(plan), **facts, "records": counts}
+    print_json(summary) if how.hidden else say(*said)
 
 
 def _check_beside(recipe: Recipe) -> None:

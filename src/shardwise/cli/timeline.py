@@ -87,17 +87,17 @@ def _rectangles(computed: Sequence[Timed], top: float, pixels_per_s: float) -> l
     for action, start_s, end_s in computed:
         left, length = LEFT + start_s * pixels_per_s, (end_s - start_s) * pixels_per_s
         opacity = 1 - 0.6 * stages.index(action.stage) / len(stages)
-        told = f"{NAMES[action.kind]} of micro-batch {action.micro}, stage {action.stage}"
+        title = f"{NAMES[action.kind]} of micro-batch {action.micro}, stage {action.stage}"
         times = f"{show_seconds(start_s)} to {show_seconds(end_s)}"
-        lines.append(_rectangle(left, top, length, COLOURS[action.kind], opacity, f"{told}: {times}"))
+        lines.append(_rectangle(left, top, length, COLOURS[action.kind], opacity, f"{title}: {times}"))
         if length >= DIGIT * (len(str(action.micro)) + 0.5):
             lines.append(_label(left + length / 2, top, str(action.micro), "middle"))
     return lines
 
 
-def _rectangle(left: float, top: float, length: float, colour: str, opacity: float = 1.0, told: str = "") -> str:
+def _rectangle(left: float, top: float, length: float, colour: str, opacity: float = 1.0, title: str = "") -> str:
     size = f'x="{left:.1f}" y="{top:.1f}" width="{length:.1f}" height="{ROW - 4}"'
-    title = f"<title>{told}</title>" if told else ""
+    title = f"<title>{title}</title>" if title else ""
     return f'<rect {size} fill="{colour}" fill-opacity="{opacity:.2f}" stroke="white">{title}</rect>'
 
 

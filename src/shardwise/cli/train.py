@@ -74,7 +74,7 @@ def run(options: Options) -> int:
         set_up_torch(deterministic=loaded.recipe.run.deterministic)
         done = work(named(loaded.recipe, how), how)
         return done.exit_code if isinstance(done, ShardwiseError) else 0
-    for notice in loaded.told:
+    for notice in loaded.shown:
         note(notice, as_json=options.json)
     directory, ended = start(loaded.recipe, how)
     return 0 if ended is None else _wait(ended, directory, options)

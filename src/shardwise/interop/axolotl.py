@@ -52,7 +52,7 @@ def _split(found: Import) -> None:
     if found.on("fsdp") or any(key.startswith("fsdp_config.") for key in found.entries):
         shared.fsdp_words(found)
         shared.fsdp_config(found)
-    shared.named_deepspeed(found, beside="zero" in found.told)
+    shared.named_deepspeed(found, beside="zero" in found.decided)
     kinds = {"true": "host", "legacy": "host", "disk": "nvme"}
     found.set("offload.activations", kinds.get(word(found.get("activation_offloading"))), "activation_offloading")
 

@@ -26,7 +26,7 @@ def settle(found: Import) -> None:
     if entry is None:
         found.notes.append("without `gradient_clipping` DeepSpeed clips at 1.0 since 0.19, and did not before; so here")
     kinds = {"zero": "zero_optimization.stage", "optimizer": "optimizer.type", "schedule": "scheduler.type"}
-    found.told |= {"zero", *(what for what, key in kinds.items() if found.entry(key))}
+    found.decided |= {"zero", *(what for what, key in kinds.items() if found.entry(key))}
 
 
 def _sharding(found: Import) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwise.interop.record import lines_of
 from shardwise.spec.document import resolve
+from shardwise.spec.keys import nested
 from shardwise.spec.load import dump_settings
 from shardwise.spec.plan import Offload, Plan
 
@@ -65,16 +66,12 @@ def emitted(plan: Plan, system: str) -> str:
         flags = " \\\n".join(f"    --{key}" + f" {value}" * (value is not True) for key, value in said.items())
         start = f"torchrun --nproc_per_node {plan.layout.ranks_per_node} pretrain_gpt.py"
         return f"#!/bin/bash\n# {head}\n{start} \\\n{flags}\n"
-    nested: dict[str, Any] = {}
-    for key, value in said.items():
-        target, (*sections, leaf) = nested, key.split(".")
-        for section in sections:
-            target = target.setdefault(section, {})
-        target[leaf] = value
+    sections = nested(said)
     if system == "deepspeed":
-        return json.dumps({"_comment": head, **nested}, indent=2) + "\n"
+        return json.dumps({"_comment": head, **sections}, indent=2) + "\n"
     parts = [
-        [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())] for name, keys in nested.items()
+        [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+        for name, keys in sections.items()
     ]
     return "\n\n".join([f"# {head}", *map("\n".join, parts)]) + "\n"
 

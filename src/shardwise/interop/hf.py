@@ -15,7 +15,6 @@ PAIR_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo"}
 """TRL's losses of pairs by name, as its DPOTrainer has them: ours."""
 OF_LLAMAFACTORY = {**PAIR_LOSSES, "orpo": "orpo", "simpo": "simpo"}
 """LLaMA-Factory's own ORPO has the mean of an answer's tokens in its first term, as here; TRL's that of all tokens."""
-NOT_YET = ("orpo", "kto", "simpo", "reward", "cpo", "grpo", "prm")
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,14 @@ def arguments(found: Import, of: str, usual: Defaults) -> None:
     shared.fsdp_words(found)
     if found.on("fsdp") or any(key.startswith("fsdp_config.") for key in found.entries):
         shared.fsdp_config(found)
-    shared.named_deepspeed(found, beside="zero" in found.told)
+    shared.named_deepspeed(found, beside="zero" in found.decided)
     shared.batch_of_product(found, "per_device_train_batch_size", "gradient_accumulation_steps", usual.rows, of)
     rate = found.number("learning_rate", default=usual.learning_rate)
     found.set("optim.learning_rate", rate, "learning_rate", of=of)
-    if "optimizer" not in found.told:
+    if "optimizer" not in found.decided:
         shared.optimizer(found, "optim", "adamw_torch", of)
         shared.adamw(found, of)
-    if "schedule" not in found.told:
+    if "schedule" not in found.decided:
         shared.schedule(found, "lr_scheduler_type", usual.schedule, of)
     elif "optim.warmup_steps" not in found.settings:
         shared.warmup(found, of, shared.value_of(found, "optim.warmup_from"))

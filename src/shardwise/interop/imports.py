@@ -93,10 +93,10 @@ def read_files(
     )
     settings, asked = dict[str, Taken](), dict[str, str]()
     fates: dict[str, list[str]] = {fate: [] for fate in (*FATES, "refused")}
-    told, notes, problems = set[str](), list[str](), list[Problem]()
+    decided, notes, problems = set[str](), list[str](), list[Problem]()
     for file in files:
         before = dict(settings)
-        found = Import(file.entries, world, settings, fates, [], file.notes, asked, told)
+        found = Import(file.entries, world, settings, fates, [], file.notes, asked, decided)
         _sort(found, file.system)
         file.system.settle(found)
         problems += [_unknown(entry, name) for entry, name in found.unknown]

@@ -90,8 +90,8 @@ class Taken:
 @dataclass
 class Import:
     """A file of an import: its keys by name, and what all files of it have said so far. ``world``: processes;
-    ``told``: what a file beside it decides (``zero``, ``optimizer``, ``schedule``); ``unknown``: keys whose values are
-    variables that it does not set."""
+    ``decided``: what a file beside it decides (``zero``, ``optimizer``, ``schedule``); ``unknown``: keys whose values
+    are variables that it does not set."""
 
     entries: dict[str, Said]
     world: int
@@ -100,7 +100,7 @@ class Import:
     refusals: list[tuple[Said, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     asked: dict[str, str] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    decided: set[str] = field(default_factory=set)
     unknown: list[tuple[Said, str]] = field(default_factory=list)
     misspelt: list[tuple[Said, str]] = field(default_factory=list)
 

@@ -23,7 +23,7 @@ def settle(found: Import) -> None:
         found.set("parallel.strategy", STAGES[stage.removesuffix("_offload")], "deepspeed")
         if stage.endswith("_offload"):
             found.set("offload.optimizer", "host", "deepspeed")
-        found.told.add("zero")
+        found.decided.add("zero")
     _accumulation(found)
     method = word(found.get("rlhf_type", default="sft"))
     rate = 1e-4 if kind == "lora" else 1e-5

@@ -49,7 +49,7 @@ Between = Callable[[Tensor, Tensor, Tensor | None, float | None, tuple[str, ...]
 
 
 class Further(NamedTuple):
-    """How the loss of a layer that predicts a further token counts: its mean over the ``targets`` of the whole step,
+    """The part in the loss of a layer that predicts a further token: its mean over the ``targets`` of the whole step,
     times ``weight``."""
 
     weight: float
@@ -252,8 +252,9 @@ def _chunk(
 
 
 def _by_turns(told: Tensor, gradient: Tensor, first: int, factor: float) -> Pair:
-    """Of a chunk with two losses a token in turn: what is told of the first ones [1+k,n], and the sums of the first and
-    of the second losses [2]. Multiplies the gradient of the second ones, in place. ``first``: the place of a first."""
+    """Return the figures of the first of two losses a token, which take turns in a chunk [1+k,n], and the sums of the
+    first and of the second ones [2]. Multiplies the gradient of the second, in place. ``first``: the place of a
+    first."""
     gradient[1 - first :: 2].mul_(factor)
     own = told[:, first::2]
     return own, torch.stack([own[0].sum(), told[0, 1 - first :: 2].sum()])

@@ -194,7 +194,7 @@ def predictor_names(spec: ModelSpec) -> list[str]:
 
 
 def copies(spec: ModelSpec) -> dict[str, str]:
-    """By the name of a tensor of the files that is a copy of a parameter, the parameter."""
+    """Return the parameter by the name of each tensor of the files that is a copy of it."""
     number = str(spec.num_hidden_layers - spec.predictors)
     found = FAMILIES[spec.family].copies if spec.predictors else {}
     return {name.replace("{}", number): parameter for name, parameter in found.items()}

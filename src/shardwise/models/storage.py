@@ -1,4 +1,4 @@
-"""How a model's files hold its weights, as the ``quantization_config`` of its config.json says it. Imports no torch."""
+"""The storage of weights in a model's files, as the ``quantization_config`` of its config.json says it. No torch."""
 
 from __future__ import annotations
 

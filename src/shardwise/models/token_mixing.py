@@ -1,4 +1,4 @@
-"""Whether a block mixes tokens in other ways than by attention: by a state that is carried on, by convolutions, by
+"""Find blocks that mix tokens in other ways than by attention: by a state that is carried on, by convolutions, by
 products of what tokens made. Documents that are packed into a row would run into each other there."""
 
 from __future__ import annotations
@@ -38,5 +38,5 @@ class TokenMixing(TorchDispatchMode):
 
 
 def _joins(name: str, out: Any, parts: Any = (), dim: Any = 0, *_: Any) -> bool:
-    """Whether parts are joined along another dim than the last, as states of one token after another are."""
+    """Return whether parts are joined along another dim than the last, as states of one token after another are."""
     return name in ("cat", "stack") and isinstance(out, Tensor) and dim % out.dim() != out.dim() - 1 and len(parts) > 1

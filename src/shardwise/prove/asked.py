@@ -42,7 +42,7 @@ Factor = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Requested:
-    """What a recipe asks of its ``steps``. ``nf4``: whether what is frozen is in 4 bits."""
+    """The numbers that a recipe asks of its ``steps``. ``nf4``: whether what is frozen is in 4 bits."""
 
     optim: OptimSection
     method: Method

@@ -1,4 +1,4 @@
-"""What a layer that predicts a further token is given and asked for, told token by token: the right answer."""
+"""The input and the targets of a layer that predicts a further token, told token by token: the right answer."""
 
 from __future__ import annotations
 

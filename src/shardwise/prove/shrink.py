@@ -42,9 +42,8 @@ EXPERTS, CHOSEN = 4, 2
 """At least so many of a layer; of which a token goes to so many, unless it goes to one, or to all."""
 BLOCKS, STAGED = 3, 5
 """Of a model that is not split, unless more kinds of block ask for more; and how many choices of stages are tried."""
-WINDOW, FAR, TEXT, PAIRS = 5, 8, 12, 24
-"""Tokens that a sliding layer sees, or one that reaches beyond two pieces of a row; of a row of text; of a row of pairs
-of answers."""
+WINDOW, TEXT, PAIRS = 5, 12, 24
+"""Tokens that a sliding layer sees; of a row of text; of a row of pairs of answers."""
 WIDE = ("intermediate_size", "shared_expert_size")
 """Of MLPs: where they differ, what is made of them differs."""
 DEVIATION = 1.3
@@ -281,11 +280,10 @@ def _experts(spec: ModelSpec, ranks: int, width: int) -> dict[str, Any]:
 
 def _window(spec: ModelSpec, plan: Plan, length: int) -> int | None:
     """Return how many tokens a sliding layer of the small model sees of a row of ``length``: all where the model's sees
-    a whole row, ``FAR`` where it sees more than one of the pieces that ranks share a row in, else ``WINDOW``."""
-    window, pieces = spec.attention.sliding_window, 2 * plan.layout.ring
-    if window is None or window >= plan.batch.seq_len:
-        return None if window is None else 2 * length
-    return FAR if plan.layout.ring > 1 and window > plan.batch.seq_len // pieces else WINDOW
+    a whole row."""
+    window = spec.attention.sliding_window
+    cuts = window is not None and window < plan.batch.seq_len
+    return WINDOW if cuts else window and 2 * length
 
 
 def _spec(spec: ModelSpec, blocks: Sequence[int], window: int | None, sizes: dict[str, Any]) -> ModelSpec:

@@ -11,11 +11,11 @@ from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.family import FULL, SLIDING
 from shardwise.models.kinds import DeltaSpec, LatentSpec
 from shardwise.models.mixers import MIXERS
+from shardwise.prove.regimes import Case
 from shardwise.spec.cluster import parse_cluster
-from shardwise.spec.layout import Axis, least_dp_shard
+from shardwise.spec.layout import MESH, Axis, least_dp_shard
 from shardwise.spec.plan import Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
 
-Case = tuple[ModelSpec, Plan]
 Outcome = Literal["passes", "fails", "fails otherwise", "cannot be"]
 """Of a case, compared with how the first one failed."""
 
@@ -204,15 +204,10 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
 def _words(name: str, spec: ModelSpec, plan: Plan) -> str:
     """Something that is on, with its value."""
     layout, lora = plan.layout, plan.lora
-    values = {
-        "dp_replicate": f"dp_replicate {layout.dp_replicate}",
-        "dp_shard": f"dp_shard {layout.dp_shard}",
-        "ep": f"ep {layout.ep}",
-        "tp": f"tp {layout.tp}",
-        "cp": f"cp {layout.cp}",
+    values: dict[str, str] = {
+        **{axis: f"{axis} {layout.degree(axis)}" for axis in (*MESH, "ep")},
         "kind of context parallelism": plan.cp_kind,
         "offload": " and ".join(plan.offload.words),
-        "pp": f"pp {layout.pp}",
         "strategy": plan.shard.strategy,
         "schedule": f"schedule {plan.pipeline.schedule}",
         "recomputation": f"{plan.remat.mode} recomputation" + f" of every {plan.remat.every}" * (plan.remat.every > 1),

@@ -134,13 +134,6 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return torch.softmax(scores, 0)
 
 
-def continue_text(
-    parts: Sequence[nn.Module], tokenizer: tokens.Tokenizer, prompt: str, sampling: Sampling, device: torch.device
-) -> str:
-    """Return what the model writes after ``prompt``."""
-    return tokenizer.decode(generate(parts, prompt_ids(tokenizer, prompt), sampling, device))
-
-
 def prompt_ids(tokenizer: tokens.Tokenizer, prompt: str) -> list[int]:
     """The ids of a text to continue; for an empty text, the end of a previous one."""
     return [*tokenizer.prefix, *tokenizer.encode([prompt])[0]] or [tokenizer.eot_id]

@@ -66,14 +66,14 @@ def make_plan(
         divided = "processes" if tp * cp == 1 else f"groups of {tp * cp} processes"
         what = f"{count} replicas do not divide {dp} {divided}"
         raise ConfigError(Problem("PLAN001", what, "replicas", f"a divisor of {dp}"))
-    dial: Strategy = "zero3" if strategy in ("fsdp", "hsdp") else strategy  # type: ignore[assignment]
-    if dial == "ddp" or dp * cp == count:
-        dial, count = "ddp", dp
+    chosen: Strategy = "zero3" if strategy in ("fsdp", "hsdp") else strategy  # type: ignore[assignment]
+    if chosen == "ddp" or dp * cp == count:
+        chosen, count = "ddp", dp
     exchanging = cp if kind == "ulysses" else 1
     layout = Layout(count, dp // count, cp=cp, tp=tp, ulysses=exchanging, ranks_per_node=me.local_world_size)
     return Plan(
         layout=layout,
-        shard=Shard(dial),
+        shard=Shard(chosen),
         precision=Precision(compute=compute, reduce=reduce),
         remat=Remat(recompute),
         compile=compile,

@@ -178,8 +178,8 @@ def accumulate(
 
 
 def further_of(spec: ModelSpec, batches: Sequence[MicroBatch], meshes: Meshes) -> Further | None:
-    """How the loss of a layer that predicts a further token counts in a step of these micro-batches, over all ranks;
-    None of a model without one."""
+    """Return the part that a layer that predicts a further token has in the loss of a step of these micro-batches, over
+    all ranks; None of a model without one."""
     if not spec.predictors:
         return None
     targets = reduce.count(meshes, sum(batch.further for batch in batches))

@@ -97,6 +97,18 @@ def dotted(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted key as sections within sections."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        section = found
+        *names, leaf = key.split(".")
+        for name in names:
+            section = section.setdefault(name, {})
+        section[leaf] = value
+    return found
+
+
 @dataclass(frozen=True)
 class Keys:
     """``leaves`` maps every dotted key to the schema of its value; ``sections`` are the prefixes that hold keys."""

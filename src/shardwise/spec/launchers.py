@@ -29,11 +29,11 @@ else:  # what recipes may say, and their schema, follow from the table
 def launcher_of(name: str, nodes: int) -> LauncherSpec:
     """The launcher of this name, or the first that starts ranks on so many nodes. Raises ConfigError (CFG008) for one
     that cannot."""
-    able = [spec for spec in LAUNCHERS.values() if spec.here == (nodes == 1) or not (spec.here or name == AUTO)]
+    feasible = [spec for spec in LAUNCHERS.values() if spec.here == (nodes == 1) or not (spec.here or name == AUTO)]
     if name == AUTO:
-        return able[0]
-    if (asked := LAUNCHERS[name]) not in able:
+        return feasible[0]
+    if (asked := LAUNCHERS[name]) not in feasible:
         what = f"`run.launcher: {name}` {asked.title}, and `run.nodes` is {nodes}"
-        fix = " or ".join(f"`run.launcher={spec.name}`" for spec in able)
+        fix = " or ".join(f"`run.launcher={spec.name}`" for spec in feasible)
         raise ConfigError(Problem("CFG008", what, "run.launcher", fix))
     return asked

@@ -18,7 +18,7 @@ from shardwise.spec.complaints import COMMAND_LINE
 from shardwise.spec.document import Document, KeyPath, parse, read, refuse_interpolation, resolve
 from shardwise.spec.emit import emit
 from shardwise.spec.finetune import with_defaults
-from shardwise.spec.keys import DROP, SHORT, SIZES, Keys, Schema, keys_of, translate
+from shardwise.spec.keys import DROP, SHORT, SIZES, Keys, Schema, keys_of, nested, translate
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import read_size, show_bytes
@@ -39,7 +39,7 @@ class Loaded:
     renamed: tuple[str, ...] = ()
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def shown(self) -> tuple[str, ...]:
         """The lines that are printed before the plan: of many renamed keys only how many there are."""
         if len(self.renamed) <= LISTED:
             return (*self.notices, *self.renamed)
@@ -261,18 +261,12 @@ def _shorten(reading: _Reading) -> None:
 
 
 def _validate(reading: _Reading) -> Recipe:
-    problems = reading.problems
-    nested: dict[str, Any] = {}
+    problems, sound = reading.problems, dict[str, Any]()
     for key, (value, where) in reading.settings.items():
-        bad = complaints.numbers_out_of_bounds(key, value, where, reading.takes(key, "null"))
-        problems += bad
-        if bad:
-            continue
-        *sections, leaf = key.split(".")
-        target = nested
-        for section in sections:
-            target = target.setdefault(section, {})
-        target[leaf] = value
+        if bad := complaints.numbers_out_of_bounds(key, value, where, reading.takes(key, "null")):
+            problems += bad
+        else:
+            sound[key] = value
 
     def place(path: tuple[str | int, ...]) -> str:
         name = complaints.dotted_name(path)
@@ -282,7 +276,7 @@ def _validate(reading: _Reading) -> Recipe:
         return name
 
     try:
-        recipe = with_defaults(Recipe.model_validate(nested))
+        recipe = with_defaults(Recipe.model_validate(nested(sound)))
     except ValidationError as error:
         found = complaints.describe_findings(error.errors(), reading.keys, recipe_schema(), place)
         raise ConfigError(*map(complaints.as_typed, (*problems, *found))) from None
@@ -342,18 +336,12 @@ def dump_plan(plan: Plan) -> str:
 
 def dump_settings(settings: Mapping[str, tuple[Any, str]], head: str) -> str:
     """Settings by key as a recipe in YAML, each with where it came from as a comment, after the lines of ``head``."""
-    nested: dict[str, Any] = {}
-    for key, (value, _) in sorted(settings.items()):
-        *sections, leaf = key.split(".")
-        target = nested
-        for section in sections:
-            target = target.setdefault(section, {})
-        target[leaf] = value
+    data = nested({key: value for key, (value, _) in sorted(settings.items())})
 
     def comment(path: KeyPath, value: Any) -> str:
         return settings.get(".".join(map(str, path)), (None, ""))[1]
 
-    return "".join(f"# {line}\n" for line in head.splitlines()) + emit(nested, comment)
+    return "".join(f"# {line}\n" for line in head.splitlines()) + emit(data, comment)
 
 
 def dump_recipe(recipe: Recipe) -> str:

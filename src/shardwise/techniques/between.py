@@ -1,4 +1,4 @@
-"""What techniques do between the units of a model, on paper: the calls of planner/schedule.py while it plays a step.
+"""The acts of techniques between the units of a model, on paper: the calls of planner/schedule.py as it plays a step.
 
 The classes of a technique that acts there are in its ``paper.py``; techniques/__init__ says in which order they act.
 """
@@ -27,7 +27,7 @@ class Between:
 
 
 class Gradients(Between):
-    """What is done with gradients of a stage once they are whole."""
+    """The way of a stage's gradients once they are whole."""
 
     def whole(self, unit: UnitName, key: Hashable, size: int, *, last: bool, summed: Hashable = None) -> None:
         """A gradient is whole, where others add to it behind the mark ``summed``, in the ``last`` backward of a step or

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.decide import told
+from shardwise.cli.decide import with_reasons
 from shardwise.models.config import parameter_count, with_fields
 from shardwise.runtime.job import open_job
 from shardwise.runtime.report import header as headers
@@ -54,12 +54,12 @@ def test_the_tokens_of_text_are_whole_windows(tmp_path: Path) -> None:
 
 def test_what_fine_tuning_assumes_is_told_with_its_key() -> None:
     recipe = load_recipe(None, ["model=m", "method=sft", "lora=8"])
-    plan = told(Plan(), recipe)
+    plan = with_reasons(Plan(), recipe)
     assert assumptions(plan, finetune.with_epochs(recipe, 12_000)) == (
         "`train.num_epochs` 2 (3 of fewer than 10,000 records, 2 of fewer than 100,000 records, 1 of more)"
         " · `optim.learning_rate` 0.0002, usual for sft of adapters · `optim.warmup_steps` 0.03 of the steps"
     )
-    assert assumptions(told(plan, load_recipe(None, ["model=m"])), recipe) == ""
+    assert assumptions(with_reasons(plan, load_recipe(None, ["model=m"])), recipe) == ""
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
     none                all on the device                                nothing
     host                moments, the weights that are updated, and       its gradient to the host, as it becomes whole
                         gradients in memory of the host                  in backward; its new value back, of blocks
-                                                                         within the next forward (returned.py)
+                                                                         within the next forward
     nvme                the same, but moments and weights in a file      the same, piece by piece; and the file is read
                         (scratch.py, streamed.py)                        and written
 
@@ -16,14 +16,14 @@
     offload.activations
     host                what full recomputation keeps, the inputs    each to the host, while its block computes; back,
                         of blocks, in memory of the host             while backward computes the block after it
-    nvme                the same, in a file (filed.py)               the same, through the host to the file, and back
+    nvme                the same, in a file                          the same, through the host to the file, and back
 
     offload.weights
     host                the weights of blocks, frozen ones, and      each to the device, while the block before it
                         trained ones that the host updates, in       computes, in forward and in backward
                         memory of the host
     nvme                the same in a file, trained ones if their    the same, read from the file a block ahead
-                        optimizer is there (staged.py)
+                        optimizer is there
 
 The optimizer is the same, torch's fused AdamW or one of ours, on tensors of the host (host.py): the numbers do not
 change. Of blocks that compute in 16 bits the device has no more than those (narrow.py). The host waits for the gradient
@@ -167,8 +167,7 @@ def allocate_waiting(part: nn.Module, plan: Plan, device: torch.device, director
     """Allocate a part on the meta device whose weights are to wait on the host: block by block they get memory on the
     device, and give it up; on NVMe they wait in a file in ``directory``, or where temporary files are."""
     from shardwise.distributed.slices import local
-    from shardwise.techniques.offload.staged import StagedBlocks
-    from shardwise.techniques.offload.weights import WaitingWeights
+    from shardwise.techniques.offload.weights import StagedBlocks, WaitingWeights
 
     trained, file, blocks = plan.offload.optimizer != "none", None, [block for _, block in numbered(part)]
     if plan.offload.weights == "nvme":

@@ -1,10 +1,18 @@
 """Weights that are updated on the host: copies of what a device trains, to which its gradients come, and whose new
-values it gets."""
+values it gets.
+
+On the way back, embedding and output layer are waited for. A block's weights come while the blocks before it compute,
+in the next forward. What the device has in another dtype is cast on the host, to the room of its gradient, which
+nothing else needs until the block's backward; a thread casts a block while the one before it is copied. On a CPU all
+come at once.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import proxy
@@ -12,14 +20,86 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
-from shardwise.distributed.pinned import host_buffer
+from shardwise.distributed.pinned import beside, host_buffer
 from shardwise.distributed.slices import gradient_dtype, keep_on_host, kept, local, waits
-from shardwise.distributed.torch_private import placed_as
-from shardwise.techniques.offload.returned import Return, ReturningWeights
+from shardwise.distributed.torch_private import gather_stream, placed_as
+from shardwise.techniques.offload.rooms import Rooms
 from shardwise.techniques.offload.scratch import Scratch, aligned
-from shardwise.techniques.offload.sizes import BLOCK_BYTES, THREADS
+from shardwise.techniques.offload.sizes import BLOCK_BYTES, SUM_BUFFERS, THREADS
 from shardwise.techniques.offload.streamed import STATES, StreamedAdamW
-from shardwise.techniques.offload.sums import HostSums
+
+Return = tuple[nn.Parameter, Tensor, Tensor]
+"""A weight of the device, its copy on the host, and room there for as many bytes as that has."""
+
+
+class ReturningWeights:
+    """The weights that return (``returns``): those of blocks, once they are told of (:meth:`come_beside`), are waited
+    for when their block runs, all others when they are given."""
+
+    def __init__(self, returns: Sequence[Return]) -> None:
+        self._groups = [[*returns]]  # what is waited for, and blocks in their order
+        self._coming: dict[int, Future[torch.cuda.Event]] = {}
+        self._given: list[Future[torch.cuda.Event]] = []
+        self._stream: torch.cuda.Stream | None = None
+        if cuda := next((weight.device for weight, *_ in returns if weight.is_cuda), None):
+            self._stream, self._thread = torch.cuda.Stream(cuda), beside(pinned=True)
+
+    def come_beside(self, blocks: Sequence[nn.Module]) -> None:
+        """Have the weights of these blocks, in their order, waited for when their block runs, from here on."""
+        [rest] = self._groups
+        for number, block in enumerate(blocks, 1):
+            own = {*block.parameters()}
+            self._groups.append([one for one in rest if one[0] in own])
+            rest = [one for one in rest if one[0] not in own]
+            block.register_forward_pre_hook(partial(self._begins, number), prepend=True)  # FSDP2 gathers in its own
+        self._groups[0] = rest
+
+    def give(self) -> int:
+        """Give the device what the copies have now, and return how many bytes that is."""
+        if self._stream is None:
+            for group in self._groups:
+                _send(group)
+        else:
+            begun = torch.cuda.current_stream(self._stream.device).record_event()
+            self._given = [self._thread.submit(_send_on, self._stream, group, begun) for group in self._groups]
+            self._coming = dict(enumerate(self._given))
+            self._await(0)
+        return sum(local(weight.detach()).nbytes for group in self._groups for weight, *_ in group)
+
+    def settle(self) -> None:
+        """Wait until all are there: then copies may change."""
+        for given in self._given:
+            given.result().synchronize()
+        self._given = []
+
+    def _begins(self, number: int, block: nn.Module, given: object) -> None:
+        """Wait for the weights of a block whose forward begins."""
+        self._await(number, gather_stream(block) if number in self._coming else None)
+
+    def _await(self, number: int, gathers: torch.cuda.Stream | None = None) -> None:
+        """Have what is given to the device from here on begin when a group is there, and what FSDP2 gathers too."""
+        if (coming := self._coming.pop(number, None)) is not None:
+            done = coming.result()
+            torch.cuda.current_stream().wait_event(done)
+            if gathers is not None:
+                gathers.wait_event(done)
+
+
+def _send(group: Sequence[Return]) -> None:
+    with torch.no_grad():
+        for weight, copy, room in group:
+            if copy.dtype != weight.dtype:
+                copy = room.view(-1).view(weight.dtype)[: copy.numel()].view(copy.shape).copy_(copy)
+            local(weight.detach()).copy_(copy, non_blocking=True)
+
+
+def _send_on(stream: torch.cuda.Stream, group: Sequence[Return], begun: torch.cuda.Event) -> torch.cuda.Event:
+    """Send a group on this stream, once the device has done what it was given before."""
+    stream.wait_event(begun)
+    with torch.cuda.stream(stream):
+        _send(group)
+        return stream.record_event()
+
 
 PLACES = 1 + len(STATES)
 """Of a parameter in a scratch file: its weight and its moments."""
@@ -57,10 +137,10 @@ class HostWeights:
         weakly = proxy(self)  # or parameter, hook and parameter would hold one another
         held = {parameter: _wide(parameter) for parameter in parameters}
         self._fetched = {parameter for parameter in held if waits(parameter)}
-        self._sums: HostSums | None = None
+        self._sums: Rooms[Tensor] | None = None
         if sums and held:
-            pinned = any(parameter.is_cuda for parameter in held)
-            self._sums = HostSums(max(values.nbytes for values in held.values()), pinned=pinned)
+            pinned, largest = any(parameter.is_cuda for parameter in held), max(one.nbytes for one in held.values())
+            self._sums = Rooms((host_buffer(largest, pinned=pinned) for _ in range(SUM_BUFFERS)), pinned=pinned)
         if directory is not None:
             sizes = ([0 if key in self._places else one.nbytes, one.nbytes, one.nbytes] for key, one in held.items())
             self.scratch = Scratch(directory, [size for three in sizes for size in three])
@@ -82,7 +162,7 @@ class HostWeights:
         if self.scratch:
             self.scratch.settle()
         both = ((one, local(copy.detach()), local(self._gradients[one])) for one, copy in self.copies.items())
-        self.returning = ReturningWeights([Return(*three) for three in both if three[0] not in self._fetched])
+        self.returning = ReturningWeights([three for three in both if three[0] not in self._fetched])
 
     def streamed(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> StreamedAdamW:
         """Make the AdamW that goes through the scratch file."""
@@ -121,7 +201,7 @@ class HostWeights:
         """Return all that is in memory: the room for gradients, buffers for their sums, and the copies, but for weights
         that wait there anyhow; of a file, the blocks that are on their way."""
         copies = [copy for parameter, copy in self.copies.items() if parameter not in self._fetched]
-        buffers = self._sums.buffers if self._sums else []
+        buffers = self._sums.rooms if self._sums else []
         return [*self._gradients.values(), *(self._rooms if self.scratch else copies), *buffers]
 
     def states(self, states: Mapping[Any, Mapping[str, Tensor]]) -> list[Tensor]:
@@ -150,8 +230,9 @@ class HostWeights:
         """Have a whole gradient leave. The device holds it until the next one leaves, by when its copy is done."""
         assert parameter.grad is not None
         gradient, total = local(parameter.grad), local(self._gradients[parameter])
-        adds = self._sums if self.copies[parameter].grad is not None else None
-        room = adds.room(gradient) if adds else total
+        adds, room = self._sums if self.copies[parameter].grad is not None else None, total
+        if adds:
+            room = adds.room()[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
         copied = None
         if self._stream is None:
             room.copy_(gradient)
@@ -164,7 +245,7 @@ class HostWeights:
                 room.copy_(gradient, non_blocking=True)
                 copied = self._stream.record_event()
         if adds:
-            adds.add(room, total, copied)
+            adds.tell(_add, room, total, copied)
         self.copied["device", "host"] += gradient.nbytes
         self._leaving = gradient, copied
         self.copies[parameter].grad = self._gradients[parameter]
@@ -190,6 +271,13 @@ class HostWeights:
             for parameter in self._fetched if self.scratch else ():
                 local(kept(parameter)).copy_(local(self.copies[parameter]))
         self.copied["host", "device"] += self.returning.give()
+
+
+def _add(room: Tensor, total: Tensor, copied: torch.cuda.Event | None) -> None:
+    """Add what is in a room to a sum, once it has been ``copied`` there."""
+    if copied is not None:
+        copied.synchronize()
+    total.add_(room)
 
 
 def _wide(parameter: nn.Parameter) -> Tensor:

@@ -69,7 +69,7 @@ def _wrong_fraction(plan: Plan, blocks: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _wrong_weights(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    dial, where = plan.shard, plan.offload.weights
+    shard, where = plan.shard, plan.offload.weights
     if plan.lora is None and not plan.frozen and plan.offload.optimizer == "none":
         what = f"weights wait on {TIER_WORDS[where]} if they are frozen or updated there; here the device updates all"
         fix = f"offload.optimizer={where}" if plan.optim.streamed else "offload.optimizer=host offload.weights=host"
@@ -78,9 +78,9 @@ def _wrong_weights(plan: Plan) -> Iterator[tuple[str, str, str]]:
         fix = "nvme" if plan.lora is None else "none"
         what = "what the host updates in its memory does not wait on NVMe"
         yield "weights", what, f"none, or `offload.optimizer={fix}`"
-    elif plan.sharded and (dial.strategy != "zero3" or dial.reshard_after_forward is not True):
-        kept, fix = f"strategy: {dial.strategy}", "parallel.strategy=zero3"
-        if dial.strategy == "zero3":
-            kept, fix = f"reshard_after_forward: {dial.reshard_after_forward}".lower(), "reshard_after_forward=true"
+    elif plan.sharded and (shard.strategy != "zero3" or shard.reshard_after_forward is not True):
+        kept, fix = f"strategy: {shard.strategy}", "parallel.strategy=zero3"
+        if shard.strategy == "zero3":
+            kept, fix = f"reshard_after_forward: {shard.reshard_after_forward}".lower(), "reshard_after_forward=true"
         what = f"weights come from the host a block ahead, and `{kept}` keeps them gathered"
         yield "weights", what, f"none, or `{fix}`"

@@ -1,6 +1,6 @@
 """The moments when gradients, inputs of blocks and weights leave the device, and when they come, on paper.
 
-:class:`LeavingGradients` does what host.py does, :class:`ComingWeights` what returned.py and weights.py do, and
+:class:`LeavingGradients` and :class:`ComingWeights` do what host.py does, the latter also what weights.py does, and
 :class:`WaitingInputs` what activations.py does. No torch.
 """
 
@@ -47,8 +47,8 @@ class LeavingGradients(Gradients):
         self.going: Hashable = None  # what has left last, and is there until the next has
 
     def whole(self, unit: UnitName, key: Hashable, size: int, *, last: bool, summed: Hashable = None) -> None:
-        """In the ``last`` backward, or in each where the host adds them up, it leaves if it may already, by when the
-        one before it has left."""
+        """Have it leave in the ``last`` backward, or in each where the host adds them up, if it may already; by then
+        the one before it has left."""
         if not self.on_host:
             return
         adds, moves = self.sums and key in self.leaves, unit not in self.staying
@@ -72,7 +72,7 @@ class LeavingGradients(Gradients):
         self.leaves, self.bucketed = map(dict, kept)
 
     def end_step(self) -> None:
-        """What has not left, leaves, that of a unit after that of another. A bucket is there until all of it has."""
+        """Have the rest leave, one unit's after another's. A bucket is there until all of it has left."""
         of_unit: dict[UnitName, dict[Hashable, tuple[int, bool]]] = {}
         for key in self.log.alive:
             each = [self.leaves[one] for one in self.bucketed.get(key, (key,)) if one in self.leaves]
@@ -150,7 +150,7 @@ class ComingWeights(Between):
                 self._await(("waiting", name - 1), computes=False)
 
     def end(self) -> None:
-        """What it has read last goes."""
+        """Let go of the weights that backward has read last."""
         for name in range(len(self.waiting)):
             self.log.drop(("waiting", name))
         self.read = []

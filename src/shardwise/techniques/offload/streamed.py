@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,8 @@ Room = tuple[memoryview, Tensor]
 STATES = ("exp_avg", "exp_avg_sq")
 
 
-class FileBlock(NamedTuple):
-    """A piece of a parameter, whose numbers begin at ``first``. ``settings`` are those of its group."""
-
-    parameter: nn.Parameter
-    first: int
-    numbers: int
-    step: Tensor
-    settings: dict[str, Any]
+Block = tuple[nn.Parameter, int, int, dict[str, Any]]
+"""A piece of a parameter: where its numbers begin, how many they are, and the settings of the parameter's group."""
 
 
 class StreamedAdamW(Optimizer):
@@ -83,29 +77,27 @@ class StreamedAdamW(Optimizer):
         if failed:
             raise failed[0]
 
-    def _blocks(self) -> Iterator[FileBlock]:
+    def _blocks(self) -> Iterator[Block]:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                step = self.state[parameter]["step"]
-                step += 1
+                self.state[parameter]["step"] += 1
                 shard = local(parameter.detach())
                 most = BLOCK_BYTES // shard.element_size()
                 for first in range(0, shard.numel(), most):
-                    numbers = min(most, shard.numel() - first)
-                    yield FileBlock(parameter, first, numbers, step, group)
+                    yield parameter, first, min(most, shard.numel() - first), group
 
-    def _update(self, block: FileBlock, view: memoryview, room: Tensor) -> None:
-        parameter, settings = block.parameter, block.settings
-        gradient = local(parameter.grad).flatten()[block.first : block.first + block.numbers]  # type: ignore[arg-type]
-        begin, size = block.first * gradient.element_size(), whole_pages(block.numbers * gradient.element_size())
+    def _update(self, block: Block, view: memoryview, room: Tensor) -> None:
+        parameter, first, numbers, settings = block
+        gradient = local(parameter.grad).flatten()[first : first + numbers]  # type: ignore[arg-type]
+        begin, size = first * gradient.element_size(), whole_pages(numbers * gradient.element_size())
         parts = [slice(i * BLOCK_BYTES, i * BLOCK_BYTES + size) for i in range(3)]
         places = [*zip(self.places[parameter], parts, strict=True)]
         for (file, place), part in places:
             file.read(place, begin, view[part])
-        weight, *moments = (room[part].view(gradient.dtype)[: block.numbers] for part in parts)
-        fused_adamw(weight, gradient, (moments[0], moments[1]), block.step, settings)
-        self.give(parameter, block.first, weight)
+        weight, *moments = (room[part].view(gradient.dtype)[:numbers] for part in parts)
+        fused_adamw(weight, gradient, (moments[0], moments[1]), self.state[parameter]["step"], settings)
+        self.give(parameter, first, weight)
         for (file, place), part in places:
             file.write(place, begin, view[part])

@@ -1,4 +1,4 @@
-"""One dial for data parallelism: what lives on a slice of the data-parallel ranks.
+"""The data-parallel strategy: what lives on a slice of the data-parallel ranks.
 
     strategy   on a slice                   sends a step, with m micro-batches and P bytes of weights
     ddp        nothing                      all-reduce of the gradients, once
@@ -75,19 +75,19 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
         )
         if strategy == "ddp" and degrees.dp_replicate % (least := least_dp_shard(layout)) == 0:
             layout = dataclasses.replace(layout, dp_replicate=degrees.dp_replicate // least, dp_shard=least)
-        dial = Shard(strategy, True if again is None or strategy != "zero3" else again)
-        yield dataclasses.replace(plan, layout=layout, shard=dial, why=why)
+        shard = Shard(strategy, True if again is None or strategy != "zero3" else again)
+        yield dataclasses.replace(plan, layout=layout, shard=shard, why=why)
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
-    asked, layout, dial = recipe.parallel, plan.layout, plan.shard
+    asked, layout, shard = recipe.parallel, plan.layout, plan.shard
     strategy = "auto" if layout.size("loss") == 1 else asked.strategy
-    again = asked.reshard_after_forward if dial.strategy == "zero3" else None
+    again = asked.reshard_after_forward if shard.strategy == "zero3" else None
     return {
-        "parallel.strategy": (dial.strategy, "zero3" if strategy in ("fsdp", "hsdp") else strategy),
+        "parallel.strategy": (shard.strategy, "zero3" if strategy in ("fsdp", "hsdp") else strategy),
         "parallel.dp_replicate": (layout.dp_replicate, asked.dp_replicate or "auto"),
         "parallel.dp_shard": (layout.dp_shard, asked.dp_shard or "auto"),
-        "parallel.reshard_after_forward": (dial.reshard_after_forward, "auto" if again is None else again),
+        "parallel.reshard_after_forward": (shard.reshard_after_forward, "auto" if again is None else again),
     }
 
 
@@ -350,7 +350,7 @@ def reduce_unused(part: nn.Module) -> bool:
 
     if not isinstance(part, FSDPModule):
         return True
-    able = "set_reduce_scatter_unused_params" in dir(FSDPModule)
-    if able:
+    supported = "set_reduce_scatter_unused_params" in dir(FSDPModule)
+    if supported:
         part.set_reduce_scatter_unused_params(True)
-    return able
+    return supported

@@ -35,8 +35,8 @@ def grouped(cluster: Cluster, plan: Plan) -> Cluster:
 
 
 def layouts(recipe: Recipe, cluster: Cluster, cp: int, *, pinned: bool) -> Iterator[tuple[Strategy, Layout]]:
-    """The settings of the dial in the order in which they are tried; with ``pinned``, those the recipe allows. ``cp``:
-    ranks with tokens of the same rows, over which weights may be cut too."""
+    """The data-parallel strategies in the order in which they are tried; with ``pinned``, those the recipe allows.
+    ``cp``: ranks with tokens of the same rows, over which weights may be cut too."""
     asked, parallel = recipe.parallel.strategy, recipe.parallel
     world, per_node = cluster.world, cluster.devices_per_node
     replicated = Layout(dp_replicate=world, ranks_per_node=per_node)

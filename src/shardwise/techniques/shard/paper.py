@@ -26,7 +26,7 @@ Group = UnitName | ExpertsOf
 
 
 class StrategyWeights(Weights):
-    """What strategies have in common. ``gradients``: is told of gradients that are whole."""
+    """The rules that strategies have in common. ``gradients``: is told of gradients that are whole."""
 
     def __init__(self, log: EventLog, sheet: Sheet, plan: Plan, gradients: Gradients) -> None:
         self.log, self.plan, self.gradients = log, plan, gradients
