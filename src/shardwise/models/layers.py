@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.traceback import annotate, get_current_meta
 
 from shardwise.models.config import ModelSpec
 
 aten = torch.ops.aten
 Rotary = tuple[Tensor, Tensor]
 Finish = Callable[[Tensor, Tensor], Any]
+AGAIN = "shardwise: made again"
 FUSED_NORM = ("cuda",)
 """Devices for which torch has RMSNorm and its gradient as one operator each (since 2.9)."""
 
@@ -40,6 +43,17 @@ def returned(x: Tensor) -> Tensor:
     an operation in place or a cast to the same dtype does not make. From any other torch 2.11 computes wrong gradients,
     and says nothing."""
     return x.view_as(x) if torch.compiler.is_compiling() else x
+
+
+def made_again() -> AbstractContextManager[None]:
+    """Say of all that is computed within that selective recomputation computes it again, and keeps none of it: of a
+    layer whose result is many times as wide as what it reads. The compiler keeps it in mind, as eager code does."""
+    return annotate({AGAIN: True})
+
+
+def is_made_again() -> bool:
+    """Return whether what is computed now stands within :func:`made_again`."""
+    return AGAIN in get_current_meta().get("custom", ())
 
 
 def _fused(x: Tensor) -> bool:

@@ -249,6 +249,7 @@ class _Recording:
             gradient_out=marks.get("gradient_out", -1),
             weight_gradients=tuple((key, local[index]) for key, index in run.weight_gradients),
             saved=saved,
+            again=frozenset(local[i] for event in events[: run.forward_events] if event.again for i in event.makes),
         )
 
     def record(self, *, backward: bool) -> _Pass:

@@ -21,7 +21,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan, Remat
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,13 +35,15 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 """From the least recomputation to the most."""
 
 
-def saves(ops: tuple[Op, ...]) -> frozenset[int]:
+def saves(block: Unit) -> frozenset[int]:
     """The technique's one fact: the indices of the operations of a block whose results ``selective`` saves: attention,
     the rule of gated delta nets, tokens that are exchanged for heads, rows that go to experts and come back, and every
-    matrix product but the last, whose result no gradient needs."""
-    products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
-    attention = (i for i, op in enumerate(ops) if op.kind in ("attention", "rule") or op.name == "all_to_all")
-    return frozenset([*products[:-1], *attention])
+    matrix product but the last, whose result no gradient needs; none of which the block's program says that it is made
+    again (:func:`shardwise.models.layers.made_again`)."""
+    products = [i for i, op in enumerate(block.forward) if op.kind == "matmul"]
+    others = (i for i, op in enumerate(block.forward) if op.kind in ("attention", "rule") or op.name == "all_to_all")
+    found = (*products[:-1], *others)
+    return frozenset(i for i in found if block.again.isdisjoint(block.forward[i].allocates))
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
@@ -93,7 +95,7 @@ def _recomputing(block: Unit, *, selective: bool) -> Unit:
     """A block without a backward saves nothing, with or without recomputation."""
     if not block.backward:
         return block
-    return dataclasses.replace(block, recompute=True, saved_ops=saves(block.forward) if selective else frozenset())
+    return dataclasses.replace(block, recompute=True, saved_ops=saves(block) if selective else frozenset())
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
@@ -169,11 +171,13 @@ class _Chosen:
     )
 
     def __init__(self, products: int) -> None:
-        self.left = products - 1
+        from shardwise.models.layers import is_made_again
+
+        self.left, self.is_made_again = products - 1, is_made_again
 
     def __call__(self, op: Any) -> bool:
         name = op.name()
         if name in self.PRODUCTS:
             self.left -= 1
-            return self.left >= 0
-        return name in self.OTHERS
+        saved = self.left >= 0 if name in self.PRODUCTS else name in self.OTHERS
+        return saved and not self.is_made_again()
