@@ -125,16 +125,18 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.plus_one)
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Saves gate and up; silu(gate) is made again in backward."""
-
-    @staticmethod
-    def forward(gate: Tensor, up: Tensor) -> Tensor:
-        return returned(nn.functional.silu(gate).mul_(up))
+class _Gated(torch.autograd.Function):
+    """An activation that saves gate and up; everything else is made again in backward."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+
+
+class _SwiGLU(_Gated):
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        return returned(nn.functional.silu(gate).mul_(up))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,16 +150,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate, up)
 
 
-class _GeGLU(torch.autograd.Function):
-    """Saves gate and up; gelu(gate) is made again in backward."""
-
+class _GeGLU(_Gated):
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         return returned(nn.functional.gelu(gate, approximate="tanh").mul_(up))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,17 +171,11 @@ CLAMP, SLOPE = 7.0, 1.702
 """Of gpt-oss's gated activation: beyond what it cuts gate and up, and how steep its sigmoid is."""
 
 
-class _ClampedSwiGLU(torch.autograd.Function):
-    """Saves gate and up; everything else is made again in backward."""
-
+class _ClampedSwiGLU(_Gated):
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         gate = gate.clamp(max=CLAMP)
         return returned(torch.sigmoid(gate * SLOPE).mul_(gate).mul_(up.clamp(-CLAMP, CLAMP).add_(1)))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:

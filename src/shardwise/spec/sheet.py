@@ -115,10 +115,8 @@ class Tensor:
         return Tensor(self.name, shape, self.dtype, self.category, *kept)
 
     def numel(self, b: int, s: int) -> int:
-        total = 1
-        for dim in self.shape:
-            total *= dim if isinstance(dim, int) else {"b": b, "s": s, "b*s": b * s}[dim]
-        return total
+        sizes = {"b": b, "s": s, "b*s": b * s}
+        return prod(dim if isinstance(dim, int) else sizes[dim] for dim in self.shape)
 
     def bytes(self, b: int = 1, s: int = 1) -> int:
         """Bytes of the whole tensor."""

@@ -135,12 +135,11 @@ def _counted(number: str, *, compiled: bool) -> Any:
     FSDP2 does for modules within a block differs."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    products = int(number)
     if not compiled:
         from shardwise.techniques.selective import saving
 
-        return saving(_Chosen(products), _Chosen(products))
-    chosen = {False: _Chosen(products), True: _Chosen(products)}
+        return saving(_Chosen(number), _Chosen(number))
+    chosen = {False: _Chosen(number), True: _Chosen(number)}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if chosen[ctx.is_recompute](op) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -170,14 +169,13 @@ class _Chosen:
         }
     )
 
-    def __init__(self, products: int) -> None:
+    def __init__(self, products: str) -> None:
         from shardwise.models.layers import is_made_again
 
-        self.left, self.is_made_again = products - 1, is_made_again
+        self.left, self.is_made_again = int(products) - 1, is_made_again
 
     def __call__(self, op: Any) -> bool:
-        name = op.name()
-        if name in self.PRODUCTS:
-            self.left -= 1
-        saved = self.left >= 0 if name in self.PRODUCTS else name in self.OTHERS
+        product = op.name() in self.PRODUCTS
+        self.left -= product
+        saved = self.left >= 0 if product else op.name() in self.OTHERS
         return saved and not self.is_made_again()
