@@ -2,10 +2,10 @@
 
 Shards and sends nothing. ``full`` saves a block's input and runs the block's forward again during backward: a third
 more compute for the smallest activations. ``selective`` also saves the results of matrix products and of attention, and
-recomputes only what is cheap (norms, rotations, gates): a few per cent of compute. With ``every`` k, only each k-th
-block recomputes. It pays where activations do not fit; a larger micro-batch can then gain more than recomputation
-costs. Applied to blocks in place, with PyTorch's non-reentrant checkpoint, which stops recomputing at the last tensor
-that backward needs.
+recomputes only what is cheap (norms, rotations, gates), or many times as wide as what it is made of (heads of
+latents): a few per cent of compute. With ``every`` k, only each k-th block recomputes. It pays where activations do not
+fit; a larger micro-batch can then gain more than recomputation costs. Applied to blocks in place, with PyTorch's
+non-reentrant checkpoint, which stops recomputing at the last tensor that backward needs.
 """
 
 from __future__ import annotations
