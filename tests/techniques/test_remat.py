@@ -88,3 +88,13 @@ def test_a_run_that_keeps_heads_is_not_what_was_planned() -> None:
     with patch.object(latent, "made_again", nullcontext):
         [told] = drift(DEEPSEEK, plan).differences()
     assert told.startswith("saved for backward")
+
+
+@pytest.mark.parametrize("adapters", [None, Lora(RANK, frozen="bf16")], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("spec", [V3, LITE], ids=lambda spec: spec.name)
+def test_the_peak_is_what_was_planned(spec: ModelSpec, adapters: Lora | None) -> None:
+    """Of values as wide as keys, beside which attention needs no room: to the loss and the counts of a step."""
+    even = with_fields(spec, v_head_dim=192)
+    found = drift(even, replace(PLAN, batch=Batch(2, 1, 2048, 256), lora=adapters))
+    assert not found.differences()
+    assert abs(found.predicted.peak_bytes - found.measured.peak_bytes) < 64 < found.measured.peak_bytes / 2**24
