@@ -117,7 +117,16 @@ OF_LATENTS = {
     "zbv x tp": plan(Layout(pp=2, tp=2, v_shaped=True), **V),  # type: ignore[arg-type]
 }
 """Where ranks of tp make latents, each of its own tokens or all of all."""
-SMALL = plan(Layout(tp=2), lora=Lora(3, 6.0, frozen="fp64", nf4=True, dora=True))
+AGAIN = {
+    "adapters, zero3": replace(PLANS["adapters, zero3"], remat=Remat("selective")),
+    "adapters, tp": replace(PLANS["adapters, tp"], remat=Remat("selective")),
+    "1f1b": replace(PLANS["pp"], remat=Remat("selective")),
+    "ring": replace(PLANS["ring"], remat=Remat("selective")),
+    "ulysses": replace(PLANS["ulysses"], remat=Remat("selective")),
+    "host": replace(PLANS["host"], remat=Remat("selective")),
+}
+"""Heads are made of latents again."""
+SMALL = plan(Layout(tp=2), lora=Lora(3, 6.0, frozen="fp64", nf4=True, dora=True), remat=Remat("selective"))
 OF_DENSE = ("tp", "ring", "ulysses", "adapters, tp")
 """Where what is equal in width, and queries without a latent, take another path."""
 OVER_PIECES = {
@@ -143,6 +152,8 @@ OF_NETS = ("zero3", "tp", "pp", "adapters, tp", "ring")
 CASES = {
     **{f"mixture, {name}": (DEEPSEEK, of) for name, of in PLANS.items()},
     **{f"mixture, {name}": (DEEPSEEK, of) for name, of in OF_LATENTS.items()},
+    **{f"mixture, {name}, selective": (DEEPSEEK, of) for name, of in AGAIN.items()},
+    "dense, adapters, zero3, selective": (DENSE, AGAIN["adapters, zero3"]),
     **{f"dense, {name}": (DENSE, PLANS[name]) for name in OF_DENSE},
     "dense, tp, whole": (DENSE, OF_LATENTS["tp, whole"]),
     "wide, in 4 bits": (WIDE, SMALL),

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from itertools import pairwise
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.ir import FallbackKernel
+from torch.fx import GraphModule
 
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec, layer_kinds
+from shardwise.models.config import ModelSpec, layer_kinds, with_fields
 from shardwise.prove import parity
 from shardwise.prove.drift import predict
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.generate import Sampling, generate
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Batch, Lora, Offload, Plan, Precision, Remat
-from shardwise.techniques import compile, remat
+from shardwise.techniques import compile, lora, remat
 from tests.drift.compiled import compiler
 from tests.models.families import random_model, spec_of
 from tests.parity.cases import FP64, UNTIED
 from tests.parity.experts import DEEP
+from tests.parity.mixers import DENSE as LATENT
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch, about its own tracing
@@ -102,6 +109,47 @@ def test_blocks_of_different_numbers_of_products_are_compiled() -> None:
     with compiler("aot_eager") as graphs:
         compiled = gradients(plan)
     assert graphs["aot_eager"] == 2
+    for ours, eager in zip(compiled, gradients(replace(plan, compile=False)), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("adapters", [None, Lora(3, 6.0, frozen="fp64")], ids=["all weights", "adapters"])
+def test_what_compiled_blocks_make_again_of_latents(adapters: Lora | None) -> None:
+    """Forward saves the latents, which are 7 and 15 wide, and not the heads made of them, 40 and 64, whether an adapter
+    adds to these or not; the gradients are those of eager code."""
+    spec, positions, saved = with_fields(LATENT, q_lora_rank=7), torch.arange(8).expand(2, 8), set[int]()
+
+    def forward(graph: GraphModule, _: Any) -> Any:
+        [output] = graph.graph.find_nodes(op="output")
+        saved.update(
+            node.meta["val"].shape[-1]
+            for node in output.args[0]
+            if "mm" in str(node.target) or "two_products" in str(node.target)
+        )
+        return make_boxed_func(graph.forward)
+
+    def gradients(of: Plan) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        [model] = lora.apply([random_model(spec)], of, None)
+        model.double().requires_grad_(of.lora is None)
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                nn.init.normal_(weight.requires_grad_(), std=0.3)
+        [model] = compile.apply(remat.apply([model], of, None), of, None)
+        model(torch.zeros_like(positions), positions, MaskSpec()).sum().backward()
+        return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    plan = Plan(compile=True, remat=Remat("selective"), lora=adapters)
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    torch.compiler.reset()
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        compiled = gradients(plan)
+    assert saved == {7, 15, spec.hidden_size, spec.intermediate_size} | ({3} if adapters else set())
     for ours, eager in zip(compiled, gradients(replace(plan, compile=False)), strict=True):
         torch.testing.assert_close(ours, eager)
 

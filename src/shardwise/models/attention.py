@@ -208,23 +208,17 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.head_dim = spec.attention.head_dim
-        q_size, kv_size = (
-            spec.attention.num_attention_heads * spec.attention.head_dim,
-            spec.attention.num_key_value_heads * spec.attention.head_dim,
-        )
-        self.q = nn.Linear(spec.hidden_size, q_size, bias=spec.attention.attention_bias)
-        gate, bias = spec.attention.attention_gate, spec.attention.attention_bias
-        self.q_gate = nn.Linear(spec.hidden_size, q_size, bias=bias) if gate else None
-        self.k = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention.attention_bias)
-        self.v = nn.Linear(spec.hidden_size, kv_size, bias=spec.attention.attention_bias)
-        self.o = nn.Linear(q_size, spec.hidden_size, bias=spec.attention.output_bias)
-        self.sinks = (
-            nn.Parameter(torch.zeros(spec.attention.num_attention_heads)) if spec.attention.attention_sinks else None
-        )
-        self.qk_norm = spec.attention.qk_norm
-        if spec.attention.qk_norm is not None:
-            sizes = (q_size, kv_size) if spec.attention.qk_norm == "projection" else (spec.attention.head_dim,) * 2
+        own, d = spec.attention, spec.hidden_size
+        self.head_dim, self.qk_norm = own.head_dim, own.qk_norm
+        q_size, kv_size = own.num_attention_heads * own.head_dim, own.num_key_value_heads * own.head_dim
+        self.q = nn.Linear(d, q_size, bias=own.attention_bias)
+        self.q_gate = nn.Linear(d, q_size, bias=own.attention_bias) if own.attention_gate else None
+        self.k = nn.Linear(d, kv_size, bias=own.attention_bias)
+        self.v = nn.Linear(d, kv_size, bias=own.attention_bias)
+        self.o = nn.Linear(q_size, d, bias=own.output_bias)
+        self.sinks = nn.Parameter(torch.zeros(own.num_attention_heads)) if own.attention_sinks else None
+        if own.qk_norm is not None:
+            sizes = (q_size, kv_size) if own.qk_norm == "projection" else (own.head_dim,) * 2
             self.q_norm, self.k_norm = (RMSNorm(size, spec.rms_norm_eps, spec.norm_plus_one) for size in sizes)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: MaskSpec) -> Tensor:

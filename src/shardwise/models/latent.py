@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.models.attention import Attention, MaskSpec
 from shardwise.models.config import ModelSpec
-from shardwise.models.layers import RMSNorm, Rotary, rotate
+from shardwise.models.layers import RMSNorm, Rotary, made_again, rotate
 
 NORM_EPS = 1e-6
 """Of the norms of latents, whatever ``rms_norm_eps`` is: as transformers has it."""
@@ -16,7 +16,8 @@ NORM_EPS = 1e-6
 
 class LatentAttention(Attention):
     """The mixer ``latent``. Keys and values of all tokens and heads are made in training: what a cache would save in
-    generation, the latent, saves nothing here."""
+    generation, the latent, saves nothing here; but selective recomputation saves the latents, and makes heads of them
+    again."""
 
     def __init__(self, spec: ModelSpec) -> None:
         nn.Module.__init__(self)
@@ -45,8 +46,10 @@ class LatentAttention(Attention):
             q = self.q(x)
         else:
             queries, latent, key = self.to_heads(self.q_a_norm(self.q_a(x)), latent, key)
-            q = self.q_b(queries)
-        kv = self.kv_b(latent).unflatten(-1, (-1, still + value))
+            with made_again():
+                q = self.q_b(queries)
+        with made_again():
+            kv = self.kv_b(latent).unflatten(-1, (-1, still + value))
         q_still, q_turned = q.unflatten(-1, (-1, self.head_dim)).split([still, turned], -1)
         key = key.unsqueeze(-2)
         if rotary is not None:

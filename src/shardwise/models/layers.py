@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.traceback import annotate, get_current_meta
 
 from shardwise.models.config import ModelSpec
 
 aten = torch.ops.aten
 Rotary = tuple[Tensor, Tensor]
 Finish = Callable[[Tensor, Tensor], Any]
+AGAIN = "shardwise: made again"
 FUSED_NORM = ("cuda",)
 """Devices for which torch has RMSNorm and its gradient as one operator each (since 2.9)."""
 
@@ -40,6 +43,17 @@ def returned(x: Tensor) -> Tensor:
     an operation in place or a cast to the same dtype does not make. From any other torch 2.11 computes wrong gradients,
     and says nothing."""
     return x.view_as(x) if torch.compiler.is_compiling() else x
+
+
+def made_again() -> AbstractContextManager[None]:
+    """Say of all that is computed within that selective recomputation computes it again, and keeps none of it: of a
+    layer whose result is many times as wide as what it reads. The compiler keeps it in mind, as eager code does."""
+    return annotate({AGAIN: True})
+
+
+def is_made_again() -> bool:
+    """Return whether what is computed now stands within :func:`made_again`."""
+    return AGAIN in get_current_meta().get("custom", ())
 
 
 def _fused(x: Tensor) -> bool:
@@ -111,16 +125,18 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.plus_one)
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Saves gate and up; silu(gate) is made again in backward."""
-
-    @staticmethod
-    def forward(gate: Tensor, up: Tensor) -> Tensor:
-        return returned(nn.functional.silu(gate).mul_(up))
+class _Gated(torch.autograd.Function):
+    """An activation that saves gate and up; everything else is made again in backward."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+
+
+class _SwiGLU(_Gated):
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        return returned(nn.functional.silu(gate).mul_(up))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,16 +150,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate, up)
 
 
-class _GeGLU(torch.autograd.Function):
-    """Saves gate and up; gelu(gate) is made again in backward."""
-
+class _GeGLU(_Gated):
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         return returned(nn.functional.gelu(gate, approximate="tanh").mul_(up))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,17 +171,11 @@ CLAMP, SLOPE = 7.0, 1.702
 """Of gpt-oss's gated activation: beyond what it cuts gate and up, and how steep its sigmoid is."""
 
 
-class _ClampedSwiGLU(torch.autograd.Function):
-    """Saves gate and up; everything else is made again in backward."""
-
+class _ClampedSwiGLU(_Gated):
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         gate = gate.clamp(max=CLAMP)
         return returned(torch.sigmoid(gate * SLOPE).mul_(gate).mul_(up.clamp(-CLAMP, CLAMP).add_(1)))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,9 @@ class Mixer:
     """One way in which blocks mix tokens, as a config names it for all layers or, in ``layer_types``, for some.
 
     module: its program, ``package.module:Class``: made of a ModelSpec, called with x [b,s,d], the tables of rotation
-    (None: nothing is rotated) and a MaskSpec, it returns [b,s,d]. matrices: its linear layers; norms: the size of each
-    norm; others: the shape of each other parameter, all by their names in the program.
+    (None: nothing is rotated) and a MaskSpec, it returns [b,s,d]; which of its results selective recomputation makes
+    again it says itself (``made_again`` in layers.py). matrices: its linear layers; norms: the size of each norm;
+    others: the shape of each other parameter, all by their names in the program.
 
     columns, rows, whole: the names of layers whose outputs, a number of heads, are shared by tensor-parallel ranks;
     whose inputs are; and that every rank has, to use with its own heads. Without any the mixer cannot be shared so.

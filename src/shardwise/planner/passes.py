@@ -361,5 +361,4 @@ def _calls(place: int, at: dict[int, WeightsCall]) -> Iterator[WeightsCall]:
 
 def _held(unit: Unit, later: frozenset[int]) -> set[int]:
     """Return what must live from the first half of a backward to the second."""
-    read = {tensor for i in later for tensor in unit.backward[i].reads}
-    return read | {tensor for i in later for tensor in unit.backward[i].allocates}
+    return {tensor for i in later for tensor in (*unit.backward[i].reads, *unit.backward[i].allocates)}

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.distributed.calls import collective, group_name
 from shardwise.distributed.slices import local
+from shardwise.models.layers import is_made_again
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Stored:
 class RecordedOp:
     """One operation that made or freed something: ``reads`` and ``makes`` are indices of storages; ``writes`` are
     changed in place. A collective has a ``kind``, a ``group`` and a ``payload``: the bytes that go in and that come
-    out. ``read`` and ``written`` are bytes, tensor by tensor."""
+    out. ``read`` and ``written`` are bytes, tensor by tensor. ``again``: a program said that it is made again."""
 
     op: Any
     shapes: tuple[tuple[int, ...], ...]
@@ -48,6 +49,7 @@ class RecordedOp:
     payload: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
+    again: bool = False
 
 
 class Storages:
@@ -132,7 +134,7 @@ class Recorder(TorchDispatchMode):
         shapes = tuple(tuple(t.shape) for t in inputs)
         changed = _changed(func, args, kwargs or {})
         writes = tuple(stored.index for t in changed if (stored := self.storages.find(t)) is not None)
-        event = RecordedOp(func, shapes, tuple(reads), tuple(makes), writes=writes)
+        event = RecordedOp(func, shapes, tuple(reads), tuple(makes), writes=writes, again=is_made_again())
         if kind := collective(func):
             event.kind, event.group = kind, group_name(args)
             sides = (plain_tensors(side) for side in (*args, out) if isinstance(side, Tensor | list))

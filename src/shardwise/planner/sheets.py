@@ -60,7 +60,7 @@ THEIRS = ("models/hf_model.py", "models/hf_spec.py", "planner/hf_units.py")
 """Of what is traced where a model runs in transformers' own modules."""
 MARKS = ("input", "output", "gradient_in", "gradient_out")
 """Fields of a unit that are tensors of its own."""
-FORMAT = 1
+FORMAT = 2
 """Of a packed unit."""
 NOTHING: tuple[Any, ...] = ((), (), (), "", "", (), "", (), (), ())
 """What an operation has of each of its fields from the third on where it is packed without them."""
@@ -338,6 +338,7 @@ def pack_unit(unit: Unit) -> list[Any]:
         [vars(unit)[mark] for mark in MARKS],
         unit.weight_gradients,
         sorted(unit.saved),
+        sorted(unit.again),
     ]
 
 
@@ -350,7 +351,7 @@ def _pack_op(op: Op) -> list[Any]:
 
 def unpack_unit(packed: list[Any]) -> Unit:
     """The inverse of :func:`pack_unit`."""
-    name, weights, tensors, forward, frees, backward, marks, gradients, saved = packed
+    name, weights, tensors, forward, frees, backward, marks, gradients, saved, again = packed
     held, made = [], []
     for weight, shape, dtype, trained in weights:
         held.append(Tensor(weight, tuple(shape), dtype, "weights", (), dtype, bool(trained), tuple(shape)))
@@ -361,7 +362,7 @@ def unpack_unit(packed: list[Any]) -> Unit:
     plain = tuple(op.freeing(tuple(freed)) for op, freed in zip(saving, frees, strict=True))
     named = dict(zip(MARKS, marks, strict=True)) | {"weight_gradients": tuple(map(tuple, gradients))}
     own = (saving, plain, tuple(map(_op, backward)))
-    return Unit(name, tuple(held), tuple(made), *own, **named, saved=frozenset(saved))
+    return Unit(name, tuple(held), tuple(made), *own, **named, saved=frozenset(saved), again=frozenset(again))
 
 
 def _op(packed: list[Any]) -> Op:

@@ -120,10 +120,8 @@ def trace(variant: Variant) -> Unit:
         return _Recording(variant.what, _subject(variant, model), _Naming(reading, axes, plan.layout)).made()
 
 
-@cache
-def trace_once(variant: Variant) -> Unit:
-    """As :func:`trace`, each variant once in this process."""
-    return trace(variant)
+trace_once = cache(trace)
+"""As :func:`trace`, each variant once in this process."""
 
 
 def traced_here(variants: Iterable[Variant]) -> dict[Variant, Unit]:
@@ -249,6 +247,7 @@ class _Recording:
             gradient_out=marks.get("gradient_out", -1),
             weight_gradients=tuple((key, local[index]) for key, index in run.weight_gradients),
             saved=saved,
+            again=frozenset(local[i] for event in events[: run.forward_events] if event.again for i in event.makes),
         )
 
     def record(self, *, backward: bool) -> _Pass:
@@ -321,12 +320,11 @@ class _Naming:
                 if ops and frees:
                     ops[-1] = ops[-1].freeing(ops[-1].frees + frees)
                 continue
-            op = self.op(event)
             reads, writes = (
                 tuple(local[index] for index in indices if index in local) for indices in (event.reads, event.writes)
             )
             weight = next((run.weights[index] for index in event.reads if index in run.weights), "")
-            ops.append(replace(op, allocates=makes, frees=frees, reads=reads, writes=writes, weight=weight))
+            ops.append(replace(self.op(event), allocates=makes, frees=frees, reads=reads, writes=writes, weight=weight))
         return tuple(ops)
 
     def op(self, event: RecordedOp) -> Op:

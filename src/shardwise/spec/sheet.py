@@ -115,10 +115,8 @@ class Tensor:
         return Tensor(self.name, shape, self.dtype, self.category, *kept)
 
     def numel(self, b: int, s: int) -> int:
-        total = 1
-        for dim in self.shape:
-            total *= dim if isinstance(dim, int) else {"b": b, "s": s, "b*s": b * s}[dim]
-        return total
+        sizes = {"b": b, "s": s, "b*s": b * s}
+        return prod(dim if isinstance(dim, int) else sizes[dim] for dim in self.shape)
 
     def bytes(self, b: int = 1, s: int = 1) -> int:
         """Bytes of the whole tensor."""
@@ -231,7 +229,8 @@ class Unit:
     """``saved`` are the tensors that live from forward to backward (``input`` among them where it is saved).
     ``window`` is how many positions a query of its attention sees at most. ``stays``: the device updates its weights,
     though the host updates those of others. ``forward_plain`` are the forward operations
-    with what each frees when nothing is saved: what runs under recompute. A unit equals itself only, so that what a
+    with what each frees when nothing is saved: what runs under recompute. ``again``: the tensors of which the program
+    says that recomputation makes them, whatever else it finds saved. A unit equals itself only, so that what a
     rewriting made of it is found again without a look at all that is in it."""
 
     name: str
@@ -248,6 +247,7 @@ class Unit:
     saved: frozenset[int] = frozenset()
     recompute: bool = False
     saved_ops: frozenset[int] = frozenset()
+    again: frozenset[int] = frozenset()
     window: int | None = None
     stays: bool = False
 

@@ -2,10 +2,10 @@
 
 Shards and sends nothing. ``full`` saves a block's input and runs the block's forward again during backward: a third
 more compute for the smallest activations. ``selective`` also saves the results of matrix products and of attention, and
-recomputes only what is cheap (norms, rotations, gates): a few per cent of compute. With ``every`` k, only each k-th
-block recomputes. It pays where activations do not fit; a larger micro-batch can then gain more than recomputation
-costs. Applied to blocks in place, with PyTorch's non-reentrant checkpoint, which stops recomputing at the last tensor
-that backward needs.
+recomputes only what is cheap (norms, rotations, gates), or many times as wide as what it is made of (heads of
+latents): a few per cent of compute. With ``every`` k, only each k-th block recomputes. It pays where activations do not
+fit; a larger micro-batch can then gain more than recomputation costs. Applied to blocks in place, with PyTorch's
+non-reentrant checkpoint, which stops recomputing at the last tensor that backward needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan, Remat
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,13 +35,15 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 """From the least recomputation to the most."""
 
 
-def saves(ops: tuple[Op, ...]) -> frozenset[int]:
+def saves(block: Unit) -> frozenset[int]:
     """The technique's one fact: the indices of the operations of a block whose results ``selective`` saves: attention,
     the rule of gated delta nets, tokens that are exchanged for heads, rows that go to experts and come back, and every
-    matrix product but the last, whose result no gradient needs."""
-    products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
-    attention = (i for i, op in enumerate(ops) if op.kind in ("attention", "rule") or op.name == "all_to_all")
-    return frozenset([*products[:-1], *attention])
+    matrix product but the last, whose result no gradient needs; none of which the block's program says that it is made
+    again (:func:`shardwise.models.layers.made_again`)."""
+    products = [i for i, op in enumerate(block.forward) if op.kind == "matmul"]
+    others = (i for i, op in enumerate(block.forward) if op.kind in ("attention", "rule") or op.name == "all_to_all")
+    found = (*products[:-1], *others)
+    return frozenset(i for i in found if block.again.isdisjoint(block.forward[i].allocates))
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
@@ -93,7 +95,7 @@ def _recomputing(block: Unit, *, selective: bool) -> Unit:
     """A block without a backward saves nothing, with or without recomputation."""
     if not block.backward:
         return block
-    return dataclasses.replace(block, recompute=True, saved_ops=saves(block.forward) if selective else frozenset())
+    return dataclasses.replace(block, recompute=True, saved_ops=saves(block) if selective else frozenset())
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
@@ -133,12 +135,11 @@ def _counted(number: str, *, compiled: bool) -> Any:
     FSDP2 does for modules within a block differs."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    products = int(number)
     if not compiled:
         from shardwise.techniques.selective import saving
 
-        return saving(_Chosen(products), _Chosen(products))
-    chosen = {False: _Chosen(products), True: _Chosen(products)}
+        return saving(_Chosen(number), _Chosen(number))
+    chosen = {False: _Chosen(number), True: _Chosen(number)}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if chosen[ctx.is_recompute](op) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -168,12 +169,13 @@ class _Chosen:
         }
     )
 
-    def __init__(self, products: int) -> None:
-        self.left = products - 1
+    def __init__(self, products: str) -> None:
+        from shardwise.models.layers import is_made_again
+
+        self.left, self.is_made_again = int(products) - 1, is_made_again
 
     def __call__(self, op: Any) -> bool:
-        name = op.name()
-        if name in self.PRODUCTS:
-            self.left -= 1
-            return self.left >= 0
-        return name in self.OTHERS
+        product = op.name() in self.PRODUCTS
+        self.left -= product
+        saved = self.left >= 0 if product else op.name() in self.OTHERS
+        return saved and not self.is_made_again()
