@@ -7,8 +7,8 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 3_304,
-    "models": 5_745,
+    "spec": 3_303,
+    "models": 5_743,
     "data": 3_643,
     "distributed": 505,
     "methods": 471,
@@ -21,7 +21,7 @@ PACKAGE_LINES = {
     "cli": 3_323,
 }
 """Lines of code by package: docs/decisions/0013, what later decisions gave for each feature, 0029, which took 454
-away, and 0030 to 0037: a sum of 41,583. One is raised only by taking from another."""
+away, and 0030 to 0037: a sum of 41,580. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 
