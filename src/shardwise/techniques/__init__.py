@@ -59,9 +59,27 @@ from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, offload, op
 from shardwise.techniques.between import Between, Weights
 from shardwise.techniques.events import EventLog, StageLog
 from shardwise.techniques.offload import tiers
+from shardwise.techniques.offload.legal import leave_at_once as leave_at_once
+from shardwise.techniques.offload.legal import leave_early as leave_early
 from shardwise.techniques.offload.narrow import store_narrow
 from shardwise.techniques.offload.paper import ComingWeights, LeavingGradients, WaitingInputs
 from shardwise.techniques.offload.tiers import copied_after as copied_after
+from shardwise.techniques.pp import orders as orders
+from shardwise.techniques.pp.actions import Action as Action
+from shardwise.techniques.pp.replay import Replay as Replay
+from shardwise.techniques.pp.seconds import PipelineReplay as PipelineReplay
+from shardwise.techniques.pp.seconds import StageTimes as StageTimes
+from shardwise.techniques.pp.seconds import least_step_s as least_step_s
+from shardwise.techniques.pp.split import trained_stages as trained_stages
+from shardwise.techniques.shard.bounds import BlockSeconds as BlockSeconds
+from shardwise.techniques.shard.bounds import PassBytes as PassBytes
+from shardwise.techniques.shard.bounds import Sizes as Sizes
+from shardwise.techniques.shard.bounds import block_bytes as block_bytes
+from shardwise.techniques.shard.bounds import copied_s as copied_s
+from shardwise.techniques.shard.bounds import gathered_bytes as gathered_bytes
+from shardwise.techniques.shard.bounds import gradient_bytes as gradient_bytes
+from shardwise.techniques.shard.bounds import passes_bytes as passes_bytes
+from shardwise.techniques.shard.bounds import sent_s as sent_s
 from shardwise.techniques.shard.paper import Sharded
 from shardwise.techniques.shard.replicated import Replicated
 from shardwise.techniques.shard.replicated import period as period

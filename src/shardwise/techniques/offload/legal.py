@@ -15,6 +15,11 @@ def leave_early(plan: Plan) -> bool:
     return plan.offload.optimizer != "none" and plan.layout.tp == plan.layout.pp == 1 and (plan.sharded or alone)
 
 
+def leave_at_once(plan: Plan) -> bool:
+    """Return whether all gradients do, in every micro-batch: none waits for those of others."""
+    return leave_early(plan) and (plan.batch.accumulation == 1 or plan.offload.sums == "host")
+
+
 def leave_each(plan: Plan) -> bool:
     """Return whether the gradients of each micro-batch can leave as backward makes them: ranks have added them up by
     then."""

@@ -1,0 +1,308 @@
+"""What a strategy holds, sends and copies at least, found without a step being played: no plan takes less."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import NamedTuple, Protocol
+
+from shardwise.models.config import ModelSpec
+from shardwise.models.roles import is_expert
+from shardwise.spec.cluster import Cluster
+from shardwise.spec.plan import BYTES, Dtype, Plan
+from shardwise.spec.sheet import Sheet, Unit
+
+Repeated = Iterable[tuple[Unit, int]]
+"""Units, and how often each is there."""
+
+
+class Own(NamedTuple):
+    """Sizes of some weights before they are sharded: the bytes that are gathered (four-bit codes stay so), how many
+    numbers are trained, and the bytes of their gradients as backward makes them."""
+
+    gathered: int = 0
+    trained: int = 0
+    made: int = 0
+
+    @classmethod
+    def of(cls, units: Repeated, *, experts: bool | None = None) -> Own:
+        """``experts``: of them alone, or of all others alone."""
+        gathered = trained = made = 0
+        for unit, times in units:
+            for weight in unit.weights:
+                if experts is None or is_expert(weight.name) is experts:
+                    numbers = times * prod(map(int, weight.shape))
+                    gathered += numbers * BYTES[weight.used_as]
+                    trained += numbers * weight.trained
+                    made += numbers * BYTES[weight.used_as] * weight.trained
+        return cls(gathered, trained, made)
+
+    def reduced(self, dtype: Dtype, *, added: bool) -> int:
+        """Bytes of the gradients, unless they have been ``added`` to others, and of the buffer that is reduced."""
+        return self.made * (not added) + self.trained * BYTES[dtype]
+
+
+class Sizes(NamedTuple):
+    """Sizes that plans have in common that differ in the strategy, in their micro-batches and in what they compute
+    again: of all weights, of those in blocks, in the tail and in the last block. ``experts`` that other ranks have than
+    those of ``fsdp`` are told apart, all of them and the last block's. ``stays``: how many numbers the device updates
+    where the host updates others; ``ahead``: what is gathered of the smallest block, if there are several."""
+
+    whole: Own
+    blocks: Own
+    stays: int
+    experts: Own
+    tail: Own
+    last_block: Own
+    last_experts: Own
+    ahead: int
+
+    @classmethod
+    def of(cls, sheet: Sheet, plan: Plan) -> Sizes:
+        units, last, apart = [*sheet.repeated()], sheet.blocks[sheet.order[-1]], plan.layout.ep > 1
+        others = False if apart else None
+        return cls(
+            whole=Own.of(units, experts=others),
+            blocks=Own.of(((unit, times) for unit, times in units if unit.name == "block"), experts=others),
+            stays=Own.of(((unit, times) for unit, times in units if unit.stays), experts=others).trained,
+            experts=Own.of(units, experts=True) if apart else Own(),
+            tail=Own.of([(sheet.tail, 1)], experts=others),
+            last_block=Own.of([(last, 1)], experts=others),
+            last_experts=Own.of([(last, 1)], experts=True) if apart else Own(),
+            ahead=min(Own.of([(block, 1)], experts=others).gathered for block in sheet.blocks)
+            if len(sheet.order) > 1
+            else 0,
+        )
+
+
+class PassBytes(NamedTuple):
+    """Bytes that the passes of a micro-batch hold at least: what all blocks keep from forward to backward, and the last
+    of them; what is there of that one when its backward begins; and what the loss holds at once."""
+
+    kept: int
+    last: int
+    saved: int
+    loss: int
+
+
+def gradient_bytes(sizes: Sizes, plan: Plan, *, leave: bool) -> int:
+    """Return the bytes of a rank's gradients once they are summed, without stages; where they ``leave`` the device at
+    once, of those that stay."""
+    each, slices = BYTES[plan.precision.weights], plan.layout.fsdp if plan.sharded else 1
+    if leave:
+        return sizes.stays * each // slices
+    experts = plan.layout.size("expert_fsdp") if plan.sharded else 1
+    return sizes.whole.trained * each // slices + sizes.experts.trained * each // experts
+
+
+def gathered_bytes(sizes: Own, plan: Plan) -> int:
+    """Return the bytes of gathered weights that stay for the whole step."""
+    return sizes.gathered * _stays(plan)
+
+
+def block_bytes(sizes: Sizes, plan: Plan) -> tuple[int, int, int]:
+    """Return of all blocks together, on a rank of a pipeline, the bytes of gathered weights that stay, and of gradients:
+    before the last micro-batch, and when all is summed, if that is there before."""
+    blocks = sizes._replace(whole=sizes.blocks)
+    gathered = gathered_bytes(sizes.blocks, plan) + gathered_bytes(sizes.experts, plan)
+    summed = gradient_bytes(blocks, plan, leave=False)
+    if plan.shard.strategy == "zero1":
+        return gathered, (sizes.blocks.trained + sizes.experts.trained) * BYTES[plan.precision.reduce], 0
+    return gathered, summed, summed
+
+
+def passes_bytes(passes: PassBytes, sizes: Sizes, plan: Plan, gradients: int, *, early: bool) -> int:
+    """Return what the last micro-batch holds at least of a plan without stages, besides its state: when the loss is
+    computed, when the last block's backward begins, for which its forward may have run again, and when the gradients of
+    that block, or of its experts before them, have been copied to be reduced. By then what the tail has gathered and
+    added up may be gone. ``gradients``: of a rank; they may leave ``early``."""
+    strategy, precision, several = plan.shard.strategy, plan.precision, plan.batch.accumulation > 1
+    block, experts, each_time, stays = sizes.last_block, sizes.last_experts, strategy == "zero3", _stays(plan)
+    tail = added = 0  # of the gradients of other micro-batches, the tail's and those of the block's experts
+    ahead, again = 0, False  # again: to those of other micro-batches autograd adds
+    if strategy == "ddp":
+        whole = ends = 0
+        block = experts = Own()
+    elif each_time:
+        whole = ends = sizes.tail.gathered
+        ahead = 0 if plan.frozen else sizes.ahead
+    else:
+        whole = sizes.whole.gathered + sizes.experts.gathered
+        ends = sizes.whole.gathered - sizes.blocks.gathered
+    before = gradients if several else 0
+    if several and strategy == "zero1":
+        each = BYTES[precision.reduce]
+        before, tail = (sizes.whole.trained + sizes.experts.trained) * each, sizes.tail.trained * each
+        added, again = experts.trained * each, precision.reduce == precision.compute
+    elif several and plan.layout.dp_replicate > 1:  # each replica's part, as it is reduced
+        before = before * min(BYTES[precision.reduce], BYTES[precision.weights]) // BYTES[precision.weights]
+    elif early:
+        tail = min(before, sizes.tail.trained * BYTES[precision.weights])
+    reads = block.gathered * each_time + passes.saved
+    apart = experts.reduced(precision.reduce, added=again)
+    apart += block.gathered * each_time - experts.gathered * stays
+    whole_block = block.reduced(precision.reduce, added=again) - (block.gathered + experts.gathered) * stays - added
+    behind = before - tail + whole - ends + ahead + passes.kept - passes.last  # besides the last block's
+    return max(before + whole + passes.kept + passes.loss, behind + max(reads, apart, whole_block))
+
+
+def _stays(plan: Plan) -> bool:
+    """Return whether weights are gathered once, and stay for the whole step."""
+    return plan.shard.strategy in ("zero1", "zero2")
+
+
+class Links(Protocol):
+    """The links of a cluster, as the groups of a layout use them."""
+
+    @property
+    def cluster(self) -> Cluster: ...
+
+    def seconds(self, kind: str, group: str, size: float) -> float:
+        """Return the seconds of one collective."""
+
+    def least_s(self, kind: str, group: str, size: float, calls: int) -> float:
+        """Return what so many collectives take at least that send ``size`` bytes together."""
+
+    def links(self, group: str) -> str:
+        """Name the links that a group's collectives share."""
+
+
+CopySeconds = Callable[[float], float]
+"""What a device takes at least to copy so many bytes."""
+
+
+class StageSeconds(NamedTuple):
+    """The seconds of a stage's passes of a micro-batch with what is gathered and reduced: forward, backward, and of a
+    backward in two halves the second; what is done before the first message comes, before the first forward and after
+    the last backward; and how long a backward goes on when the gradient of its input is there, and the last."""
+
+    forward: float
+    backward: float
+    second: float
+    waiting: float
+    opening: float
+    closing: float
+    after: tuple[float, float]
+
+
+class BlockSeconds(NamedTuple):
+    """Seconds that gathering the weights of a block takes, and summing its gradients; and copying both, out of one
+    buffer and into the other. ``apart``: of the first two, those of experts that other ranks have. ``replicas``: of a
+    hybrid, adding up what its replicas have summed."""
+
+    gathered: float = 0.0
+    reduced: float = 0.0
+    out: float = 0.0
+    into: float = 0.0
+    apart: tuple[float, float] = (0.0, 0.0)
+    replicas: float = 0.0
+
+    @classmethod
+    def of(cls, sizes: Sizes, plan: Plan, spec: ModelSpec, wires: Links, copy_s: CopySeconds) -> BlockSeconds:
+        """Those of a block of the mean size; of a stage, whose blocks may be smaller than others, of the smallest."""
+        count, staged = spec.num_hidden_layers, plan.layout.pp > 1
+        mean = sizes.blocks.gathered / count
+        gathered = min(mean, sizes.ahead or mean) if staged else mean
+        each = BYTES[plan.precision.reduce] * _all_trained(plan)
+        reduced = gathered * sizes.whole.trained * each / max(1, sizes.whole.gathered)
+        if not plan.sharded:  # in buckets of many blocks, perhaps
+            return cls(reduced=wires.seconds("all_reduce", "loss", reduced * count) / count * (reduced > 0))
+        even = not staged or all(map(spec.has_experts, range(count)))
+        spread, spread_reduced = (
+            even * size / count for size in (sizes.experts.gathered, sizes.experts.trained * each)
+        )
+
+        def each_s(kind: str, group: str, size: float) -> float:
+            return wires.least_s(kind, group, size * count, count) / count
+
+        apart = each_s("all_gather", "expert_fsdp", spread), each_s("reduce_scatter", "expert_fsdp", spread_reduced)
+        parts = reduced / plan.layout.fsdp, spread_reduced / plan.layout.size("expert_fsdp")
+        return cls(
+            each_s("all_gather", "fsdp", gathered) + apart[0],
+            each_s("reduce_scatter", "fsdp", reduced) + apart[1],
+            copy_s(gathered + spread),
+            copy_s(reduced + spread_reduced),
+            apart,
+            sum(each_s("all_reduce", "dp_replicate", part) for part in parts),
+        )
+
+    def stage(
+        self, plan: Plan, blocks: int, passes: tuple[float, float, float], *, begins: bool, halved: bool
+    ) -> StageSeconds:
+        """Those of a stage of so many blocks whose ``passes`` compute so long: forward, backward, and of that the second
+        half, if it is ``halved``. Gathers follow one another, and so do sums of gradients, between which these are
+        copied; the last of a backward is waited for. ``begins``: on the first rank of a pipeline."""
+        (forward, backward, second), n, strategy = passes, blocks, plan.shard.strategy
+        each_time = strategy == "zero3" and plan.shard.reshard_after_forward is True
+        again, last = n * each_time * (not plan.frozen), self.reduced - self.apart[1]
+        backward += again * self.out
+        gathered = max(n * self.out, n * self.gathered - forward)
+        # With the sums of gradients, until the last is begun.
+        given = max(backward, n * self.reduced - last) + n * self.into
+        given = max(given, (again - 1) * (self.gathered - self.apart[0]) + (n - 1) * last)
+        reduced = n * (self.reduced + self.into) if halved else given + last - backward
+        waiting = opening = closing = 0.0
+        if each_time:
+            forward += gathered
+        if each_time or strategy == "zero2":
+            backward, second = backward + reduced, second + reduced
+        elif strategy == "ddp":
+            closing = max(0.0, n * self.reduced - backward)
+        elif strategy == "zero1":
+            closing = reduced
+        if _stays(plan):
+            opening, waiting = (gathered, 0.0) if begins else (0.0, n * (self.gathered + self.out))
+        after = (last * (strategy in ("zero2", "zero3")), last) if not halved else (0.0, 0.0)
+        return StageSeconds(forward, backward, second, waiting, opening, closing, after)
+
+
+def sent_s(sizes: Sizes, plan: Plan, spec: ModelSpec, wires: Links) -> float:
+    """Return the seconds of a step for which a strategy keeps the links of its weights busy; on GPUs, gathers and
+    reductions share them."""
+    layout, each = plan.layout, BYTES[plan.precision.reduce]
+    reduced, experts = sizes.whole.trained * each, sizes.experts.trained * each
+    if plan.shard.strategy == "ddp":
+        summed_s = wires.seconds("all_reduce", "loss", reduced)
+        return max(summed_s, wires.seconds("all_reduce", "expert_loss", experts)) if experts else summed_s
+    (gathers, again, reduces), blocks = _rounds(plan), spec.num_hidden_layers
+    gathered = (gathers * sizes.whole.gathered + again * sizes.blocks.gathered) // (gathers + again)
+    of_experts = sum(map(spec.has_experts, range(blocks)))
+    busy, ways = defaultdict[str, float](float), defaultdict[str, float](float)
+    for group, calls, size, summed in (
+        ("fsdp", blocks, gathered, reduced),
+        ("expert_fsdp", of_experts, sizes.experts.gathered, experts),
+    ):
+        if size:
+            gathered_s = (gathers + again) * wires.least_s("all_gather", group, size, calls)
+            reduced_s = reduces * wires.least_s("reduce_scatter", group, summed, calls if _all_trained(plan) else 1)
+            busy[wires.links(group)] += gathered_s + reduced_s
+            ways["gather"] += gathered_s
+            ways["reduce"] += reduced_s
+    most_s = max((busy if wires.cluster.kind == "cuda" else ways).values())
+    return max(most_s, wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp))
+
+
+def copied_s(sizes: Sizes, plan: Plan, copy_s: CopySeconds) -> float:
+    """Return the seconds of a step, without stages, for which the device copies weights out of what was gathered, and
+    gradients into what is reduced."""
+    if not plan.sharded or plan.layout.pp > 1:
+        return 0.0
+    gathers, again, reduces = _rounds(plan)
+    gathered = (gathers + again) * sizes.experts.gathered
+    gathered += gathers * sizes.whole.gathered + again * sizes.blocks.gathered
+    reduced = reduces * (sizes.whole.trained + sizes.experts.trained) * BYTES[plan.precision.reduce]
+    return copy_s(gathered + reduced)
+
+
+def _rounds(plan: Plan) -> tuple[int, int, int]:
+    """Return how often a strategy gathers all weights in a step, and those of blocks again for backward, and how often
+    it reduces gradients."""
+    strategy, m = plan.shard.strategy, plan.batch.accumulation
+    gathers, reduces = m if strategy == "zero3" else 1, 1 if strategy == "zero1" else m
+    again = strategy == "zero3" and plan.shard.reshard_after_forward is True and not plan.frozen
+    return gathers, m * again, reduces
+
+
+def _all_trained(plan: Plan) -> bool:
+    return plan.lora is None and not plan.frozen
