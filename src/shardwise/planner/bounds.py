@@ -17,7 +17,6 @@ from shardwise.planner.seconds.rates import Rates, own_traits, rates_of
 from shardwise.planner.seconds.step import Least
 from shardwise.planner.seconds.wires import wires_of
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import stage_rank
 from shardwise.spec.plan import Plan
 
 
@@ -51,13 +50,8 @@ class Through:
         """The times of the stages of a pipeline, or of all blocks as one."""
         for number, blocks in enumerate(plan.stages(len(self.forward_s) - 1)):
             ends = self.forward_s, self.backward_s, self.later_s
-            forward_s, backward_s, later_s = (each[blocks.stop] - each[blocks.start] for each in ends)
-            halved = plan.pipeline.spec.splits_backward and trained[number]
-            begins = stage_rank(plan.layout, number) == 0
-            own = block_s.stage(plan, len(blocks), (forward_s, backward_s, later_s), begins=begins, halved=halved)
-            each_s = {"F": own.forward, "B": own.backward}
-            each_s |= {"I": own.backward - own.second, "W": own.second} if halved else {}
-            yield techniques.StageTimes(each_s, own.waiting, own.opening, own.closing, own.after)
+            passes_s = tuple(each[blocks.stop] - each[blocks.start] for each in ends)
+            yield block_s.stage(plan, number, len(blocks), passes_s, trained=trained[number])
 
     def step_s(self, plan: Plan, micro_batches: int, message_s: float) -> float:
         """Return the seconds that a step of a pipeline takes at least."""
@@ -91,7 +85,7 @@ class LowerBounds:
         if plan not in self.rough:
             flops_s = self.figures.flops(plan) * sequences * plan.row_tokens / self._rates(plan).best_flops_per_s
             wires = wires_of(plan.layout, self.cluster)
-            sent_s = self.slower * techniques.sent_s(self.figures.sizes(plan), plan, self.spec, wires)
+            sent_s = self.slower * self.figures.sizes(plan).sent_s(plan, self.spec, wires)
             self.rough[plan] = flops_s / ranks, self._copied_s(plan), sent_s / ranks
         computed_s, copied_s, sent_s = self.rough[plan]
         micro, device_s, host_s = self.larger.get(alike(plan), (0, 0.0, 0.0))
@@ -169,5 +163,5 @@ class LowerBounds:
 
     def _copied_s(self, plan: Plan) -> float:
         """Seconds for which the device copies weights and gradients."""
-        copied_s = techniques.copied_s(self.figures.sizes(plan), plan, self._rates(plan).least_copy_s)
+        copied_s = self.figures.sizes(plan).copied_s(plan, self._rates(plan).least_copy_s)
         return self.slower * copied_s

@@ -37,15 +37,15 @@ class LeastMemory:
         """Yield shares of the memory that the plan needs. First weights, moments, and gradients or gathered weights:
         most plans of large models need no more to be ruled out."""
         sizes, state, staged = self.figures.sizes(plan), self.figures.state(plan).held, plan.layout.pp > 1
-        gradients = techniques.gradient_bytes(sizes, plan, leave=techniques.leave_at_once(plan))
-        gathered = techniques.gathered_bytes(sizes.whole, plan)
+        gradients = sizes.gradient_bytes(plan, leave=techniques.leave_at_once(plan))
+        gathered = sizes.gathered_bytes(plan)
         memory, fixed = self.figures.cluster.device.memory_bytes, sum(fixed_bytes(plan, self.figures.cluster).values())
         yield (fixed + (state + max(gradients, gathered)) / plan.layout.pp) / memory
         if staged:
             yield (fixed + self._first_rank_bytes(plan)) / memory
         else:
             early = techniques.leave_early(plan)
-            passes = techniques.passes_bytes(self._held(plan), sizes, plan, gradients, early=early)
+            passes = sizes.passes_bytes(self._held(plan), plan, gradients, early=early)
             yield (fixed + state + passes) / memory
 
     def _held(self, plan: Plan) -> techniques.PassBytes:
@@ -72,7 +72,7 @@ class LeastMemory:
             first, sizes = costed.blocks[0], self.figures.sizes(plan)
             even = all(b.weights[0].shape == first.weights[0].shape and not b.stays for b in costed.blocks)
             count = len(costed.order) if even and len(costed.blocks) < 3 else float("inf")
-            self.blocks[key] = tuple(each / count for each in (state, *techniques.block_bytes(sizes, plan))), least
+            self.blocks[key] = tuple(each / count for each in (state, *sizes.block_bytes(plan))), least
         (state_bytes, gathered_bytes, gradient_bytes, summed_bytes), block = self.blocks[key]
         ranks, each, m = plan.layout.pp, plan.pipeline.stages_per_rank, batch.accumulation
         own = [n for number, n in enumerate(plan.pipeline.split) if stage_rank(plan.layout, number) == 0]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.models.load import load_spec
-from shardwise.planner.seconds.clock import Elapsed
-from shardwise.planner.seconds.pipeline import PipelineReplay, StageTimes, pipeline_times
+from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.planner.seconds.step import timed
 from shardwise.planner.seconds.wires import wires_of
@@ -20,6 +19,7 @@ from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Seconds, Shard
 from shardwise.techniques.pp import even
 from shardwise.techniques.pp.actions import SCHEDULES
 from shardwise.techniques.pp.replay import Replay
+from shardwise.techniques.pp.seconds import PipelineReplay, StageTimes
 
 EIGHT_B = load_spec("Llama-3.1-8B")
 STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "interleaved_zb": 2, "zbv": 2, "dualpipev": 2, "looped_bfs": 2}
@@ -43,7 +43,7 @@ def line(plan: Plan, forward_s: list[float], *, chained: bool = False, early: bo
         each_s = {"F": f, "B": 2 * f} | ({"I": f, "W": f} if halved else {})
         waits = chained and stage_rank(plan.layout, number) > 0
         waiting_s, opening_s = (0.3 / (len(forward_s) // ranks), 0.0) if waits else (0.0, 0.3)
-        stages.append(StageTimes(each_s, waiting_s, opening_s, 0.7, (0.0, 0.7 * early), (Elapsed(),) * 3))
+        stages.append(StageTimes(each_s, waiting_s, opening_s, 0.7, (0.0, 0.7 * early)))
     return PipelineReplay(plan, (True,) * len(stages), tuple(stages), 0.0, chained)
 
 

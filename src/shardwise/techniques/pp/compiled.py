@@ -5,13 +5,13 @@ Plans that share a schedule share it; what :func:`replay.replay` finds with the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
-from shardwise.techniques.pp.actions import Kind, Lists, actions
+from shardwise.techniques.pp.actions import Action, Kind, Lists, actions
 
 NONE, NOBODY = 0, 1
 """Where a computation that takes nothing looks, and one that gives nothing leaves it."""
@@ -26,6 +26,17 @@ class Computation(NamedTuple):
     first: bool
     last: bool
     last_given: bool
+
+
+def kinds_of(lists: Lists) -> Callable[[Action], Computation]:
+    """Return a function that says of which kind a computation is."""
+    whole = [action for order in lists for action in order if action.computes]
+    first = {action.stage: action for action in reversed(whole) if action.kind == "F"}
+    last = {action.stage: action for action in whole if action.kind != "F"}
+    given = {action.stage: action for action in whole if action.kind in ("B", "I")}
+    return lambda one: Computation(
+        one.kind, one.stage, first.get(one.stage) == one, last.get(one.stage) == one, given.get(one.stage) == one
+    )
 
 
 @dataclass(frozen=True)
@@ -84,11 +95,8 @@ class _Code:
         self._order(steps)
 
     def _coded(self, lists: Lists) -> Iterator[list[Coded]]:
-        whole = [action for order in lists for action in order if action.peer < 0]
-        first = {action.stage: action for action in reversed(whole) if action.kind == "F"}
-        last = {action.stage: action for action in whole if action.kind != "F"}
-        given = {action.stage: action for action in whole if action.kind in ("B", "I")}
-        micros = 1 + max((action.micro for action in whole), default=0)
+        kind_of = kinds_of(lists)
+        micros = 1 + max((action.micro for order in lists for action in order), default=0)
         for rank, order in enumerate(lists):
             found = list[Coded]()
             for action in order:
@@ -99,8 +107,7 @@ class _Code:
                     (forward, forward + 2 * micros) if kind in ("F", "SEND_F") else (backward, backward - 2 * micros)
                 )
                 if peer < 0:
-                    marks = first.get(stage) == action, last.get(stage) == action, given.get(stage) == action
-                    number = self.kinds.setdefault(Computation(kind, stage, *marks), len(self.kinds))
+                    number = self.kinds.setdefault(kind_of(action), len(self.kinds))
                     found.append((-1, number, *(moved if kind != "W" else (0, 0))))
                 else:
                     sends = kind in ("SEND_F", "SEND_B")

@@ -1,12 +1,11 @@
-"""The times at which each rank of a pipeline computes and idles, and what it holds: a list of actions, replayed with
-the seconds of each."""
+"""The times at which each rank of a pipeline computes and idles: a list of actions, replayed with the seconds of
+each."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.techniques.pp.actions import Action, Kind, Message
@@ -28,14 +27,8 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """A step of a pipeline by its ``lists``. All else has one entry a rank; counts are the most at any moment.
+    """A step of a pipeline. All but the ``makespan_s`` has one entry a rank."""
 
-    alive           (stage, micro-batch) pairs whose forward is done and whose backward is not, W included
-    alive_to_input  likewise, but only to the end of B or I
-    buffers         receives that are posted and whose tensors are not used yet
-    """
-
-    lists: Sequence[Sequence[Action]]
     makespan_s: float
     busy_s: tuple[float, ...]
     computed: tuple[tuple[Timed, ...], ...]
@@ -45,22 +38,6 @@ class Replay:
         computed = (tuple(Timed(a, factor * start, factor * end) for a, start, end in each) for each in self.computed)
         busy_s = tuple(factor * each for each in self.busy_s)
         return replace(self, makespan_s=factor * self.makespan_s, busy_s=busy_s, computed=tuple(computed))
-
-    @cached_property
-    def _held(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(zip(*map(_held, self.lists), strict=True))
-
-    @property
-    def alive(self) -> tuple[int, ...]:
-        return self._held[0]
-
-    @property
-    def alive_to_input(self) -> tuple[int, ...]:
-        return self._held[1]
-
-    @property
-    def buffers(self) -> tuple[int, ...]:
-        return self._held[2]
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -186,41 +163,7 @@ def replay(
     run.clock_s = [*begin_s] or run.clock_s
     run.finish()
     return Replay(
-        lists=lists,
         makespan_s=max(run.clock_s),
         busy_s=tuple(sum(one.end_s - one.start_s for one in rank) for rank in run.computed),
         computed=tuple(map(tuple, run.computed)),
     )
-
-
-def _held(order: Sequence[Action]) -> tuple[int, int, int]:
-    """Return the most at any moment, on the rank of this list: alive, alive to the gradient of the input, receive
-    buffers."""
-    backward = [action for action in order if action.kind in ("B", "I", "W")]
-    last = {(action.stage, action.micro): action for action in backward}
-    received = {action.takes for action in order if action.kind in ("RECV_F", "RECV_B")}
-    alive = to_input = buffers = 0
-    most = (0, 0, 0)
-    for action in order:
-        key = (action.stage, action.micro)
-        if action.kind == "F" and key in last:
-            alive, to_input = alive + 1, to_input + 1
-        buffers += not action.computes and action.takes in received
-        most = (max(most[0], alive), max(most[1], to_input), max(most[2], buffers))
-        alive -= last.get(key) == action
-        to_input -= action.kind in ("B", "I")
-        buffers -= action.computes and action.takes in received
-    return most
-
-
-def gathers(order: Sequence[Action], stage: int, *, keep: bool, last_only: bool) -> int:
-    """Count the all-gathers a step of one unit of a stage, whose weights F, B and I read and W does not. ``keep``: the
-    unit stays whole after a forward. ``last_only``: only the step's last backward shards it again, not each."""
-    readers = [action.kind for action in order if action.stage == stage and action.kind in ("F", "B", "I")]
-    backwards = len(readers) - readers.count("F")
-    count, whole = 0, False
-    for kind in readers:
-        count += not whole
-        backwards -= kind != "F"
-        whole = keep if kind == "F" else last_only and backwards > 0
-    return count

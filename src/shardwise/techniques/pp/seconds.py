@@ -6,36 +6,23 @@ as long as the round before it: all others do too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from shardwise.spec.layout import stage_rank
 from shardwise.spec.place import stages_of
 from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import Sheet
+from shardwise.techniques.between import StageTimes
 from shardwise.techniques.pp import orders
-from shardwise.techniques.pp.actions import Action, Lists
-from shardwise.techniques.pp.compiled import Computation, program
+from shardwise.techniques.pp.compiled import Computation, kinds_of, program
 from shardwise.techniques.pp.replay import Replay, replay
 
 ROUNDS = 4
 """Of so many rounds a replay is compared with those of one round and of two rounds less."""
 ALIKE = 1e-9
 """Rounds take as long as one another that differ by less than this share."""
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds of a stage's passes of a micro-batch, by kind of action. ``waiting_s``: of what is done before the first
-    message comes. ``opening_s`` and ``closing_s``: how much longer its first forward takes, before which weights may be
-    gathered, and its last backward, after which gradients are reduced. ``after_s``: how long its backward goes on when
-    the gradient of its input is there, and its last."""
-
-    each_s: dict[str, float]
-    waiting_s: float
-    opening_s: float
-    closing_s: float
-    after_s: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -54,7 +41,7 @@ class PipelineReplay:
         """The step of so many micro-batches."""
         batch = replace(self.plan.batch, accumulation=micro_batches)
         lists = orders(replace(self.plan, batch=batch), self.trained)
-        kind = self._kinds(lists)
+        kind = kinds_of(lists)
         after = (lambda action: self._takes(kind(action))[1]) if self.chained else None
         return replay(lists, lambda action: self._takes(kind(action))[0], self.message_s, after, self._waiting_s())
 
@@ -83,23 +70,6 @@ class PipelineReplay:
             return seconds, 0.0
         seconds += stage.opening_s if kind.first else stage.closing_s if kind.last else 0.0
         return seconds, stage.after_s[kind.last_given] if kind.kind in ("B", "I") else 0.0
-
-    def _kinds(self, lists: Lists) -> Callable[[Action], Computation]:
-        """Return a function that says of which kind a computation is."""
-        first, last, given = dict[int, Action](), dict[int, Action](), dict[int, Action]()
-        for one in (action for order in lists for action in order):
-            if one.kind == "F":
-                first.setdefault(one.stage, one)
-            if one.kind in ("B", "I", "W"):
-                last[one.stage] = one
-            if one.kind in ("B", "I"):
-                given[one.stage] = one
-
-        def kind(one: Action) -> Computation:
-            ends = (each.get(one.stage) == one for each in (first, last, given))
-            return Computation(one.kind, one.stage, *ends)
-
-        return kind
 
     def replayed(self) -> tuple[int, float]:
         """Return of how many micro-batches the step was replayed, and how long that of all takes."""
@@ -135,3 +105,14 @@ def least_step_s(
             alive = schedule.most_alive(layout.pp, rank, plan.pipeline.stages_per_rank, micro_batches)
             most = max(most, micro_batches * (away + 2 * borders * message_s) / alive)
     return most
+
+
+def in_flight(sheet: Sheet, plan: Plan) -> list[int]:
+    """Return for each stage of a sheet's place how many forwards wait for their backward at once, at most."""
+    if plan.layout.pp == 1 or plan.offload.activations == "none":
+        return [1] * max(1, len(sheet.place.stages))
+    order, found = orders(plan, sheet.trained)[sheet.place.coordinate("pp")], list[int]()
+    for stage in sheet.place.stages:
+        kinds = [action.kind for action in order if action.stage == stage.number and action.kind in "FBI"]
+        found.append(max(accumulate(1 if kind == "F" else -1 for kind in kinds)))
+    return found

@@ -10,8 +10,10 @@ from typing import NamedTuple, Protocol
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import is_expert
 from shardwise.spec.cluster import Cluster
+from shardwise.spec.layout import stage_rank
 from shardwise.spec.plan import BYTES, Dtype, Plan
 from shardwise.spec.sheet import Sheet, Unit
+from shardwise.techniques.between import StageTimes
 
 Repeated = Iterable[tuple[Unit, int]]
 """Units, and how often each is there."""
@@ -41,6 +43,36 @@ class Own(NamedTuple):
     def reduced(self, dtype: Dtype, *, added: bool) -> int:
         """Bytes of the gradients, unless they have been ``added`` to others, and of the buffer that is reduced."""
         return self.made * (not added) + self.trained * BYTES[dtype]
+
+
+class PassBytes(NamedTuple):
+    """Bytes that the passes of a micro-batch hold at least: what all blocks keep from forward to backward, and the last
+    of them; what is there of that one when its backward begins; and what the loss holds at once."""
+
+    kept: int
+    last: int
+    saved: int
+    loss: int
+
+
+class Links(Protocol):
+    """The links of a cluster, as the groups of a layout use them."""
+
+    @property
+    def cluster(self) -> Cluster: ...
+
+    def seconds(self, kind: str, group: str, size: float) -> float:
+        """Return the seconds of one collective."""
+
+    def least_s(self, kind: str, group: str, size: float, calls: int) -> float:
+        """Return what so many collectives take at least that send ``size`` bytes together."""
+
+    def links(self, group: str) -> str:
+        """Name the links that a group's collectives share."""
+
+
+CopySeconds = Callable[[float], float]
+"""What a device takes at least to copy so many bytes."""
 
 
 class Sizes(NamedTuple):
@@ -75,115 +107,102 @@ class Sizes(NamedTuple):
             else 0,
         )
 
+    def gradient_bytes(self, plan: Plan, *, leave: bool) -> int:
+        """Return the bytes of a rank's gradients once they are summed, without stages; where they ``leave`` the device
+        at once, of those that stay."""
+        each, slices = BYTES[plan.precision.weights], plan.layout.fsdp if plan.sharded else 1
+        if leave:
+            return self.stays * each // slices
+        experts = plan.layout.size("expert_fsdp") if plan.sharded else 1
+        return self.whole.trained * each // slices + self.experts.trained * each // experts
 
-class PassBytes(NamedTuple):
-    """Bytes that the passes of a micro-batch hold at least: what all blocks keep from forward to backward, and the last
-    of them; what is there of that one when its backward begins; and what the loss holds at once."""
+    def gathered_bytes(self, plan: Plan) -> int:
+        """Return the bytes of gathered weights that stay for the whole step."""
+        return self.whole.gathered * _stays(plan)
 
-    kept: int
-    last: int
-    saved: int
-    loss: int
+    def block_bytes(self, plan: Plan) -> tuple[int, int, int]:
+        """Return, of all blocks on ranks of a pipeline, the bytes of gathered weights that stay, and those of
+        gradients: that wait for the last micro-batch, and when all are summed, unless only that sums them."""
+        gathered = (self.blocks.gathered + self.experts.gathered) * _stays(plan)
+        summed = self._replace(whole=self.blocks).gradient_bytes(plan, leave=False)
+        if plan.shard.strategy == "zero1":
+            return gathered, (self.blocks.trained + self.experts.trained) * BYTES[plan.precision.reduce], 0
+        return gathered, summed, summed
 
+    def passes_bytes(self, passes: PassBytes, plan: Plan, gradients: int, *, early: bool) -> int:
+        """Return what the last micro-batch holds at least of a plan without stages, besides its state: when the loss
+        is computed, when the last block's backward begins, for which its forward may have run again, and when the
+        gradients of that block, or of its experts before them, have been copied to be reduced. By then what the tail
+        has gathered and added up may be gone. ``gradients``: of a rank; they may leave ``early``."""
+        strategy, precision, several = plan.shard.strategy, plan.precision, plan.batch.accumulation > 1
+        block, experts, each_time, stays = self.last_block, self.last_experts, strategy == "zero3", _stays(plan)
+        tail = added = 0  # of the gradients of other micro-batches, the tail's and those of the block's experts
+        ahead, again = 0, False  # again: to those of other micro-batches autograd adds
+        if strategy == "ddp":
+            whole = ends = 0
+            block = experts = Own()
+        elif each_time:
+            whole = ends = self.tail.gathered
+            ahead = 0 if plan.frozen else self.ahead
+        else:
+            whole = self.whole.gathered + self.experts.gathered
+            ends = self.whole.gathered - self.blocks.gathered
+        before = gradients if several else 0
+        if several and strategy == "zero1":
+            each = BYTES[precision.reduce]
+            before, tail = (self.whole.trained + self.experts.trained) * each, self.tail.trained * each
+            added, again = experts.trained * each, precision.reduce == precision.compute
+        elif several and plan.layout.dp_replicate > 1:  # each replica's part, as it is reduced
+            before = before * min(BYTES[precision.reduce], BYTES[precision.weights]) // BYTES[precision.weights]
+        elif early:
+            tail = min(before, self.tail.trained * BYTES[precision.weights])
+        reads = block.gathered * each_time + passes.saved
+        apart = experts.reduced(precision.reduce, added=again)
+        apart += block.gathered * each_time - experts.gathered * stays
+        whole_block = block.reduced(precision.reduce, added=again) - (block.gathered + experts.gathered) * stays - added
+        behind = before - tail + whole - ends + ahead + passes.kept - passes.last  # besides the last block's
+        return max(before + whole + passes.kept + passes.loss, behind + max(reads, apart, whole_block))
 
-def gradient_bytes(sizes: Sizes, plan: Plan, *, leave: bool) -> int:
-    """Return the bytes of a rank's gradients once they are summed, without stages; where they ``leave`` the device at
-    once, of those that stay."""
-    each, slices = BYTES[plan.precision.weights], plan.layout.fsdp if plan.sharded else 1
-    if leave:
-        return sizes.stays * each // slices
-    experts = plan.layout.size("expert_fsdp") if plan.sharded else 1
-    return sizes.whole.trained * each // slices + sizes.experts.trained * each // experts
+    def sent_s(self, plan: Plan, spec: ModelSpec, wires: Links) -> float:
+        """Return the seconds of a step for which a strategy keeps the links of its weights busy; on GPUs, gathers and
+        reductions share them."""
+        layout, each = plan.layout, BYTES[plan.precision.reduce]
+        reduced, experts = self.whole.trained * each, self.experts.trained * each
+        if plan.shard.strategy == "ddp":
+            summed_s = wires.seconds("all_reduce", "loss", reduced)
+            return max(summed_s, wires.seconds("all_reduce", "expert_loss", experts)) if experts else summed_s
+        (gathers, again, reduces), blocks = _rounds(plan), spec.num_hidden_layers
+        gathered = (gathers * self.whole.gathered + again * self.blocks.gathered) // (gathers + again)
+        of_experts = sum(map(spec.has_experts, range(blocks)))
+        busy, ways = defaultdict[str, float](float), defaultdict[str, float](float)
+        for group, calls, size, summed in (
+            ("fsdp", blocks, gathered, reduced),
+            ("expert_fsdp", of_experts, self.experts.gathered, experts),
+        ):
+            if size:
+                gathered_s = (gathers + again) * wires.least_s("all_gather", group, size, calls)
+                reduced_s = reduces * wires.least_s("reduce_scatter", group, summed, calls if _all_trained(plan) else 1)
+                busy[wires.links(group)] += gathered_s + reduced_s
+                ways["gather"] += gathered_s
+                ways["reduce"] += reduced_s
+        most_s = max((busy if wires.cluster.kind == "cuda" else ways).values())
+        return max(most_s, wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp))
 
-
-def gathered_bytes(sizes: Own, plan: Plan) -> int:
-    """Return the bytes of gathered weights that stay for the whole step."""
-    return sizes.gathered * _stays(plan)
-
-
-def block_bytes(sizes: Sizes, plan: Plan) -> tuple[int, int, int]:
-    """Return of all blocks together, on a rank of a pipeline, the bytes of gathered weights that stay, and of gradients:
-    before the last micro-batch, and when all is summed, if that is there before."""
-    blocks = sizes._replace(whole=sizes.blocks)
-    gathered = gathered_bytes(sizes.blocks, plan) + gathered_bytes(sizes.experts, plan)
-    summed = gradient_bytes(blocks, plan, leave=False)
-    if plan.shard.strategy == "zero1":
-        return gathered, (sizes.blocks.trained + sizes.experts.trained) * BYTES[plan.precision.reduce], 0
-    return gathered, summed, summed
-
-
-def passes_bytes(passes: PassBytes, sizes: Sizes, plan: Plan, gradients: int, *, early: bool) -> int:
-    """Return what the last micro-batch holds at least of a plan without stages, besides its state: when the loss is
-    computed, when the last block's backward begins, for which its forward may have run again, and when the gradients of
-    that block, or of its experts before them, have been copied to be reduced. By then what the tail has gathered and
-    added up may be gone. ``gradients``: of a rank; they may leave ``early``."""
-    strategy, precision, several = plan.shard.strategy, plan.precision, plan.batch.accumulation > 1
-    block, experts, each_time, stays = sizes.last_block, sizes.last_experts, strategy == "zero3", _stays(plan)
-    tail = added = 0  # of the gradients of other micro-batches, the tail's and those of the block's experts
-    ahead, again = 0, False  # again: to those of other micro-batches autograd adds
-    if strategy == "ddp":
-        whole = ends = 0
-        block = experts = Own()
-    elif each_time:
-        whole = ends = sizes.tail.gathered
-        ahead = 0 if plan.frozen else sizes.ahead
-    else:
-        whole = sizes.whole.gathered + sizes.experts.gathered
-        ends = sizes.whole.gathered - sizes.blocks.gathered
-    before = gradients if several else 0
-    if several and strategy == "zero1":
-        each = BYTES[precision.reduce]
-        before, tail = (sizes.whole.trained + sizes.experts.trained) * each, sizes.tail.trained * each
-        added, again = experts.trained * each, precision.reduce == precision.compute
-    elif several and plan.layout.dp_replicate > 1:  # each replica's part, as it is reduced
-        before = before * min(BYTES[precision.reduce], BYTES[precision.weights]) // BYTES[precision.weights]
-    elif early:
-        tail = min(before, sizes.tail.trained * BYTES[precision.weights])
-    reads = block.gathered * each_time + passes.saved
-    apart = experts.reduced(precision.reduce, added=again)
-    apart += block.gathered * each_time - experts.gathered * stays
-    whole_block = block.reduced(precision.reduce, added=again) - (block.gathered + experts.gathered) * stays - added
-    behind = before - tail + whole - ends + ahead + passes.kept - passes.last  # besides the last block's
-    return max(before + whole + passes.kept + passes.loss, behind + max(reads, apart, whole_block))
+    def copied_s(self, plan: Plan, copy_s: CopySeconds) -> float:
+        """Return the seconds of a step, without stages, for which the device copies weights out of what was gathered,
+        and gradients into what is reduced."""
+        if not plan.sharded or plan.layout.pp > 1:
+            return 0.0
+        gathers, again, reduces = _rounds(plan)
+        gathered = (gathers + again) * self.experts.gathered
+        gathered += gathers * self.whole.gathered + again * self.blocks.gathered
+        reduced = reduces * (self.whole.trained + self.experts.trained) * BYTES[plan.precision.reduce]
+        return copy_s(gathered + reduced)
 
 
 def _stays(plan: Plan) -> bool:
     """Return whether weights are gathered once, and stay for the whole step."""
     return plan.shard.strategy in ("zero1", "zero2")
-
-
-class Links(Protocol):
-    """The links of a cluster, as the groups of a layout use them."""
-
-    @property
-    def cluster(self) -> Cluster: ...
-
-    def seconds(self, kind: str, group: str, size: float) -> float:
-        """Return the seconds of one collective."""
-
-    def least_s(self, kind: str, group: str, size: float, calls: int) -> float:
-        """Return what so many collectives take at least that send ``size`` bytes together."""
-
-    def links(self, group: str) -> str:
-        """Name the links that a group's collectives share."""
-
-
-CopySeconds = Callable[[float], float]
-"""What a device takes at least to copy so many bytes."""
-
-
-class StageSeconds(NamedTuple):
-    """The seconds of a stage's passes of a micro-batch with what is gathered and reduced: forward, backward, and of a
-    backward in two halves the second; what is done before the first message comes, before the first forward and after
-    the last backward; and how long a backward goes on when the gradient of its input is there, and the last."""
-
-    forward: float
-    backward: float
-    second: float
-    waiting: float
-    opening: float
-    closing: float
-    after: tuple[float, float]
 
 
 class BlockSeconds(NamedTuple):
@@ -227,13 +246,12 @@ class BlockSeconds(NamedTuple):
             sum(each_s("all_reduce", "dp_replicate", part) for part in parts),
         )
 
-    def stage(
-        self, plan: Plan, blocks: int, passes: tuple[float, float, float], *, begins: bool, halved: bool
-    ) -> StageSeconds:
-        """Those of a stage of so many blocks whose ``passes`` compute so long: forward, backward, and of that the second
-        half, if it is ``halved``. Gathers follow one another, and so do sums of gradients, between which these are
-        copied; the last of a backward is waited for. ``begins``: on the first rank of a pipeline."""
-        (forward, backward, second), n, strategy = passes, blocks, plan.shard.strategy
+    def stage(self, plan: Plan, number: int, blocks: int, passes_s: tuple[float, ...], *, trained: bool) -> StageTimes:
+        """The times of a stage of so many blocks, of whose passes forward, backward and what of that may be put off
+        compute so long. Gathers follow one another, and so do sums of gradients, between which these are copied; the
+        last of a backward is waited for."""
+        (forward, backward, later), n, strategy = passes_s, blocks, plan.shard.strategy
+        halved = plan.pipeline.spec.splits_backward and trained
         each_time = strategy == "zero3" and plan.shard.reshard_after_forward is True
         again, last = n * each_time * (not plan.frozen), self.reduced - self.apart[1]
         backward += again * self.out
@@ -246,53 +264,21 @@ class BlockSeconds(NamedTuple):
         if each_time:
             forward += gathered
         if each_time or strategy == "zero2":
-            backward, second = backward + reduced, second + reduced
+            backward, later = backward + reduced, later + reduced
         elif strategy == "ddp":
             closing = max(0.0, n * self.reduced - backward)
         elif strategy == "zero1":
             closing = reduced
-        if _stays(plan):
-            opening, waiting = (gathered, 0.0) if begins else (0.0, n * (self.gathered + self.out))
-        after = (last * (strategy in ("zero2", "zero3")), last) if not halved else (0.0, 0.0)
-        return StageSeconds(forward, backward, second, waiting, opening, closing, after)
-
-
-def sent_s(sizes: Sizes, plan: Plan, spec: ModelSpec, wires: Links) -> float:
-    """Return the seconds of a step for which a strategy keeps the links of its weights busy; on GPUs, gathers and
-    reductions share them."""
-    layout, each = plan.layout, BYTES[plan.precision.reduce]
-    reduced, experts = sizes.whole.trained * each, sizes.experts.trained * each
-    if plan.shard.strategy == "ddp":
-        summed_s = wires.seconds("all_reduce", "loss", reduced)
-        return max(summed_s, wires.seconds("all_reduce", "expert_loss", experts)) if experts else summed_s
-    (gathers, again, reduces), blocks = _rounds(plan), spec.num_hidden_layers
-    gathered = (gathers * sizes.whole.gathered + again * sizes.blocks.gathered) // (gathers + again)
-    of_experts = sum(map(spec.has_experts, range(blocks)))
-    busy, ways = defaultdict[str, float](float), defaultdict[str, float](float)
-    for group, calls, size, summed in (
-        ("fsdp", blocks, gathered, reduced),
-        ("expert_fsdp", of_experts, sizes.experts.gathered, experts),
-    ):
-        if size:
-            gathered_s = (gathers + again) * wires.least_s("all_gather", group, size, calls)
-            reduced_s = reduces * wires.least_s("reduce_scatter", group, summed, calls if _all_trained(plan) else 1)
-            busy[wires.links(group)] += gathered_s + reduced_s
-            ways["gather"] += gathered_s
-            ways["reduce"] += reduced_s
-    most_s = max((busy if wires.cluster.kind == "cuda" else ways).values())
-    return max(most_s, wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp))
-
-
-def copied_s(sizes: Sizes, plan: Plan, copy_s: CopySeconds) -> float:
-    """Return the seconds of a step, without stages, for which the device copies weights out of what was gathered, and
-    gradients into what is reduced."""
-    if not plan.sharded or plan.layout.pp > 1:
-        return 0.0
-    gathers, again, reduces = _rounds(plan)
-    gathered = (gathers + again) * sizes.experts.gathered
-    gathered += gathers * sizes.whole.gathered + again * sizes.blocks.gathered
-    reduced = reduces * (sizes.whole.trained + sizes.experts.trained) * BYTES[plan.precision.reduce]
-    return copy_s(gathered + reduced)
+        if _stays(plan) and stage_rank(plan.layout, number) == 0:
+            opening = gathered
+        elif _stays(plan):
+            waiting = n * (self.gathered + self.out)
+        if halved:
+            return StageTimes(
+                {"F": forward, "B": backward, "I": backward - later, "W": later}, waiting, opening, closing, (0.0, 0.0)
+            )
+        after = last * (strategy in ("zero2", "zero3")), last
+        return StageTimes({"F": forward, "B": backward}, waiting, opening, closing, after)
 
 
 def _rounds(plan: Plan) -> tuple[int, int, int]:
