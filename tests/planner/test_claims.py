@@ -24,7 +24,7 @@ from shardwise.spec.recipe import Recipe
 from shardwise.techniques import cost as costed
 from shardwise.techniques import optim
 from shardwise.techniques.pp.actions import actions
-from shardwise.techniques.pp.replay import replay
+from tests.techniques.pp.replays import replay
 
 GIB, GB = 2**30, 1e9
 EIGHT_B, SEVENTY_B = load_spec("meta-llama/Llama-3.1-8B"), load_spec("meta-llama/Llama-3.1-70B")

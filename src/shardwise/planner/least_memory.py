@@ -76,7 +76,7 @@ class LeastMemory:
         (state_bytes, gathered_bytes, gradient_bytes, summed_bytes), block = self.blocks[key]
         ranks, each, m = plan.layout.pp, plan.pipeline.stages_per_rank, batch.accumulation
         own = [n for number, n in enumerate(plan.pipeline.split) if stage_rank(plan.layout, number) == 0]
-        alive, all_blocks = plan.pipeline.spec.alive_before(ranks, each, m), sum(own)
+        alive, all_blocks = techniques.alive_before(plan), sum(own)
         stay = min(own) if plan.offload.activations == "none" else 1  # of inputs that wait elsewhere, the last block's
         kept = gathered_bytes * all_blocks + alive * stay * _kept_bytes(block, batch.micro_batch_size, plan.row_tokens)
         # Every stage has had a backward before the last forward of so many micro-batches.

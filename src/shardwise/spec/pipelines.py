@@ -39,13 +39,6 @@ class PipelineSpec:
         whole = micro_batches * stages
         return whole if self.alive is None else min(whole, self.alive(ranks, rank, stages))
 
-    def alive_before(self, ranks: int, stages: int, micro_batches: int) -> int:
-        """Return how many forwards the first rank has done at some time before it does a backward."""
-        whole = micro_batches * stages
-        if self.alive is None:
-            return whole
-        return min(micro_batches, 2 * ranks - 1) if self.shape == "v" else min(whole, stages * ranks)
-
 
 PIPELINES = {
     "gpipe": PipelineSpec("loop", False, 1, 1, 0, None),

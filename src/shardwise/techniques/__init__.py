@@ -71,6 +71,7 @@ from shardwise.techniques.pp import orders as orders
 from shardwise.techniques.pp.actions import Action as Action
 from shardwise.techniques.pp.replay import Replay as Replay
 from shardwise.techniques.pp.seconds import PipelineReplay as PipelineReplay
+from shardwise.techniques.pp.seconds import alive_before as alive_before
 from shardwise.techniques.pp.seconds import in_flight
 from shardwise.techniques.pp.seconds import least_step_s as least_step_s
 from shardwise.techniques.pp.split import trained_stages as trained_stages

@@ -18,8 +18,8 @@ from shardwise.techniques.pp.actions import (
     illegal,
     rank_of,
 )
-from shardwise.techniques.pp.replay import replay
 from tests.techniques.pp.held import held
+from tests.techniques.pp.replays import replay
 
 STAGES_PER_RANK = {
     "gpipe": (1,),

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.techniques.pp.actions import SCHEDULES, Action, Lists, actions
-from shardwise.techniques.pp.replay import Replay, replay
+from shardwise.techniques.pp.replay import Replay
 from tests.techniques.pp.held import held
+from tests.techniques.pp.replays import replay
 
 SCHEDULED = [
     *(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)),

@@ -1,17 +1,17 @@
 """A schedule as one pass of sums and maxima: the order in which its actions can be timed, whatever they take.
 
-Plans that share a schedule share it; what :func:`replay.replay` finds with the same seconds is the same."""
+Plans that share a schedule share it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
-from shardwise.techniques.pp.actions import Action, Kind, Lists, actions
+from shardwise.techniques.pp.actions import Kind, Lists, actions
 
 NONE, NOBODY = 0, 1
 """Where a computation that takes nothing looks, and one that gives nothing leaves it."""
@@ -28,17 +28,6 @@ class Computation(NamedTuple):
     last_given: bool
 
 
-def kinds_of(lists: Lists) -> Callable[[Action], Computation]:
-    """Return a function that says of which kind a computation is."""
-    whole = [action for order in lists for action in order if action.computes]
-    first = {action.stage: action for action in reversed(whole) if action.kind == "F"}
-    last = {action.stage: action for action in whole if action.kind != "F"}
-    given = {action.stage: action for action in whole if action.kind in ("B", "I")}
-    return lambda one: Computation(
-        one.kind, one.stage, first.get(one.stage) == one, last.get(one.stage) == one, given.get(one.stage) == one
-    )
-
-
 @dataclass(frozen=True)
 class Program:
     """A schedule, ready to be timed. ``code``: of a computation its rank, which of ``kinds`` it is, from where it takes
@@ -51,9 +40,11 @@ class Program:
     channels: int
     last: tuple[int, ...]
 
-    def ends_s(self, takes: Sequence[tuple[float, float]], transfer_s: float, begin_s: Sequence[float]) -> list[float]:
-        """Return when each rank is done. ``takes``: of each kind, its seconds, and how long before its end what it
-        gives is there."""
+    def ends_s(
+        self, takes: Sequence[tuple[float, float]], transfer_s: float, begin_s: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
+        """Return when each rank is done; and its beginning, and behind all these the end of each computation of the
+        code. ``takes``: of each kind, its seconds, and how long before its end what it gives is there."""
         clock, at, free, ends = [*begin_s], [0.0] * self.places, [0.0] * self.channels, [*begin_s]
         for rank, kind, source, target in self.code:
             if kind >= 0:
@@ -71,7 +62,7 @@ class Program:
                 if free[rank] > start:
                     start = free[rank]
                 free[rank] = at[target] = start + transfer_s
-        return clock
+        return clock, ends
 
 
 Coded = tuple[int, int, int, int]
@@ -95,8 +86,11 @@ class _Code:
         self._order(steps)
 
     def _coded(self, lists: Lists) -> Iterator[list[Coded]]:
-        kind_of = kinds_of(lists)
-        micros = 1 + max((action.micro for order in lists for action in order), default=0)
+        whole = [action for order in lists for action in order if action.peer < 0]
+        first = {action.stage: action for action in reversed(whole) if action.kind == "F"}
+        last = {action.stage: action for action in whole if action.kind != "F"}
+        given = {action.stage: action for action in whole if action.kind in ("B", "I")}
+        micros = 1 + max((action.micro for action in whole), default=0)
         for rank, order in enumerate(lists):
             found = list[Coded]()
             for action in order:
@@ -107,7 +101,8 @@ class _Code:
                     (forward, forward + 2 * micros) if kind in ("F", "SEND_F") else (backward, backward - 2 * micros)
                 )
                 if peer < 0:
-                    number = self.kinds.setdefault(kind_of(action), len(self.kinds))
+                    marks = first.get(stage) == action, last.get(stage) == action, given.get(stage) == action
+                    number = self.kinds.setdefault(Computation(kind, stage, *marks), len(self.kinds))
                     found.append((-1, number, *(moved if kind != "W" else (0, 0))))
                 else:
                     sends = kind in ("SEND_F", "SEND_B")

@@ -16,8 +16,8 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques.between import StageTimes
 from shardwise.techniques.pp import orders
-from shardwise.techniques.pp.compiled import Computation, kinds_of, program
-from shardwise.techniques.pp.replay import Replay, replay
+from shardwise.techniques.pp.compiled import Computation, Program, program
+from shardwise.techniques.pp.replay import Replay, Timed
 
 ROUNDS = 4
 """Of so many rounds a replay is compared with those of one round and of two rounds less."""
@@ -38,12 +38,20 @@ class PipelineReplay:
     chained: bool
 
     def step(self, micro_batches: int) -> Replay:
-        """The step of so many micro-batches."""
+        """The step of so many micro-batches, computation by computation."""
         batch = replace(self.plan.batch, accumulation=micro_batches)
-        lists = orders(replace(self.plan, batch=batch), self.trained)
-        kind = kinds_of(lists)
-        after = (lambda action: self._takes(kind(action))[1]) if self.chained else None
-        return replay(lists, lambda action: self._takes(kind(action))[0], self.message_s, after, self._waiting_s())
+        lists, steps = orders(replace(self.plan, batch=batch), self.trained), self._program(micro_batches)
+        left = [(action for action in order if action.computes) for order in lists]
+        found, takes = [list[Timed]() for _ in lists], [*map(self._takes, steps.kinds)]
+        done_s, ends_s = steps.ends_s(takes, self.message_s, self._waiting_s())
+        computations = [(rank, kind) for rank, kind, *_ in steps.code if kind >= 0]
+        for (rank, kind), end_s in zip(computations, ends_s[len(lists) :], strict=True):
+            found[rank].append(Timed(next(left[rank]), end_s - takes[kind][0], end_s))
+        return Replay(max(done_s), tuple(map(tuple, found)))
+
+    def _program(self, micro_batches: int) -> Program:
+        asked = self.plan.pipeline
+        return program(asked.schedule, self.plan.layout.pp, asked.stages_per_rank, micro_batches, self.trained)
 
     def _waiting_s(self) -> list[float]:
         found = [0.0] * self.plan.layout.pp
@@ -52,11 +60,9 @@ class PipelineReplay:
         return found
 
     def makespan_s(self, micro_batches: int) -> float:
-        """Return when all ranks are done with a step of so many micro-batches: what :meth:`step` comes to, found by the
-        schedule's program."""
-        asked = self.plan.pipeline
-        steps = program(asked.schedule, self.plan.layout.pp, asked.stages_per_rank, micro_batches, self.trained)
-        ends_s = steps.ends_s([*map(self._takes, steps.kinds)], self.message_s, self._waiting_s())
+        """Return when all ranks are done with a step of so many micro-batches."""
+        steps = self._program(micro_batches)
+        ends_s, _ = steps.ends_s([*map(self._takes, steps.kinds)], self.message_s, self._waiting_s())
         if self.chained:
             return max(ends_s)
         closed_s = (end_s + self.stages[stage].closing_s for end_s, stage in zip(ends_s, steps.last, strict=True))
@@ -105,6 +111,15 @@ def least_step_s(
             alive = schedule.most_alive(layout.pp, rank, plan.pipeline.stages_per_rank, micro_batches)
             most = max(most, micro_batches * (away + 2 * borders * message_s) / alive)
     return most
+
+
+def alive_before(plan: Plan) -> int:
+    """Return how many forwards the first rank of a pipeline has done at some time before it does a backward."""
+    schedule, ranks, m = plan.pipeline.spec, plan.layout.pp, plan.batch.accumulation
+    whole = m * plan.pipeline.stages_per_rank
+    if schedule.alive is None:
+        return whole
+    return min(m, 2 * ranks - 1) if schedule.shape == "v" else min(whole, plan.pipeline.stages_per_rank * ranks)
 
 
 def in_flight(sheet: Sheet, plan: Plan) -> list[int]:

@@ -12,11 +12,8 @@ from shardwise.models.roles import is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import stage_rank
 from shardwise.spec.plan import BYTES, Dtype, Plan
-from shardwise.spec.sheet import Sheet, Unit
+from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.between import StageTimes
-
-Repeated = Iterable[tuple[Unit, int]]
-"""Units, and how often each is there."""
 
 
 class Own(NamedTuple):
@@ -28,17 +25,11 @@ class Own(NamedTuple):
     made: int = 0
 
     @classmethod
-    def of(cls, units: Repeated, *, experts: bool | None = None) -> Own:
-        """``experts``: of them alone, or of all others alone."""
-        gathered = trained = made = 0
-        for unit, times in units:
-            for weight in unit.weights:
-                if experts is None or is_expert(weight.name) is experts:
-                    numbers = times * prod(map(int, weight.shape))
-                    gathered += numbers * BYTES[weight.used_as]
-                    trained += numbers * weight.trained
-                    made += numbers * BYTES[weight.used_as] * weight.trained
-        return cls(gathered, trained, made)
+    def of(cls, weights: Iterable[tuple[Tensor, int]]) -> Own:
+        """Of weights that are there so often."""
+        each = [(times * prod(map(int, one.shape)), BYTES[one.used_as], one.trained) for one, times in weights]
+        made = sum(numbers * size * trained for numbers, size, trained in each)
+        return cls(sum(n * size for n, size, _ in each), sum(n * trained for n, _, trained in each), made)
 
     def reduced(self, dtype: Dtype, *, added: bool) -> int:
         """Bytes of the gradients, unless they have been ``added`` to others, and of the buffer that is reduced."""
@@ -92,19 +83,21 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, sheet: Sheet, plan: Plan) -> Sizes:
-        units, last, apart = [*sheet.repeated()], sheet.blocks[sheet.order[-1]], plan.layout.ep > 1
-        others = False if apart else None
+        def own(units: Iterable[tuple[Unit, int]], *, experts: bool = False) -> Own:
+            weights = ((weight, times) for unit, times in units for weight in unit.weights)
+            apart = plan.layout.ep > 1
+            return Own.of((weight, n) for weight, n in weights if (apart and is_expert(weight.name)) is experts)
+
+        units, last = [*sheet.repeated()], [(sheet.blocks[sheet.order[-1]], 1)]
         return cls(
-            whole=Own.of(units, experts=others),
-            blocks=Own.of(((unit, times) for unit, times in units if unit.name == "block"), experts=others),
-            stays=Own.of(((unit, times) for unit, times in units if unit.stays), experts=others).trained,
-            experts=Own.of(units, experts=True) if apart else Own(),
-            tail=Own.of([(sheet.tail, 1)], experts=others),
-            last_block=Own.of([(last, 1)], experts=others),
-            last_experts=Own.of([(last, 1)], experts=True) if apart else Own(),
-            ahead=min(Own.of([(block, 1)], experts=others).gathered for block in sheet.blocks)
-            if len(sheet.order) > 1
-            else 0,
+            whole=own(units),
+            blocks=own((unit, times) for unit, times in units if unit.name == "block"),
+            stays=own((unit, times) for unit, times in units if unit.stays).trained,
+            experts=own(units, experts=True),
+            tail=own([(sheet.tail, 1)]),
+            last_block=own(last),
+            last_experts=own(last, experts=True),
+            ahead=min(own([(block, 1)]).gathered for block in sheet.blocks) if len(sheet.order) > 1 else 0,
         )
 
     def gradient_bytes(self, plan: Plan, *, leave: bool) -> int:
