@@ -90,7 +90,7 @@ def test_3_an_8b_on_eight_cards_of_32_gb_is_fully_sharded_without_tp() -> None:
 
 def test_3b_where_96_gb_hold_more_it_is_not() -> None:
     search = plans(EIGHT_B, "8xRTX-PRO-6000", train=SIXTEEN)
-    found, chosen = best_of_kinds(search), search.chosen
+    found, chosen = families(search), search.chosen
     assert kind(chosen) in ("zero1", "zero2") and fits(found["zero3"])
     assert seconds(chosen).step_s < seconds(found["zero3"]).step_s
     few, many = (sum(t.bytes for t in plan.estimate.traffic) for plan in (chosen, found["zero3"]))
@@ -236,7 +236,7 @@ def test_14_7b_to_30b_on_a_few_nodes() -> None:
     assert staged.layout.pp == 2 and seconds(staged).step_s < 0.95 * seconds(once).step_s
     search = plans(load_spec("Qwen2.5-32B"), "4x8xH100+3.2Tb/node", parallel={"pp": 1})
     assert search.chosen.shard.strategy == "zero3" and search.chosen.layout.tp <= 2
-    plain = best_of_kinds(search)["zero3"]
+    plain = families(search)["zero3"]
     assert fits(plain) and seconds(plain).step_s < 1.1 * seconds(search.chosen).step_s
 
 
@@ -532,7 +532,7 @@ def test_long_rows_are_shared() -> None:
     best = search.chosen
     assert best.layout.cp > 1 and fits(best) and best.remat.mode != "full"
     assert sum(seconds(best).exposed_s.values()) < 0.1 * seconds(best).step_s
-    alone = [plan for name, plan in best_of_kinds(search).items() if name not in ("cp", "tp", "pp", "pp x tp")]
+    alone = [plan for name, plan in families(search).items() if name not in ("cp", "tp", "pp", "pp x tp")]
     assert alone and not any(map(fits, alone))
 
 

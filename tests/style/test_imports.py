@@ -315,7 +315,7 @@ NAMED_BY_THE_PLANNER = {
     "trace": {"cp": "into how many pieces a rank's tokens are cut, of which one is traced"},
     "sheets": {"pp": "of which stages any weight is trained"},
 }
-"""By module of the planner, the techniques that it names, and what for. What ships was traced with these modules as they
+"""By module of the planner, the techniques that it names, and what for. What ships was traced with these as they
 are: they ask through techniques/__init__.py when it is next traced."""
 BESIDE_TECHNIQUES = {"dtypes", "events", "quantised", "states", "variant"}
 """What stands beside the techniques and the planner reads: the words that both speak."""
