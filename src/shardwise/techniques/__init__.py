@@ -164,7 +164,7 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
 
 
 def check_split(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
-    """What makes the split of a plan illegal, whatever its stages."""
+    """Return what makes the split of a plan illegal, whatever its stages."""
     return [problem for technique in SPLIT[1:] for problem in technique.check(spec, plan, cluster)]
 
 

@@ -45,8 +45,8 @@ class Wires:
         return self.known[key]
 
     def least_s(self, kind: str, group: str, size: float, calls: int) -> float:
-        """What so many collectives take at least that send ``size`` bytes together. What was measured need not grow
-        evenly with its bytes."""
+        """Return what so many collectives take at least that send ``size`` bytes together. What was measured need not
+        grow evenly with its bytes."""
         calls = 1 if self.cluster.measured else calls
         return calls * self.seconds(kind, group, size / calls) if size else 0.0
 

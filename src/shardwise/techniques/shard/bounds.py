@@ -26,7 +26,7 @@ class Own(NamedTuple):
 
     @classmethod
     def of(cls, weights: Iterable[tuple[Tensor, int]]) -> Own:
-        """Of weights that are there so often."""
+        """Return the sizes of weights that are there so often."""
         each = [(times * prod(map(int, one.shape)), BYTES[one.used_as], one.trained) for one, times in weights]
         made = sum(numbers * size * trained for numbers, size, trained in each)
         return cls(sum(n * size for n, size, _ in each), sum(n * trained for n, _, trained in each), made)
@@ -212,7 +212,7 @@ class BlockSeconds(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes, plan: Plan, spec: ModelSpec, wires: Links, copy_s: CopySeconds) -> BlockSeconds:
-        """Those of a block of the mean size; of a stage, whose blocks may be smaller than others, of the smallest."""
+        """Return those of a block of the mean size; of a stage, whose blocks may differ, of the smallest."""
         count, staged = spec.num_hidden_layers, plan.layout.pp > 1
         mean = sizes.blocks.gathered / count
         gathered = min(mean, sizes.ahead or mean) if staged else mean
