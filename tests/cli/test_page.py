@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli import planned as cli_planned
 from shardwise.cli.length import Asked
 from shardwise.cli.planned import Planned, change_parts, page_parts, planned
 from shardwise.models.load import load_spec
 from shardwise.planner import compare
 from shardwise.planner.compare import fits, seconds
-from shardwise.planner.search import Search
+from shardwise.planner.search import reasons
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.explain import label
 from shardwise.spec.load import load_recipe
@@ -32,24 +33,24 @@ def test_the_verdict_is_told_before_anything_else_is_searched(monkeypatch: pytes
     done = list[str]()
 
     def counted(name: str) -> Callable[..., Any]:
-        known = getattr(Search, name)
+        known = vars(cli_planned)[name]
 
-        def call(self: Search, *words: object, **more: object) -> object:
+        def call(*words: object) -> object:
             done.append(name)
-            return known(self, *words, **more)
+            return known(*words)
 
         return call
 
-    for name in ("families", "explained"):
-        monkeypatch.setattr(Search, name, counted(name))
+    for name in ("best_of_kinds", "explained"):
+        monkeypatch.setattr(cli_planned, name, counted(name))
     parts = page_parts(asked, None)
     verdict, chosen = next(parts), next(parts)
     assert not done
     step, held = show_seconds(seconds(asked.best).step_s), show_bytes(asked.best.estimate.peak_bytes)
     assert step in verdict[0] and held in verdict[0] and label(asked.best) in chosen[0]
     next(parts)
-    assert done == ["families"]
-    assert [*parts][-1][0] == "why" and done == ["families", "explained"]
+    assert done == ["best_of_kinds"]
+    assert [*parts][-1][0] == "why" and done == ["best_of_kinds", "explained"]
 
 
 def test_changes_are_the_same_one_by_one() -> None:
@@ -69,7 +70,7 @@ def test_no_reason_names_what_is_slower_than_a_row_of_the_table() -> None:
     )
     assert asked.best.layout.ep > 1
     without = min(seconds(plan).step_s for plan in asked.plans if plan.layout.ep == 1 and fits(plan))
-    named = asked.search.reasons(1.0, asked.plans).others["layout.ep"]
+    named = reasons(asked.search, 1.0, asked.plans).others["layout.ep"]
     assert named is not None and seconds(named).step_s <= without
     assert f"without it {show_seconds(seconds(named).step_s)}" in asked.chosen.why["layout.ep"]
 

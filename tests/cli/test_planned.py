@@ -10,7 +10,7 @@ from shardwise.cli.render import change_lines, same_split
 from shardwise.launch.worker import state_directory
 from shardwise.models.load import load_spec
 from shardwise.planner.compare import fits, kind, seconds, tokens_per_s
-from shardwise.planner.search import Search, dials
+from shardwise.planner.search import Search, strategies
 from shardwise.planner.seconds.history import remember
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
@@ -45,7 +45,7 @@ def test_what_fits_of_the_chosen_degrees_is_told() -> None:
     """Of stages whose weights are sharded one way, the other ways too."""
     recipe = load_recipe(None, [f"model={EIGHT_B}", "train.seq_len=4096", "train.global_batch_size=64"])
     search = Search(recipe, load_spec(EIGHT_B), parse_cluster("8xA100"))
-    chosen, found = search.best, dials(search, search.best)
+    chosen, found = search.best, strategies(search, search.best)
     assert chosen.layout.pp > 1 and {chosen.shard.strategy} < {"zero1", "zero3"}
     assert [plan.shard.strategy for plan in found] == ["zero1" if chosen.shard.strategy == "zero3" else "zero3"]
     assert all(fits(plan) and plan.pipeline == chosen.pipeline for plan in found)

@@ -8,7 +8,8 @@ import pytest
 
 from shardwise.cli.timeline import svg, text
 from shardwise.techniques.pp.actions import Action, actions
-from shardwise.techniques.pp.replay import Replay, replay
+from shardwise.techniques.pp.replay import Replay
+from tests.techniques.pp.replays import replay
 
 
 def done(schedule: str, ranks: int, count: int, many: int) -> Replay:

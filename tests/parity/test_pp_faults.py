@@ -26,10 +26,10 @@ from shardwise.runtime.pipeline import Passed, PipelineRank
 from shardwise.spec.plan import Plan
 from shardwise.techniques import pp
 from shardwise.techniques.pp.actions import Action, Lists
-from shardwise.techniques.pp.replay import replay
 from tests.parity import planted
 from tests.parity.pipes import plan, spec_of
 from tests.parity.planted import Fault
+from tests.techniques.pp.replays import replay
 
 before_micro_batch, orders, after_backward = techniques.before_micro_batch, pp.orders, pp.after_backward
 take, combine, fill = PipelineRank._take, reduce.combine, init.fill

@@ -59,14 +59,15 @@ def spec_of(model: str) -> ModelSpec:
 def check(recipe: Recipe, spec: ModelSpec, cluster: Cluster, count: int, seed: object, most_ranks: int = 32) -> None:
     """Of so many plans with stages and without, in whatever order they are asked: what is known of one bounds
     others."""
-    random, search = Random(str(seed)), Search(recipe, spec, cluster)
+    random = Random(str(seed))
     try:
+        search = Search(recipe, spec, cluster)
         plans = random.sample(search.all, min(count, len(search.all)))
     except ConfigError:
         return
     able = [degrees for degrees in search.pipelines if degrees.staged.layout.pp <= most_ranks]
     for degrees in random.sample(able, min(-(-count // 4), len(able))):
-        staged = search._pipelines.plans(degrees)
+        staged = search.tried.plans(degrees)
         plans += random.sample(staged, min(2, len(staged)))
     bounds = LowerBounds(spec, cluster)
     for plan in plans:

@@ -12,7 +12,7 @@ from shardwise.models.config import ModelSpec, model_spec, parameter_count
 from shardwise.models.load import load_spec
 from shardwise.planner.compare import MARGIN, fits, kind, peak_share, seconds
 from shardwise.planner.price import price
-from shardwise.planner.search import Search
+from shardwise.planner.search import Search, best_of_kinds
 from shardwise.planner.seconds.rates import own_traits, shipped
 from shardwise.planner.seconds.step import timed
 from shardwise.planner.seconds.wires import wires_of
@@ -24,7 +24,7 @@ from shardwise.spec.recipe import Recipe
 from shardwise.techniques import cost as costed
 from shardwise.techniques import optim
 from shardwise.techniques.pp.actions import actions
-from shardwise.techniques.pp.replay import replay
+from tests.techniques.pp.replays import replay
 
 GIB, GB = 2**30, 1e9
 EIGHT_B, SEVENTY_B = load_spec("meta-llama/Llama-3.1-8B"), load_spec("meta-llama/Llama-3.1-70B")
@@ -44,7 +44,7 @@ def plans(spec: ModelSpec, cluster: str, **sections: object) -> Search:
 
 
 def families(search: Search) -> dict[str, Plan]:
-    return {kind(plan): plan for plan in search.families()}
+    return {kind(plan): plan for plan in best_of_kinds(search)}
 
 
 def state_bytes(spec: ModelSpec, plan: Plan) -> int:

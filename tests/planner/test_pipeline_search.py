@@ -13,7 +13,7 @@ from shardwise.planner.bounds import LowerBounds
 from shardwise.planner.candidates import Pipelines, candidates
 from shardwise.planner.compare import TIE, fits, kind, name, peak_share, seconds, simplest
 from shardwise.planner.price import price
-from shardwise.planner.search import Search
+from shardwise.planner.search import Search, best_of_kinds, fastest_pipelines
 from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
@@ -57,8 +57,8 @@ def test_of_pipelines_as_fast_the_simplest_is_found() -> None:
     """Whatever the order in which they are looked at: as when all are priced and timed."""
     cluster = parse_cluster("8xH100")
     search = Search(recipe(128), EIGHT_B, cluster, stages=frozenset({2}))
-    found = simplest(search.piped(tp=False))
-    every = [plan for each in search.pipelines if each.staged.layout.tp == 1 for plan in search._pipelines.plans(each)]
+    found = simplest(fastest_pipelines(search, tp=False))
+    every = [plan for each in search.pipelines if each.staged.layout.tp == 1 for plan in search.tried.plans(each)]
     priced = [price(EIGHT_B, plan, cluster) for plan in every]
     best = simplest([timed(EIGHT_B, plan, cluster) for plan in priced if fits(plan)])
     assert len(every) > 20 and name(found) == name(best) and seconds(found) == seconds(best)
@@ -80,7 +80,7 @@ def test_few_plans_are_priced_and_timed(
     better."""
     search = Search(recipe(sequences), load_spec(model), parse_cluster(machines))
     known = search.known
-    for most, find in zip(counts, (lambda: search.best, search.families), strict=False):
+    for most, find in zip(counts, (lambda: search.best, lambda: best_of_kinds(search)), strict=False):
         find()
         counted = len(known.prices) + len(known.too_large), len(known.times)
         assert len(search.all) > 100 and counted[0] <= most[0] and counted[1] <= most[1]
@@ -126,7 +126,9 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(pins: dict[str, obj
 
 @pytest.mark.prove
 def test_the_table_has_the_best_pipelines_with_and_without_tensor_parallelism() -> None:
-    found = {kind(plan): plan for plan in Search(recipe(256), EIGHT_B, parse_cluster("2x8xH100+400Gb/node")).families()}
+    found = {
+        kind(plan): plan for plan in best_of_kinds(Search(recipe(256), EIGHT_B, parse_cluster("2x8xH100+400Gb/node")))
+    }
     assert found["pp"].layout.tp == 1 < found["pp"].layout.pp and found["pp x tp"].layout.tp > 1
     steps = [seconds(plan).step_s for plan in found.values() if fits(plan)]
     assert steps == sorted(steps)

@@ -17,7 +17,7 @@ from shardwise.planner.remedy import (
     alternatives,
     remedies,
 )
-from shardwise.planner.search import Search, choose
+from shardwise.planner.search import Search, best_of_kinds, choose, could_fit
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.devices import Device, rented
 from shardwise.spec.load import load_recipe
@@ -162,7 +162,7 @@ def test_the_glance_never_hides_what_fits() -> None:
         for words in (["lora=16"], ["seq_len=512"], ["lora=16", "lora.frozen=nf4"]):
             asked = load_recipe(None, [MODEL, *words])
             assert (
-                Search(asked, SEVENTY_B, machines).could_fit(MARGIN)
+                could_fit(Search(asked, SEVENTY_B, machines), MARGIN)
                 or share(choose(asked, SEVENTY_B, machines)) > MARGIN
             )
 
@@ -177,8 +177,8 @@ def test_a_much_faster_plan_that_is_tight_is_told_of() -> None:
     for pins, change in told.items():
         asked = load_recipe(None, [MODEL, *pins])
         search = Search(asked, SEVENTY_B, machines)
-        families = replace(search, pinned=False).families()
-        first = next(alternatives(asked, SEVENTY_B, machines, search.chosen, families))
+        others = best_of_kinds(replace(search, pinned=False))
+        first = next(alternatives(asked, SEVENTY_B, machines, search.chosen, others))
         assert {*first.change.split()} == {*change.split()}
         assert share(search.chosen) <= MARGIN < share(first.plan) <= TIGHT
         assert MUCH_FASTER * seconds(first.plan).step_s < seconds(search.chosen).step_s

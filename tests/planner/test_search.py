@@ -17,7 +17,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.load import load_spec
 from shardwise.planner.compare import MARGIN, fits, kind, peak_share, seconds, smallest_ones
 from shardwise.planner.price import price
-from shardwise.planner.search import Search, choose
+from shardwise.planner.search import Search, best_of_kinds, choose
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import Cluster, Kind, parse_cluster
 from shardwise.spec.devices import Device
@@ -38,7 +38,7 @@ def recipe(**sections: object) -> Recipe:
 
 def families(asked: Recipe, spec: ModelSpec, cluster: Cluster) -> dict[str, Plan]:
     """The best plan of each kind, by seconds."""
-    return {kind(plan): plan for plan in Search(asked, spec, cluster, pinned=False).families()}
+    return {kind(plan): plan for plan in best_of_kinds(Search(asked, spec, cluster, pinned=False))}
 
 
 @pytest.mark.usefixtures("by_table")
@@ -212,7 +212,7 @@ def test_every_problem_of_the_pins_is_told() -> None:
 @pytest.mark.prove
 def test_the_table_has_the_best_of_each_kind_and_what_rules_out_the_others() -> None:
     cluster = parse_cluster("2x8xRTX-PRO-6000+200Gb/node")
-    plans = Search(recipe(), SEVENTY_B, cluster).families()
+    plans = best_of_kinds(Search(recipe(), SEVENTY_B, cluster))
     assert {kind(plan) for plan in plans} == {"ddp", "zero1", "zero2", "zero3", "hybrid", "tp", "pp", "pp x tp"}
     able = [2 if fits(plan) else int(peak_share(plan) <= 1) for plan in plans]
     assert able == sorted(able, reverse=True) and {*able} >= {2, 0}
@@ -246,7 +246,7 @@ def test_a_plan_is_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         "shardwise.planner.compare.price",
         lambda spec, plan, cluster, most: priced.append(plan) or price(spec, plan, cluster, most=most),
     )
-    assert fits(search.chosen) and search.families() and made(priced[0]) == made(priced[0])
+    assert fits(search.chosen) and best_of_kinds(search) and made(priced[0]) == made(priced[0])
     assert len(set(priced)) == len(priced) < len(search.all)
 
 

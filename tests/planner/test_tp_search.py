@@ -9,7 +9,7 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.models.load import load_spec
 from shardwise.planner.compare import MARGIN, fits, kind, seconds
-from shardwise.planner.search import Search, choose
+from shardwise.planner.search import Search, best_of_kinds, choose
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.recipe import Parallel, Recipe, Train
@@ -51,7 +51,7 @@ def test_every_degree_inside_a_node_is_tried_with_the_same_sequences_a_step() ->
     search = Search(recipe(), EIGHT_B, parse_cluster("8xH100"))
     assert {plan.layout.tp for plan in search.all} == {1, 2, 4, 8}
     assert {plan.batch.global_batch_size(plan.layout.dp) for plan in search.all} == {64}
-    (best,) = (plan for plan in search.families() if kind(plan) == "tp")
+    (best,) = (plan for plan in best_of_kinds(search) if kind(plan) == "tp")
     assert seconds(best).exposed_s["tp"] > 0 and best.batch.global_batch_size(best.layout.dp) == 64
 
 

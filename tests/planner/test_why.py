@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.models.load import load_spec
 from shardwise.planner.compare import MARGIN, fits, name, seconds
-from shardwise.planner.search import Search
+from shardwise.planner.search import Search, reasons
 from shardwise.planner.why import difference
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
@@ -44,9 +44,9 @@ def beside(plan: Plan, key: str, chosen: Plan) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_a_reason_names_another_plan_and_both_times(case: str) -> None:
     search = searched(case)
-    chosen, reasons = search.chosen, search.reasons()
-    assert reasons.others or case == "a tie"
-    for key, other in reasons.others.items():
+    chosen, told = search.chosen, reasons(search)
+    assert told.others or case == "a tie"
+    for key, other in told.others.items():
         said = chosen.why[key]
         if other is None:
             assert show_seconds(seconds(chosen).step_s) not in said

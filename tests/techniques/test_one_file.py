@@ -22,7 +22,7 @@ from shardwise.models.config import model_spec, parameter_shapes
 from shardwise.models.decoder import Decoder
 from shardwise.planner import candidates, sheets
 from shardwise.planner.compare import MARGIN
-from shardwise.planner.search import Search, choose
+from shardwise.planner.search import Search, best_of_kinds, choose
 from shardwise.prove.drift import drift
 from shardwise.runtime import passes
 from shardwise.spec.cluster import Cluster, parse_cluster
@@ -67,7 +67,7 @@ def test_the_search_tries_its_choices_in_order_and_says_why() -> None:
     found = choose(recipe(), SPEC, fitting(small.estimate.peak_bytes))
     assert isinstance(found, PlanWithNarrow) and found.narrow
     assert found.why["narrow"] == "derived: frozen weights as they are do not fit"
-    rows = Search(recipe(), SPEC, fitting(small.estimate.peak_bytes), pinned=False).families()
+    rows = best_of_kinds(Search(recipe(), SPEC, fitting(small.estimate.peak_bytes), pinned=False))
     assert len(rows) > 3 and all(isinstance(row, PlanWithNarrow) for row in rows)
 
 

@@ -16,7 +16,7 @@ from shardwise.planner.compare import fits, seconds
 from shardwise.planner.price import price
 from shardwise.planner.remedy import remedies
 from shardwise.planner.schedule import folded
-from shardwise.planner.search import Search, choose
+from shardwise.planner.search import Search, best_of_kinds, choose
 from shardwise.planner.seconds.step import timed
 from shardwise.planner.sheets import sheet_of
 from shardwise.runtime.report import header
@@ -147,7 +147,7 @@ def test_pipelines_are_not_tried_beside_it() -> None:
         recipe = load_recipe(None, [f"offload.activations={asked}", *words])
         search = Search(recipe, EIGHT_B, parse_cluster("4xH100"))
         assert bool(search.pipelines) is tried
-        assert any(plan.layout.pp > 1 for plan in search.families()) is tried
+        assert any(plan.layout.pp > 1 for plan in best_of_kinds(search)) is tried
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from shardwise.models.hf_spec import NOTICE
 from shardwise.planner.compare import TIE, fits, in_order, kind, same_program, seconds, tokens_per_s
 from shardwise.planner.length import Length
 from shardwise.planner.remedy import Remedy, alternatives, remedies
-from shardwise.planner.search import Search, dials
+from shardwise.planner.search import Search, best_of_kinds, explained, strategies
 from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.spec import finetune
@@ -68,7 +68,7 @@ class Planned:
     @cached_property
     def _explained(self) -> Plan:
         legal = self._families if self.recipe.parallel == Parallel() else []
-        return self._told(self.search.explained(seconds(self.best).scale, legal))
+        return self._told(explained(self.search, seconds(self.best).scale, legal))
 
     @cached_property
     def plans(self) -> list[Plan]:
@@ -79,7 +79,7 @@ class Planned:
     def _families(self) -> list[Plan]:
         free = replace(self.search, pinned=False) if self.recipe.parallel != Parallel() else self.search
         best = self._told(self.search.best)
-        return _with_chosen([*free.families(), *dials(self.search, best)], best)
+        return _with_chosen([*best_of_kinds(free), *strategies(self.search, best)], best)
 
     @cached_property
     def length(self) -> Length:

@@ -11,12 +11,9 @@ from shardwise.errors import ConfigError, Problem
 from shardwise.models.config import ModelSpec
 from shardwise.spec.batch import TOKENS_PER_MICRO_BATCH, batch, batch_reasons
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Batch, Plan, Shard
+from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.recipe import Recipe, Train
 from shardwise.spec.units import show_bytes
-from shardwise.techniques import cp, ep, pp, shard, tp
-from shardwise.techniques.offload.legal import leave_each, leave_early
-from shardwise.techniques.shard.degrees import grouped
 
 CHUNK_NUMBERS = {"cuda": 2**26, "cpu": 2**22}
 """At most so many logits at a time: 256 MiB in fp32 on a GPU, which wants large products; on a CPU 16 MiB, which is as
@@ -37,14 +34,13 @@ def candidates(
     found: list[Plan] = []
     refused: list[Problem] = []
     unsuited: list[Problem] = []
-    whole: int | None = None
-    begun = pp.choices(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=pinned)
-    for degree in (each for staged in begun for each in _spread(recipe, spec, cluster, staged, pinned=pinned)):
+    whole, begun = 0, _open(recipe, spec, cluster)
+    for degree in techniques.choices(techniques.SPLIT, recipe, spec, cluster, begun, pinned=pinned):
         own = degree.layout.tp * degree.layout.cp  # devices that read the same rows
         pairs = ((degree.layout.degree(axis), vars(recipe.parallel)[axis]) for axis in ("tp", "cp", "ep"))
         asked = pinned and all(size in (1, wanted) for size, wanted in pairs)
         try:
-            dp = grouped(cluster, degree).world
+            dp = techniques.grouped(cluster, degree).world
             legal, problems = _legal(recipe, spec, cluster, degree, pinned=pinned)
         except ConfigError as error:
             if asked:
@@ -52,24 +48,17 @@ def candidates(
             problems, legal, dp = list(error.problems), [], 0
         refused += problems if asked or not pinned else []
         try:
-            whole = whole or (batch(recipe.train, dp, own)[2] if legal else None)
+            whole = whole or (batch(recipe.train, dp, own)[2] if legal else 0)
         except ConfigError as error:  # another degree may suit the batch
             unsuited += error.problems
             continue
         for plan in legal:
-            made, problem = _with_batches(plan, recipe.train, spec, cluster, whole or 0)
+            made, problem = _with_batches(plan, recipe.train, spec, cluster, whole)
             found += made
             unsuited += [problem] if problem else []
     if not found and (problems := refused + unsuited):
         raise ConfigError(*dict.fromkeys(problems))
     return found, refused
-
-
-def _spread(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool) -> Iterator[Plan]:
-    """The plan with all degrees of tensor, context and expert parallelism."""
-    for cut in tp.choices(recipe, spec, cluster, plan, pinned=pinned):
-        for rows in cp.choices(recipe, spec, cluster, cut, pinned=pinned):
-            yield from ep.choices(recipe, spec, cluster, rows, pinned=pinned)
 
 
 @dataclass(frozen=True)
@@ -92,33 +81,24 @@ class Pipelines:
     pinned: bool = True
 
     def degrees(self) -> Iterator[StagedDegrees]:
-        """All that the devices and the batch allow; none where inputs of blocks wait outside the device."""
+        """All that the devices and the batch allow."""
         recipe, spec, cluster = self.recipe, self.spec, self.cluster
-        if (recipe.parallel.pp and self.pinned) or recipe.offload.activations != "none":
-            return
-        others = [technique for technique in techniques.ORDER if technique not in (pp, tp, cp, ep, shard)]
-        for cut in _spread(recipe, spec, cluster, _open(recipe, spec, cluster), pinned=self.pinned):
-            rows = replace(cut, batch=Batch(1, 1, recipe.train.seq_len))
-            if tp.check(spec, cut, cluster) or cp.check(spec, rows, cluster):
+        begun = _open(recipe, spec, cluster)
+        for staged, ends in techniques.staged(recipe, spec, cluster, begun, pinned=self.pinned):
+            layout, schedule = staged.layout, staged.pipeline.spec
+            own_devices = layout.tp * layout.cp
+            dp, rest = divmod(cluster.world, layout.pp * own_devices)
+            sizes = [] if rest else splits(recipe.train, self.whole, dp, own_devices)
+            sizes = [each for each in sizes if each[1] >= schedule.least_micro_batches(layout.pp)]
+            if not sizes:
                 continue
-            whole = 1.0, recipe.offload.optimizer_fraction  # others are tried without stages alone
-            tried = techniques.choices(others, recipe, spec, cluster, cut)
-            ends = [end for end in tried if end.offload.optimizer_fraction in whole]
-            for staged in pp.pipelines(recipe, spec, cluster, cut):
-                layout = staged.layout
-                own_devices = layout.tp * layout.cp
-                dp, rest = divmod(cluster.world, layout.pp * own_devices)
-                least = staged.pipeline.spec.least_micro_batches(layout.pp)
-                sizes = [] if rest else splits(recipe.train, self.whole, dp, own_devices)
-                if sizes := [each for each in sizes if each[1] >= least]:
-                    degrees = replace(layout, dp_shard=dp, ranks_per_node=cluster.devices_per_node)
-                    if ep.check(spec, replace(cut, layout=degrees), cluster):
-                        continue
-                    split = Shard("zero3" if dp > 1 else "ddp")
-                    own = [replace(end, layout=degrees, pipeline=staged.pipeline, shard=split) for end in ends]
-                    most, fewest = (self._batch(each) for each in (sizes[0], sizes[-1]))
-                    both = [(replace(end, batch=most), replace(end, batch=fewest)) for end in own]
-                    yield StagedDegrees(staged, tuple(both))
+            degrees = replace(layout, dp_shard=dp, ranks_per_node=cluster.devices_per_node)
+            most, fewest = (self._batch(each) for each in (sizes[0], sizes[-1]))
+            if techniques.check_split(spec, replace(staged, layout=degrees, batch=fewest), cluster):
+                continue
+            whole = (replace(end, layout=degrees, pipeline=staged.pipeline) for end in ends)
+            own = [techniques.smallest(each) for each in whole]
+            yield StagedDegrees(staged, tuple((replace(end, batch=most), replace(end, batch=fewest)) for end in own))
 
     def _batch(self, size: tuple[int, int]) -> Batch:
         """Micro-batches with the largest chunks of the loss, which are the fastest."""
@@ -126,19 +106,13 @@ class Pipelines:
         return Batch(*size, seq_len, chunk_of(self.spec, LARGER_CHUNKS[0], size[0] * seq_len)[0])
 
     def plans(self, degrees: StagedDegrees) -> list[Plan]:
-        """The legal ones of these degrees. Where the dial is open, of what is cut it has zero1, which reduces once, and
-        zero3, which holds least, over all ranks of a stage: stages have made weights small, and lie on few nodes."""
+        """The legal ones of these degrees."""
         try:
             legal, _ = _legal(self.recipe, self.spec, self.cluster, degrees.staged, pinned=self.pinned)
         except ConfigError:
             return []
-        train, dial = self.recipe.train, self.recipe.parallel.strategy
-        if dial == "hsdp":
-            legal = [plan for plan in legal if plan.layout.dp_replicate > 1]
-        if dial == "auto":
-            whole = [plan for plan in legal if 1 in (plan.layout.dp_shard, plan.layout.dp_replicate)]
-            legal = [plan for plan in whole if plan.shard.strategy != "zero2"]
-        return [each for plan in legal for each in _with_batches(plan, train, self.spec, self.cluster, self.whole)[0]]
+        train, tried = self.recipe.train, techniques.beside_stages(self.recipe.parallel.strategy, legal)
+        return [each for plan in tried for each in _with_batches(plan, train, self.spec, self.cluster, self.whole)[0]]
 
 
 def _open(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
@@ -163,17 +137,12 @@ def _legal(
     """The legal plans at one degree of tensor parallelism, without a batch, and what is wrong with the others."""
     found: list[Plan] = []
     refused: list[Problem] = []
-    others = [technique for technique in techniques.ORDER if technique not in (pp, tp, cp, ep, shard)]
     enough = degree.pipeline.spec.least_micro_batches(degree.layout.pp)
-    for other in techniques.choices(others, recipe, spec, cluster, degree):
-        if other.compile and recipe.compile == "auto" and degree.pipeline.spec.splits_backward:
-            why = "derived: off: the schedule makes gradients of weights apart, which compiled blocks cannot do"
-            other = replace(other, compile=False, why={**other.why, "compile": why})
-        for split in shard.choices(recipe, spec, cluster, other, pinned=pinned):
-            whole = replace(split, batch=Batch(1, enough, recipe.train.seq_len, 128))
-            problems = techniques.check(spec, whole, cluster)
-            refused += problems
-            found += [whole] * (not problems)
+    for plan in techniques.settings(recipe, spec, cluster, degree, pinned=pinned):
+        whole = replace(plan, batch=Batch(1, enough, recipe.train.seq_len, 128))
+        problems = techniques.check(spec, whole, cluster)
+        refused += problems
+        found += [whole] * (not problems)
     # What cannot be beside something outside the device would hold more than what can.
     return found, [problem for problem in refused if not (found and problem.code == "PLAN028")]
 
@@ -186,17 +155,15 @@ def _with_batches(
     since all others wait for it."""
     layout, seq_len, found, problem = plan.layout, train.seq_len, [], None
     most = LARGER_CHUNKS[-1] if layout.pp > 1 and cluster.kind == "cuda" else CHUNK_NUMBERS[cluster.kind]
-    undivided = leave_early(plan)  # gradients of several micro-batches stay on the device, or are copied more
+    undivided = techniques.leave_early(
+        plan
+    )  # gradients of several micro-batches stay on the device, or are copied more
     for micro, accumulation in splits(train, whole, layout.dp, layout.tp * layout.cp, undivided=undivided):
         chunk, reasons = chunk_of(spec, most, micro * seq_len // layout.cp)
         made = replace(plan, batch=Batch(micro, accumulation, seq_len, chunk), why={**plan.why, **reasons})
-        if problems := pp.check(spec, made, cluster):
-            problem = problems[0]
-            continue
-        found.append(made)
-        if accumulation > 1 and leave_each(made):
-            why = {**made.why, "offload.sums": "searched"}
-            found.append(replace(made, offload=replace(made.offload, sums="host"), why=why))
+        plans, problems = techniques.batched(spec, made, cluster)
+        found += plans
+        problem = problems[0] if problems else problem
     return found, None if found else problem
 
 

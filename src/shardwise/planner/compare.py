@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
+from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.planner.bounds import LowerBounds
 from shardwise.planner.candidates import LARGER_CHUNKS, chunk_of
@@ -17,22 +18,14 @@ from shardwise.planner.price import price
 from shardwise.planner.seconds.step import timed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.explain import MARGIN as MARGIN
-from shardwise.spec.pipelines import PIPELINES
 from shardwise.spec.plan import Estimate, Plan, Seconds
-from shardwise.techniques.cp import KINDS as CP_KINDS
-from shardwise.techniques.offload.legal import leave_early
-from shardwise.techniques.remat import MODES
-from shardwise.techniques.shard.degrees import STRATEGIES
 
 TIGHT = 0.95
 """What may be taken where nothing stays below the margin: more is left to chance."""
 TIE = 0.02
 """Steps that differ by less take as long: runs of one plan differ by as much."""
-KINDS = (*STRATEGIES, "hybrid", "ep", "cp", "tp", "pp", "pp x tp")
+KINDS = (*techniques.KINDS, "ep", "cp", "tp", "pp", "pp x tp")
 """The kinds of plans, from the simplest on."""
-
-SIMPLER = sorted(PIPELINES, key=lambda name: PIPELINES[name].alive is None)
-"""Schedules, simpler ones first, and last what has all micro-batches alive."""
 
 
 def fits(plan: Plan) -> bool:
@@ -63,59 +56,35 @@ def tokens_per_s(plan: Plan) -> float:
 
 
 def name(plan: Plan) -> str:
-    """``zero3 over 8 x 2, tp 4, pp 4 (1f1b)``."""
+    """Its strategy, and what else it splits: ``... over 8 x 2, tp 4, pp 4 (1f1b)``."""
     layout = plan.layout
-    piped = f", pp {layout.pp} ({plan.pipeline.schedule})" * (layout.pp > 1)
-    over = layout.size("loss") if plan.shard.strategy == "ddp" else layout.fsdp
-    replicas = f" x {layout.dp_replicate}" * (plan.shard.strategy != "ddp" and layout.dp_replicate > 1)
-    rows = f", cp {layout.cp} ({plan.cp_kind})" * (layout.cp > 1)
-    rows += f", ep {layout.ep}" * (layout.ep > 1)
-    split = f"{rows}{f', tp {layout.tp}' * (layout.tp > 1)}{piped}"
+    split = f", cp {layout.cp} ({plan.cp_kind})" * (layout.cp > 1)
+    split += f", ep {layout.ep}" * (layout.ep > 1) + f", tp {layout.tp}" * (layout.tp > 1)
+    split += f", pp {layout.pp} ({plan.pipeline.schedule})" * (layout.pp > 1)
     if layout.size("loss") == 1 and split:
         return split.removeprefix(", ")
-    return f"{plan.shard.strategy} over {over}{replicas}{split}"
+    return f"{techniques.words(plan)}{split}"
 
 
 def kind(plan: Plan) -> str:
     """Return which of ``KINDS`` a plan is of."""
-    if plan.layout.pp > 1:
-        return "pp x tp" if plan.layout.tp > 1 else "pp"
-    if plan.layout.tp > 1 or plan.layout.cp > 1:
-        return "tp" if plan.layout.tp > 1 else "cp"
-    if plan.layout.ep > 1:
-        return "ep"
-    return "hybrid" if plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1 else plan.shard.strategy
+    split = [axis for axis in ("pp", "tp", "cp", "ep") if vars(plan.layout)[axis] > 1]
+    if split[:2] == ["pp", "tp"]:
+        return "pp x tp"
+    return split[0] if split else techniques.kind(plan)
 
 
 def twins(one: Plan, other: Plan) -> bool:
-    """Return whether one has zero1, the other zero2, and both one micro-batch a step: then these are the same."""
+    """Return whether the kinds of two plans of one micro-batch a step are the same program then."""
     once = one.batch.accumulation == other.batch.accumulation == 1
-    return once and {kind(one), kind(other)} == {"zero1", "zero2"}
+    found = (techniques.twin(one), other), (techniques.twin(other), one)
+    return once and any(twin is not None and kind(twin) == kind(plan) for twin, plan in found)
 
 
 def same_program(one: Plan, other: Plan) -> bool:
-    """Return whether two plans are one program: of one micro-batch, zero1 and zero2 are."""
-    both = {one.shard.strategy, other.shard.strategy} == {"zero1", "zero2"}
-    once = one.batch.accumulation == other.batch.accumulation == 1
-    shard = replace(one.shard, strategy=other.shard.strategy)
-    return both and once and replace(one, shard=shard, estimate=other.estimate, why=other.why) == other
-
-
-def _zero1_of(plan: Plan) -> Plan | None:
-    """Return, of a plan with zero2 and one micro-batch, the same program with zero1; None of any other."""
-    if plan.shard.strategy != "zero2" or plan.batch.accumulation > 1 or plan.layout.pp > 1:
-        return None
-    return replace(plan, shard=replace(plan.shard, strategy="zero1"), estimate=Estimate())
-
-
-def simplicity(plan: Plan) -> tuple[object, ...]:
-    """Simpler plans come first."""
-    hybrid = plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1
-    dial = hybrid, STRATEGIES.index(plan.shard.strategy)
-    piped = plan.layout.pp, SIMPLER.index(plan.pipeline.schedule), plan.pipeline.stages_per_rank
-    inside = plan.layout.tp, plan.layout.cp, CP_KINDS.index(plan.cp_kind), plan.layout.ep
-    pieces = MODES.index(plan.remat.mode), -plan.batch.micro_batch_size
-    return plan.offload.optimizer != "none", *piped, *inside, *dial, *pieces
+    """Return whether two plans with different settings are one program."""
+    found = (techniques.twin(one), other), (techniques.twin(other), one)
+    return any(twin == replace(plan, estimate=Estimate(), why=twin.why) for twin, plan in found if twin)
 
 
 def _but_for_recomputation(plan: Plan) -> tuple[object, ...]:
@@ -125,7 +94,7 @@ def _but_for_recomputation(plan: Plan) -> tuple[object, ...]:
 def simplest(plans: list[Plan]) -> Plan:
     """Return the simplest of those plans that are as fast as the fastest. All have seconds."""
     limit_s = (1 + TIE) * min(seconds(plan).step_s for plan in plans)
-    return min((plan for plan in plans if seconds(plan).step_s <= limit_s), key=simplicity)
+    return min((plan for plan in plans if seconds(plan).step_s <= limit_s), key=techniques.simplicity)
 
 
 def smallest_ones(plans: list[Plan]) -> list[Plan]:
@@ -133,7 +102,7 @@ def smallest_ones(plans: list[Plan]) -> list[Plan]:
     gradients leave as one micro-batch makes them, and those of several would stay, the plan with one."""
     found: dict[object, Plan] = {}
     for plan in plans:
-        leaves = leave_early(plan) and (plan.batch.accumulation == 1 or plan.offload.sums == "host")
+        leaves = techniques.leave_at_once(plan)
         alike = plan.layout, plan.cp_kind, plan.shard, plan.remat, plan.offload, leaves
         other = found.get(alike, plan)
         found[alike] = min(other, plan, key=lambda each: each.batch.micro_batch_size)
@@ -163,7 +132,7 @@ class Comparison:
         found: dict[int, Plan] = {}
         modes: dict[tuple[object, ...], int] = {}
         bounds = self.bounds
-        easy = [(seconds(plan).step_s, simplicity(plan), -1) for plan in others]  # of what was found
+        easy = [(seconds(plan).step_s, techniques.simplicity(plan), -1) for plan in others]  # of what was found
         best_s = min([limit_s, *(step_s for step_s, _, _ in easy)])
         standing = [(i, plan) for i, plan in enumerate(plans) if bounds.stand(plan, share)]
         waiting = [(bounds.roughly(plan), 0, i) for i, plan in standing]
@@ -172,11 +141,12 @@ class Comparison:
             bound_s, looked, i = heappop(waiting)
             if bound_s > (1 + TIE) * best_s:
                 break
-            own, mode = _but_for_recomputation(plans[i]), MODES.index(plans[i].remat.mode)
+            own, mode = _but_for_recomputation(plans[i]), techniques.recomputation(plans[i])
             if modes.get(own, mode) < mode:
                 continue
             if bound_s > best_s and any(
-                step_s <= (1 + TIE) * best_s and (simple, at) < (simplicity(plans[i]), i) for step_s, simple, at in easy
+                step_s <= (1 + TIE) * best_s and (simple, at) < (techniques.simplicity(plans[i]), i)
+                for step_s, simple, at in easy
             ):
                 continue  # it is not the fastest, nor would it be taken for being as fast
             if not looked and (rough_s := bounds.roughly(plans[i])) > bound_s:  # since more is known by now
@@ -188,7 +158,7 @@ class Comparison:
             elif peak_share(priced := self.priced(plans[i], share)) <= share:
                 modes[own], found[i] = mode, self.timed(priced)
                 best_s = min(best_s, seconds(found[i]).step_s)
-                easy.append((seconds(found[i]).step_s, simplicity(plans[i]), i))
+                easy.append((seconds(found[i]).step_s, techniques.simplicity(plans[i]), i))
         return [found[i] for i in sorted(found)]
 
     def smallest(self, plans: list[Plan]) -> Plan:
@@ -209,7 +179,7 @@ class Comparison:
             return self.prices[plan]
         if plan in self.too_large and peak_share(self.too_large[plan]) > most:
             return self.too_large[plan]
-        twin = _zero1_of(plan)
+        twin = techniques.twin(plan)
         made = (
             replace(plan, estimate=self.priced(twin).estimate)
             if twin
@@ -222,7 +192,7 @@ class Comparison:
     def timed(self, priced: Plan) -> Plan:
         """Return the priced plan with seconds too, found once."""
         if priced not in self.times:
-            if twin := _zero1_of(priced):
+            if twin := techniques.twin(priced):
                 made = replace(priced, estimate=self.timed(self.priced(twin)).estimate)
             else:
                 made = timed(self.spec, priced, self.cluster)

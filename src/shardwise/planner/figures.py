@@ -3,16 +3,14 @@ sizes and what they hold, each found once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
-from math import prod
 from operator import attrgetter
 from typing import NamedTuple
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
-from shardwise.models.roles import is_expert
 from shardwise.planner.held import recomputed
 from shardwise.planner.price import unstaged
 from shardwise.planner.seconds import step
@@ -20,8 +18,8 @@ from shardwise.planner.seconds.rates import own_traits
 from shardwise.planner.sheets import even, sheet_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.place import place_of
-from shardwise.spec.plan import BYTES, Dtype, Plan
-from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tensor, Unit
+from shardwise.spec.plan import Plan
+from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 
 OWN = {"layout", "batch", "shard", "pipeline", "estimate", "why", "cluster", "format"}
 """Settings that plans may differ in that compute the same, in micro-batches of another size or sharded over others."""
@@ -53,45 +51,6 @@ def _numbered(plan: Plan, name: str, settings: Callable[[Plan], object]) -> int:
 @cache
 def _numbers() -> dict[object, int]:
     return {}
-
-
-class Own(NamedTuple):
-    """Sizes of some weights: the bytes that are gathered, how many numbers are trained, and the bytes of their
-    gradients as backward makes them."""
-
-    gathered: int
-    trained: int
-    made: int
-
-    @classmethod
-    def of(cls, weights: Iterable[Tensor]) -> Own:
-        sizes = [(prod(map(int, one.shape)), BYTES[one.used_as], one.trained) for one in weights]
-        trained = [(numbers, size) for numbers, size, own in sizes if own]
-        made = sum(numbers * size for numbers, size in trained)
-        return cls(sum(numbers * size for numbers, size, _ in sizes), sum(numbers for numbers, _ in trained), made)
-
-    def reduced(self, dtype: Dtype, *, added: bool) -> int:
-        """Bytes of the gradients, unless they have been ``added`` to others, and of the buffer that is reduced."""
-        return self.made * (not added) + self.trained * BYTES[dtype]
-
-
-class Sizes(NamedTuple):
-    """Sizes that plans have in common that differ in the dial, in their micro-batches and in what they compute again:
-    the bytes of all weights as they are gathered (four-bit codes stay so) and of those in blocks, and the numbers in
-    weights that are trained, before they are sharded, and in those that the device updates where the host
-    updates others. Experts that other ranks have than those of ``fsdp`` are told apart, those of all blocks and of the
-    last. ``ahead``: what is gathered of the smallest block, if there are several."""
-
-    gathered: int
-    blocks: int
-    trained: int
-    stays: int
-    experts: int
-    trained_experts: int
-    tail: Own
-    last_block: Own
-    last_experts: Own
-    ahead: int
 
 
 class Standing(NamedTuple):
@@ -133,38 +92,11 @@ class PlanFigures:
             self.known_flops[key] = sum(times * _flops(unit) for unit, times in self.sheet(plan).repeated())
         return self.known_flops[key]
 
-    def sizes(self, plan: Plan) -> Sizes:
+    def sizes(self, plan: Plan) -> techniques.Sizes:
         """Return the sizes of all that have the same weights, in micro-batches of whatever size."""
         key = alike_weights(plan)
         if key not in self.known_sizes:
-            costed = self.sheet(plan)
-            weights = [
-                (prod(map(int, weight.shape)) * times, weight, unit)
-                for unit, times in costed.repeated()
-                for weight in unit.weights
-            ]
-            spread = [each for each in weights if plan.layout.ep > 1 and is_expert(each[1].name)]
-            if spread:
-                weights = [each for each in weights if not is_expert(each[1].name)]
-            gathered = [(n * BYTES[weight.used_as], unit) for n, weight, unit in weights]
-            apart = {id(weight) for _, weight, _ in spread}
-
-            def own(unit: Unit) -> Own:
-                return Own.of(weight for weight in unit.weights if id(weight) not in apart)
-
-            last = costed.blocks[costed.order[-1]]
-            self.known_sizes[key] = Sizes(
-                sum(size for size, _ in gathered),
-                sum(size for size, unit in gathered if unit.name == "block"),
-                sum(n for n, weight, _ in weights if weight.trained),
-                sum(n for n, weight, unit in weights if weight.trained and unit.stays),
-                sum(n * BYTES[weight.used_as] for n, weight, _ in spread),
-                sum(n for n, weight, _ in spread if weight.trained),
-                own(costed.tail),
-                own(last),
-                Own.of(weight for weight in last.weights if id(weight) in apart),
-                min(own(block).gathered for block in costed.blocks) if len(costed.order) > 1 else 0,
-            )
+            self.known_sizes[key] = techniques.Sizes.of(self.sheet(plan), plan)
         return self.known_sizes[key]
 
     def state(self, plan: Plan) -> Standing:
@@ -178,7 +110,7 @@ class PlanFigures:
 
 
 @cache
-def _of_model(spec: ModelSpec) -> tuple[dict[object, Sheet], dict[int, Sizes], dict[int, int]]:
+def _of_model(spec: ModelSpec) -> tuple[dict[object, Sheet], dict[int, techniques.Sizes], dict[int, int]]:
     return {}, {}, {}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
+from shardwise import techniques
 from shardwise.models.delta_sizes import CHUNK, CHUNKS
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, groups_of
@@ -106,7 +107,7 @@ def _rounding_bytes(costed: Sheet, plan: Plan) -> int:
     of each trained weight, and the last segments of every stream. Activations fill their blocks, or nearly."""
     kept = plan.optim.spec.kept
     total = sum(times * _unfilled_bytes(unit, costed.place, kept) for unit, times in costed.repeated())
-    return total + _streams(plan) * (SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES)
+    return total + techniques.streams(plan) * (SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES)
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
@@ -119,27 +120,17 @@ def _unfilled_bytes(unit: Unit, place: Place, kept: int) -> int:
     return total
 
 
-def _streams(plan: Plan) -> int:
-    """Streams that allocate: the one that computes; under FSDP2 those in which it gathers and reduces, and of a hybrid
-    plan sums over replicas."""
-    if not plan.sharded:
-        return 1
-    return 4 if plan.layout.dp_replicate > 1 else 3
-
-
 def communicators(plan: Plan) -> list[int]:
     """The connections of a channel of each communicator: that of all ranks, who sum what a step logs; of each axis that
-    something is sent along; of those over which weights are cut; of those who sum gradients; and where weights are kept
-    after forward by part of the ranks, theirs."""
-    found = _connections(plan.layout, plan.sharded)
-    kept = plan.shard.strategy == "zero3" and not isinstance(plan.shard.reshard_after_forward, bool)
-    return [*found, RING] if kept and found else found
+    something is sent along; of those over which weights are gathered, and of those who sum gradients."""
+    over, part = techniques.sent_over(plan)
+    found = _connections(plan.layout, *over)
+    return [*found, RING] if part and found else found
 
 
 @lru_cache
-def _connections(layout: Layout, sharded: bool) -> list[int]:
-    weights = ("fsdp", "expert_fsdp", "dp_replicate") if sharded else ("loss", "expert_loss")
+def _connections(layout: Layout, gathered: tuple[str, ...], summed: tuple[str, ...]) -> list[int]:
     known = groups_of(layout)
-    names = [name for name in (*weights, "pp", "ring", "ulysses", "tp", "ep", "world") if name in known]
+    names = [name for name in (*gathered, *summed, "pp", "ring", "ulysses", "tp", "ep", "world") if name in known]
     distinct = {"world" if layout.size(name) == layout.world else layout.called(name): name for name in names}
-    return [RING if name in ("fsdp", "expert_fsdp") else RING_AND_TREE for name in distinct.values()]
+    return [RING if name in gathered else RING_AND_TREE for name in distinct.values()]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
 from shardwise.planner.compare import MARGIN, TIE, TIGHT, fits, name, peak_share, seconds, tokens_per_s
-from shardwise.planner.search import Search
+from shardwise.planner.search import Search, could_fit
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.complaints import cross_check
 from shardwise.spec.devices import Device, devices, rented
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe
-from shardwise.techniques.remat import MODES
 
 CLOSEST = 3
 """How many changes are shown if none is enough."""
@@ -234,7 +234,7 @@ def _replanned(change: Change, recipe: Recipe, spec: ModelSpec, share: float | N
     if cross_check(other, lambda key: key):
         return None
     stages = frozenset({1, chosen.layout.pp})
-    found = [_planned(Search(each, spec, machines, stages=stages), share) for each in _near(other, chosen)]
+    found = [_planned(each, spec, machines, stages, share) for each in _near(other, chosen)]
     if not (plans := [plan for plan in found if plan]):
         return None
     words = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
@@ -249,9 +249,8 @@ def _faster_by(plan: Plan, chosen: Plan) -> str:
         return ""
     sizes, modes = (plan.batch.micro_batch_size, chosen.batch.micro_batch_size), (plan.remat.mode, chosen.remat.mode)
     found = [f"micro-batches of {sizes[0]} fit instead of {sizes[1]}"] if sizes[0] > sizes[1] else []
-    found += (
-        [f"recompute {modes[0]} fits instead of {modes[1]}"] if MODES.index(modes[0]) < MODES.index(modes[1]) else []
-    )
+    less = techniques.recomputation(plan) < techniques.recomputation(chosen)
+    found += [f"recompute {modes[0]} fits instead of {modes[1]}"] if less else []
     found = found or [f"the ranks can be split as {name(plan)}"] * (name(plan) != name(chosen))
     return f"; faster, since {' and '.join(found)}" if found else ""
 
@@ -267,8 +266,11 @@ def _near(recipe: Recipe, chosen: Plan) -> Iterator[Recipe]:
         yield recipe.model_copy(update={"parallel": asked.model_copy(update={"cp": cp, "cp_kind": kind})})
 
 
-def _planned(search: Search, share: float | None) -> Plan | None:
+def _planned(
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, stages: frozenset[int], share: float | None
+) -> Plan | None:
     try:
-        return search.best if share is None or search.could_fit(share) else None
+        search = Search(recipe, spec, cluster, stages=stages)
+        return search.best if share is None or could_fit(search, share) else None
     except ConfigError:
         return None

@@ -18,7 +18,6 @@ from shardwise.planner.spans import Span, joined
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, read_behind
-from shardwise.techniques import pp
 from shardwise.techniques.events import (
     GRADIENT,
     OUTPUT,
@@ -33,7 +32,6 @@ from shardwise.techniques.events import (
     TensorKey,
     UnitName,
 )
-from shardwise.techniques.pp.actions import Action
 
 BEHIND, BEHIND_GRADIENT = "behind", "behind's gradient"
 """Of a stage, what a block reads that predicts a further token, until it comes there; and its gradient."""
@@ -67,7 +65,7 @@ def staged(log: StepLog, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | No
     for stage in sheet.place.stages:
         own = sheet.of_stage(stage)
         steps[stage.number] = Step(log, own, plan, Passes.of(own, plan, kind, rates), stage.number)
-    order = pp.orders(plan, sheet.trained)[sheet.place.coordinate("pp")]
+    order = techniques.orders(plan, sheet.trained)[sheet.place.coordinate("pp")]
     block = sheet.blocks[0]
     size = block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.row_tokens)
     closing = {action.stage: action.micro for action in order if action.kind in ("B", "I", "W")}
@@ -129,7 +127,7 @@ def _remembering(log: Folding, known: Known) -> Callable[..., None]:
     return run
 
 
-def _hand_over(log: StepLog, steps: Mapping[int, Step], action: Action, size: int) -> None:
+def _hand_over(log: StepLog, steps: Mapping[int, Step], action: techniques.Action, size: int) -> None:
     """Turn what the neighbouring stage has left on this rank into what this one takes."""
     forward = action.kind == "F"
     if before := steps.get(action.stage - 1 if forward else action.stage + 1):

@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from shardwise import techniques
 from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.models.known import configs
 from shardwise.models.load import load_spec
@@ -51,7 +52,7 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
         for ranks in (1, 2) if alone else (1, 2, few):
             layout = Layout(dp_shard=2 if sharded else 1, tp=ranks)
             adapted = lora and replace(lora, frozen=types.compute)
-            plan = Plan(layout, Batch(ranks, 1, 64), Shard("zero3" if sharded else "ddp"), types, lora=adapted)
+            plan = Plan(layout, Batch(ranks, 1, 64), _shard(sharded=sharded), types, lora=adapted)
             units: list[int | str] = ["stem", "tail", 0, *later.values()]
             plan = replace(plan, sequence_parallel=ranks > 1)
             held = spec.attention.num_key_value_heads // ranks
@@ -62,6 +63,10 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
                 yield from ((spec, long, unit) for unit in (0, *later.values()))
             yield from ((spec, plan, unit) for unit in units)
             yield replace(spec, tie_word_embeddings=False), plan, "tail"  # with stages each end has its own weight
+
+
+def _shard(*, sharded: bool) -> Shard:
+    return Shard(techniques.STRATEGIES[-1] if sharded else techniques.STRATEGIES[0])
 
 
 def _mixtures(
@@ -82,7 +87,7 @@ def _mixtures(
             continue
         layout = Layout(dp_shard=(1 + sharded) * spread, tp=ranks, ep=spread)
         adapted = lora and replace(lora, frozen=types.compute)
-        shard = Shard("zero3" if sharded else "ddp")
+        shard = _shard(sharded=sharded)
         plan = Plan(layout, Batch(ranks, 1, 64), shard, types, lora=adapted, sequence_parallel=ranks > 1)
         yield from ((spec, plan, unit) for unit in units)
 

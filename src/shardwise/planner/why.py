@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from shardwise import techniques
 from shardwise.planner.compare import (
     MARGIN,
     TIGHT,
@@ -15,13 +16,11 @@ from shardwise.planner.compare import (
     name,
     peak_share,
     seconds,
-    simplicity,
     twins,
 )
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.units import show_seconds
-from shardwise.techniques.remat import MODES
 
 OTHERWISE = {
     "cp_kind": "as another kind",
@@ -107,34 +106,7 @@ class Reasons:
     @cached_property
     def _had(self) -> dict[str, Callable[[Plan], bool]]:
         """Return, by the same keys, whether a plan is as the best in that."""
-        asked, best, layout = self.recipe.parallel, self.best, self.best.layout
-        had: dict[str, Callable[[Plan], bool]] = {}
-        if layout.tp > 1 and not asked.tp:
-            had["layout.tp"] = lambda plan: plan.layout.tp > 1
-        if layout.pp > 1 and not asked.pp:
-            had["layout.pp"] = lambda plan: plan.layout.pp > 1
-        if layout.cp > 1 and not asked.cp:
-            had["layout.cp"] = lambda plan: plan.layout.cp > 1
-        if layout.cp > 1 and asked.cp_kind == "auto":
-            had["cp_kind"] = lambda plan: plan.layout.cp != layout.cp or plan.cp_kind == best.cp_kind
-        if layout.ep > 1 and not asked.ep:
-            had["layout.ep"] = lambda plan: plan.layout.ep > 1
-        if best.offload.optimizer != "none" and self.recipe.offload.optimizer == "auto":
-            had["offload.optimizer"] = lambda plan: plan.offload.optimizer != "none"
-            if best.offload.optimizer_fraction < 1 and self.recipe.offload.optimizer_fraction is None:
-                fraction = best.offload.optimizer_fraction
-                had["offload.optimizer_fraction"] = lambda plan: plan.offload.optimizer_fraction == fraction
-        if best.offload.sums == "host":
-            had["offload.sums"] = lambda plan: plan.offload.sums == "host"
-        if best.remat.mode != "none" and self.recipe.recompute.mode == "auto":
-            had["remat.mode"] = lambda plan: not self._recomputes_less(plan)
-        return had
-
-    def _recomputes_less(self, plan: Plan) -> bool:
-        """Return whether it is the same split, and computes less again."""
-        same = plan.layout == self.best.layout and plan.shard == self.best.shard
-        same = same and plan.pipeline == self.best.pipeline and plan.offload.optimizer == self.best.offload.optimizer
-        return same and MODES.index(plan.remat.mode) < MODES.index(self.best.remat.mode)
+        return techniques.searched(self.recipe, self.best)
 
     def _sentence(self, key: str, other: Plan | None) -> str:
         """A reason for what was searched, with the plan that it was compared with, if one fits, and both times."""
@@ -154,7 +126,7 @@ class Reasons:
         return f"searched: {without} no plan {fits_not}"
 
     def _simpler(self, other: Plan) -> str:
-        return ", and simpler" if simplicity(self.best) < simplicity(other) else ""
+        return ", and simpler" if techniques.simplicity(self.best) < techniques.simplicity(other) else ""
 
     def _fastest(self, alike: Callable[[Plan], bool]) -> Plan | None:
         """The fastest of those that are not ``alike``, and take no more of the memory than the best may."""

@@ -41,7 +41,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import accumulate
 from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -50,23 +49,56 @@ from shardwise.errors import Problem
 from shardwise.models import kernels
 from shardwise.models.config import ModelSpec, learnt_positions, parameter_shapes
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.layout import Layout, cut
+from shardwise.spec.layout import cut
 from shardwise.spec.place import Place
-from shardwise.spec.plan import Batch, Estimate, Offload, Optim, Pipeline, Plan, Remat, Shard
+from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Tier, Unit, Within, number
+from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Tier, Unit, Within
 from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, offload, optim, pp, precision, remat, shard, tp
 from shardwise.techniques.between import Between, Weights
+from shardwise.techniques.between import StageTimes as StageTimes
 from shardwise.techniques.events import EventLog, StageLog
 from shardwise.techniques.offload import tiers
+from shardwise.techniques.offload.legal import leave_at_once as leave_at_once
+from shardwise.techniques.offload.legal import leave_early as leave_early
+from shardwise.techniques.offload.legal import with_sums
 from shardwise.techniques.offload.narrow import store_narrow
 from shardwise.techniques.offload.paper import ComingWeights, LeavingGradients, WaitingInputs
 from shardwise.techniques.offload.tiers import copied_after as copied_after
+from shardwise.techniques.offload.tiers import moved as moved
+from shardwise.techniques.offload.tiers import updated as updated
+from shardwise.techniques.pp import orders as orders
+from shardwise.techniques.pp.actions import Action as Action
+from shardwise.techniques.pp.replay import Replay as Replay
+from shardwise.techniques.pp.seconds import PipelineReplay as PipelineReplay
+from shardwise.techniques.pp.seconds import alive_before as alive_before
+from shardwise.techniques.pp.seconds import in_flight
+from shardwise.techniques.pp.seconds import least_step_s as least_step_s
+from shardwise.techniques.pp.split import trained_stages as trained_stages
+from shardwise.techniques.settings import SCHEDULES as SCHEDULES
+from shardwise.techniques.settings import inside as inside
+from shardwise.techniques.settings import recomputation as recomputation
+from shardwise.techniques.settings import searched as searched
+from shardwise.techniques.settings import simplicity as simplicity
+from shardwise.techniques.shard.bounds import BlockSeconds as BlockSeconds
+from shardwise.techniques.shard.bounds import PassBytes as PassBytes
+from shardwise.techniques.shard.bounds import Sizes as Sizes
+from shardwise.techniques.shard.degrees import KINDS as KINDS
+from shardwise.techniques.shard.degrees import STRATEGIES as STRATEGIES
+from shardwise.techniques.shard.degrees import beside_stages as beside_stages
+from shardwise.techniques.shard.degrees import grouped as grouped
+from shardwise.techniques.shard.degrees import kind as kind
+from shardwise.techniques.shard.degrees import sent_over as sent_over
+from shardwise.techniques.shard.degrees import smallest as smallest
+from shardwise.techniques.shard.degrees import streams as streams
+from shardwise.techniques.shard.degrees import twin as twin
+from shardwise.techniques.shard.degrees import words as words
 from shardwise.techniques.shard.paper import Sharded
 from shardwise.techniques.shard.replicated import Replicated
 from shardwise.techniques.shard.replicated import period as period
 from shardwise.techniques.states import frozen
 from shardwise.techniques.variant import Traced
+from shardwise.techniques.widened import widened
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -76,21 +108,70 @@ if TYPE_CHECKING:
 ORDER: tuple[ModuleType, ...] = (pp, lora, precision, freeze, nf4, tp, cp, ep, remat, compile, shard, offload, optim)
 
 
+SPLIT = (pp, tp, cp, ep)
+"""Those that split a model or its rows over ranks, in the order in which their degrees are tried."""
+
+
 def choices(
-    order: Sequence[ModuleType], recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan
+    order: Sequence[ModuleType],
+    recipe: Recipe,
+    spec: ModelSpec,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    pinned: bool = True,
 ) -> Iterator[Plan]:
     """The plan with every combination of the settings of the techniques in ``order``. Each technique's best setting
-    comes first; the settings of the last technique vary fastest."""
+    comes first; the settings of the last technique vary fastest. With ``pinned`` false whatever the recipe says of the
+    split of the ranks."""
     if not order:
         yield plan
         return
-    for chosen in order[0].choices(recipe, spec, cluster, plan):
-        yield from choices(order[1:], recipe, spec, cluster, chosen)
+    free: dict[str, bool] = {} if pinned or order[0] not in (*SPLIT, shard) else {"pinned": False}
+    for chosen in order[0].choices(recipe, spec, cluster, plan, **free):
+        yield from choices(order[1:], recipe, spec, cluster, chosen, pinned=pinned)
+
+
+def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool) -> Iterator[Plan]:
+    """A plan that is split so with every combination of all other settings, and of those every way to shard."""
+    return choices((*_inside(), shard), recipe, spec, cluster, plan, pinned=pinned)
+
+
+def _inside() -> list[ModuleType]:
+    """Those techniques whose settings are tried within one split."""
+    return [technique for technique in ORDER if technique not in (*SPLIT, shard)]
+
+
+def staged(
+    recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool
+) -> Iterator[tuple[Plan, list[Plan]]]:
+    """The plan with every pipeline that is tried where the recipe pins none, and of each, not sharded yet, the settings
+    within its split; none where inputs of blocks wait outside the device."""
+    if (recipe.parallel.pp and pinned) or recipe.offload.activations != "none":
+        return
+    for split in choices(SPLIT[1:], recipe, spec, cluster, plan, pinned=pinned):
+        ends = dict[bool, list[Plan]]()
+        for piped in pp.pipelines(recipe, spec, cluster, split):
+            halved = piped.pipeline.spec.splits_backward
+            if halved not in ends:
+                ends[halved] = [*choices(_inside(), recipe, spec, cluster, replace(piped, why=split.why))]
+            yield piped, ends[halved]
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
     """Return by the recipe's key what the plan has and what the recipe asks for; ``auto`` agrees with anything."""
     return {key: pair for technique in ORDER for key, pair in technique.pins(recipe, plan).items()}
+
+
+def check_split(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
+    """Return what makes the split of a plan illegal, whatever its stages."""
+    return [problem for technique in SPLIT[1:] for problem in technique.check(spec, plan, cluster)]
+
+
+def batched(spec: ModelSpec, plan: Plan, cluster: Cluster) -> tuple[list[Plan], list[Problem]]:
+    """Return a legal plan with other micro-batches, and what these allow besides; or what is wrong with them."""
+    problems = pp.check(spec, plan, cluster)
+    return [] if problems else with_sums(plan), problems
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
@@ -155,22 +236,9 @@ def within(op: Op, at: At) -> Within | None:
     """Return what an operation holds and sends while it runs, if it is a technique's own, or attention whose values are
     narrower than its keys; None of any other."""
     if op.name in ("shardwise.attention", "shardwise.attention_backward"):
-        return _widened(op, at)
+        return widened(op, at)
     does = _within(ORDER).get(op.name)
     return does(op, at) if does else None
-
-
-def _widened(op: Op, at: At) -> Within | None:
-    """Return what attention holds meanwhile where its values are narrower than its keys, else None: copies as wide as
-    keys of the values and the output; in backward of these, of the output's gradient and of that of the values
-    (models/attention.py)."""
-    heads, tokens, _, width, key_heads, value_width = (number(dim, (at.b, at.s)) for dim in op.dims)
-    if width == value_width:
-        return None
-    queries, keys = (each * tokens * width * at.width for each in (heads, key_heads))
-    if op.name.endswith("_backward"):
-        return Within(2 * queries + 2 * keys - keys * value_width // width)
-    return Within(queries + keys - queries * value_width // width)
 
 
 @cache
@@ -183,35 +251,6 @@ def steps_of(operation: str) -> Callable[..., Any] | None:
     name for it; None for any other."""
     found = (technique.steps_of(operation) for technique in ORDER if "steps_of" in vars(technique))
     return next(filter(None, found), None)
-
-
-def inside(plan: Plan) -> Plan:
-    """The plan without all that units do not depend on: those of plans for which it is the same are the same."""
-    batch, given = plan.batch, plan.layout
-    shards = (2 if plan.sharded else 1) * given.ep
-    layout = Layout(dp_shard=shards, cp=given.cp, tp=given.tp, ep=given.ep, ulysses=given.ulysses)
-    types = replace(plan.precision, reduce="fp32", matmul="highest")
-    return replace(
-        plan,
-        layout=layout,
-        batch=Batch(batch.micro_batch_size, 1, batch.seq_len),
-        shard=Shard("zero3" if plan.sharded else "ddp"),
-        pipeline=Pipeline(),
-        precision=types,
-        remat=Remat(),
-        compile=False,
-        deterministic=False,
-        attention="auto",
-        expert_imbalance=1.0,
-        optim=Optim(),
-        offload=Offload(),
-        loss="cross_entropy",
-        entropy=False,
-        estimate=Estimate(),
-        why={},
-        model="",
-        cluster="",
-    )
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
@@ -238,19 +277,8 @@ def between(log: EventLog, sheet: Sheet, plan: Plan, stage: int = 0) -> tuple[We
 def held(sheet: Sheet, plan: Plan) -> Mapping[tuple[Tier, str], int]:
     """Return the bytes that are there all the time at the sheet's place, by tier and category: weights and moments on
     the device, and what is kept elsewhere."""
-    state, moved = (optim.state_bytes(each, plan) for each in (sheet, tiers.elsewhere(sheet)))
-    return tiers.held(sheet, plan, state, moved["moments"], _in_flight(sheet, plan))
-
-
-def _in_flight(sheet: Sheet, plan: Plan) -> list[int]:
-    """Return for each stage of a sheet's place how many forwards wait for their backward at once, at most."""
-    if plan.layout.pp == 1 or plan.offload.activations == "none":
-        return [1] * max(1, len(sheet.place.stages))
-    order, found = pp.orders(plan, sheet.trained)[sheet.place.coordinate("pp")], list[int]()
-    for stage in sheet.place.stages:
-        kinds = [action.kind for action in order if action.stage == stage.number and action.kind in "FBI"]
-        found.append(max(accumulate(1 if kind == "F" else -1 for kind in kinds)))
-    return found
+    state, elsewhere = (optim.state_bytes(each, plan) for each in (sheet, tiers.elsewhere(sheet)))
+    return tiers.held(sheet, plan, state, elsewhere["moments"], in_flight(sheet, plan))
 
 
 def cuts(sheet: Sheet, plan: Plan) -> dict[str, set[int]]:

@@ -6,6 +6,7 @@ The classes of a technique that acts there are in its ``paper.py``; techniques/_
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.spec.sheet import Tensor
@@ -63,3 +64,17 @@ class Weights(Between):
         """Return where all is, for :meth:`restore`. It decides what a pass does: sizes too, of what is scattered."""
 
     def restore(self, kept: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of a stage's passes of a micro-batch, by kind of action. ``waiting_s``: of what is done before the first
+    message comes. ``opening_s`` and ``closing_s``: how much longer its first forward takes, before which weights may be
+    gathered, and its last backward, after which gradients are reduced. ``after_s``: how long its backward goes on when
+    the gradient of its input is there, and its last."""
+
+    each_s: dict[str, float]
+    waiting_s: float
+    opening_s: float
+    closing_s: float
+    after_s: tuple[float, float]

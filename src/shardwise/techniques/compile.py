@@ -53,8 +53,11 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
         on, reason = False, "default: off; see docs/techniques/compile.md"
     elif on == "auto":
         bars = check(spec, replace(plan, compile=True), cluster)
-        on, reason = not bars, "default: on for GPUs, where fused operations read and write less memory"
-        reason = f"derived: off: {bars[0].what}" if bars else reason
+        what = bars[0].what if bars else ""
+        if not bars and plan.pipeline.spec.splits_backward:
+            what = "the schedule makes gradients of weights apart, which compiled blocks cannot do"
+        on, reason = not what, "default: on for GPUs, where fused operations read and write less memory"
+        reason = f"derived: off: {what}" if what else reason
     yield replace(plan, compile=on, why={**plan.why, "compile": reason})
 
 

@@ -18,7 +18,8 @@ from shardwise.techniques.pp.actions import (
     illegal,
     rank_of,
 )
-from shardwise.techniques.pp.replay import replay
+from tests.techniques.pp.held import held
+from tests.techniques.pp.replays import replay
 
 STAGES_PER_RANK = {
     "gpipe": (1,),
@@ -130,9 +131,10 @@ def test_ranks_never_wait_for_ever_and_post_few_receives(schedule: str, count: i
     for ranks in range(2, 9):
         cases = list(product(sorted(micro_batches(schedule, ranks)), patterns(ranks * count)))
         for many, trained in cases if ranks < 5 else cases[ranks % 3 :: 3]:
-            done = replay(actions(schedule, ranks, count, many, trained), lambda _: 1.0, transfer_s=0.7)
+            lists = actions(schedule, ranks, count, many, trained)
+            replay(lists, lambda _: 1.0, transfer_s=0.7)
             uneven = schedule == "interleaved_zb" and ranks == 2 and many % 2 and trained
-            assert max(done.buffers) <= (4 if uneven else 3), (ranks, many, trained)
+            assert max(held(lists).buffers) <= (4 if uneven else 3), (ranks, many, trained)
 
 
 def test_the_first_stage_that_is_trained_is_not_held_up_by_weights() -> None:
@@ -147,8 +149,8 @@ def test_an_evaluation_is_forward_alone_of_any_number(schedule: str, count: int)
         lists = forward_actions(schedule, ranks, count, many)
         found = letters(lists)
         assert set(found.values()) == {"F"} and len(found) == ranks * count * many
-        done = replay(lists, lambda _: 1.0, 0.5)
-        assert max(done.alive) == 0 and max(done.buffers) <= 3
+        replay(lists, lambda _: 1.0, 0.5)
+        assert max(held(lists).alive) == 0 and max(held(lists).buffers) <= 3
 
 
 def test_no_micro_batch_is_nothing_to_do() -> None:

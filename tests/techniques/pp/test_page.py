@@ -6,8 +6,8 @@ import pytest
 
 from shardwise.cli.timeline import text
 from shardwise.techniques.pp.actions import SCHEDULES, Action, actions
-from shardwise.techniques.pp.replay import replay
 from tests.style.source import ROOT
+from tests.techniques.pp.replays import replay
 
 STAGES = {"interleaved": 2, "zbv": 2, "dualpipev": 2, "looped_bfs": 2}
 RANKS, MICRO_BATCHES = 4, 8

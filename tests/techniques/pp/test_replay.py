@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.techniques.pp.actions import SCHEDULES, Action, Lists, actions
-from shardwise.techniques.pp.replay import Replay, gathers, replay
+from shardwise.techniques.pp.replay import Replay
+from tests.techniques.pp.held import held
+from tests.techniques.pp.replays import replay
 
 SCHEDULED = [
     *(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)),
@@ -57,15 +59,15 @@ def test_what_is_alive_has_its_closed_form(ranks: int, many: int) -> None:
         ("interleaved_zb", 2): [ranks + hops + 1 for hops in after],
     }
     for (schedule, count), expected in alive.items():
-        _, done = even(schedule, ranks, count, many)
+        done = held(actions(schedule, ranks, count, many))
         assert list(done.alive) == expected, schedule
         assert list(done.alive_to_input) == to_input[schedule, count], schedule
 
 
 def test_frozen_stages_hold_nothing() -> None:
-    done = replay(actions("1f1b", 4, 1, 8, (False, False, True, True)), lambda _: 1.0)
+    done = held(actions("1f1b", 4, 1, 8, (False, False, True, True)))
     assert done.alive == done.alive_to_input == (0, 0, 2, 1)
-    split = replay(actions("interleaved_zb", 4, 1, 8, (False, True, False, True)), lambda _: 1.0)
+    split = held(actions("interleaved_zb", 4, 1, 8, (False, True, False, True)))
     assert split.alive[0] == 0 and split.alive[2] == split.alive_to_input[2]
 
 
@@ -118,7 +120,7 @@ def test_what_holds_at_any_speed(
         assert busy_s == pytest.approx(sum(time(action) for action in order if action.computes))
         assert busy_s + idle_s == pytest.approx(done.makespan_s)
     assert done.makespan_s == max(ends.values()) and 0 <= done.bubble < 1
-    assert max(done.buffers) <= 3
+    assert max(held(lists).buffers) <= 3
 
 
 def changed(lists: Lists, rank: int, order: list[Action]) -> Lists:
@@ -169,29 +171,3 @@ def test_a_side_that_is_missing_is_found() -> None:
     lists = ((Action("F", 0, 0),), (Action("RECV_F", 1, 0, 0),))
     with pytest.raises(ValueError, match="rank 0 never sends rank 1"):
         replay(lists, lambda _: 1.0)
-
-
-@pytest.mark.parametrize(
-    ("keep", "last_only", "expected"),
-    [
-        (False, False, 16),  # at each forward and each backward
-        (False, True, 9),  # at each forward, and once for all backwards
-        (True, False, 8),  # once for all forwards and the first backward, and at each other backward
-        (True, True, 1),
-    ],
-)
-def test_gathers_of_a_unit(keep: bool, last_only: bool, expected: int) -> None:
-    order = actions("gpipe", 2, 1, 8)[1]
-    assert gathers(order, 1, keep=keep, last_only=last_only) == expected
-
-
-def test_weight_gradients_gather_nothing() -> None:
-    whole, split = actions("1f1b", 2, 1, 8)[1], actions("interleaved_zb", 2, 1, 8)[1]
-    options = {"keep": False, "last_only": False}
-    assert gathers(whole, 1, **options) == gathers(split, 1, **options) == 16
-
-
-def test_a_stage_without_backward_is_gathered_for_its_forwards() -> None:
-    order = actions("1f1b", 2, 1, 8, (False, True))[0]
-    assert gathers(order, 0, keep=False, last_only=True) == 8
-    assert gathers(order, 0, keep=True, last_only=True) == 1

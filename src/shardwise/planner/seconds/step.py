@@ -5,9 +5,11 @@ Four micro-batches are played at most; the third stands for those left out, sinc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot, log, log2
 
+from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.planner.log import folded_pass
 from shardwise.planner.passes import Passes, put_off
@@ -24,8 +26,6 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan, Seconds
 from shardwise.spec.sheet import Sheet, Unit
 from shardwise.techniques.events import ON_HOST, TO_HOST
-from shardwise.techniques.offload import tiers
-from shardwise.techniques.offload.legal import return_beside
 
 PLAYED = 4
 """Micro-batches that are played: the first, two that are like all others, the last."""
@@ -52,44 +52,30 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     optimizer_s = optimizer(costed, plan, rates, unfused=traits.unfused)
     late_s = max(0.0, max(now.at_s[stream] for stream in (TO_HOST, ON_HOST)) - now.at_s["compute"])
     waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)  # in passes, for copies: no axis is waited for
-    found, within_s = _summed(plan, cluster, traits, now, optimizer_s), passes_s(costed, plan, rates)
-    return _offloaded(found, plan, late_s, waited_s, copies_s(costed, plan, rates), within_s)
-
-
-def passes_s(costed: Sheet, plan: Plan, rates: Rates) -> float:
-    """Return the seconds that it takes to copy what leaves and comes within the passes of a step: inputs of blocks, to
-    a file and from there too, weights, and the gradients of micro-batches before the last."""
-    moved_s = sum(map(rates.moved_s, tiers.passing(costed, plan)))
-    early_s = copies_s(costed, plan, rates)[0] if plan.offload.sums == "host" else 0.0
-    return plan.batch.accumulation * moved_s + (plan.batch.accumulation - 1) * early_s
-
-
-def copies_s(costed: Sheet, plan: Plan, rates: Rates) -> tuple[float, float]:
-    """Return the seconds that it takes to copy the gradients of a place to the host, and the weights from there; where
-    they come all at once, one is rounded while the one before it is copied."""
-    if plan.offload.optimizer == "none":
-        return 0.0, 0.0
-    left, back = tiers.trained(tiers.elsewhere(costed), plan), tiers.returning(costed, plan)
-    to_host, to_device = rates.host_link_bytes_per_s
-    rounded_s = 0.0 if return_beside(plan) else back.cast / rates.host_bytes_per_s
-    left_s = left.numbers * BYTES[plan.precision.weights] / to_host
-    return left_s, max(back.returned / to_device, rounded_s)
+    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, rates, [costed], late_s, waited_s)
 
 
 def _offloaded(
-    found: Seconds, plan: Plan, late_s: float, waited_s: float, copied_s: tuple[float, float], within_s: float
+    found: Seconds, plan: Plan, rates: Rates, at: Sequence[Sheet], late_s: float, waited_s: float
 ) -> Seconds:
-    """Return the seconds with what is copied, ``within_s`` of it in passes, for some of which the device has waited;
-    and with what it waits for the host: ``late_s`` after backward, until the last gradient has left, and for the new
-    weights, unless they come within the next forward, or from NVMe while others are read."""
-    at_once = plan.offload.optimizer == "host" and not return_beside(plan)
-    waits_s = late_s + (copied_s[1] if at_once else 0.0)
+    """Return the seconds with what is copied at places, of which that counts that copies longest. The device has
+    ``waited_s`` for some of it in passes; it waits ``late_s`` after backward, until the last gradient has left, and for
+    new weights where these come all at once."""
+    moved = [techniques.moved(sheet, plan) for sheet in at]
+    left_s, back_s = max(
+        (sum(map(rates.moved_s, one.left)), max(map(rates.moved_s, one.back), default=0.0)) for one in moved
+    )
+    m = plan.batch.accumulation
+    within_s = max(
+        m * sum(map(rates.moved_s, one.each)) + (m - 1) * sum(map(rates.moved_s, one.earlier)) for one in moved
+    )
+    waits_s = late_s + (back_s if moved[0].waits else 0.0)
     return replace(
         found,
         **{key: vars(found)[key] * (1 + waits_s / found.step_s) for key in ("step_s", "low_s", "high_s")},
         compute_s=found.compute_s - waited_s,
         offload_s=waits_s + waited_s,
-        copied_s=sum(copied_s) + within_s,
+        copied_s=left_s + back_s + within_s,
     )
 
 
@@ -103,10 +89,9 @@ def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seco
     last = max(times.sheets, key=lambda sheet: sum(sent.bytes for sent in sheet.step))
     _send_last(now, last, wires_of(plan.layout, cluster))
     optimizer_s = max(optimizer(sheet, plan, rates, unfused=traits.unfused) for sheet in times.sheets)
-    copied_s = max(copies_s(sheet, plan, rates) for sheet in times.sheets)
     waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)
-    within_s = max(passes_s(sheet, plan, rates) for sheet in times.sheets)
-    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, copied_s[0], waited_s, copied_s, within_s)
+    left_s = max(sum(map(rates.moved_s, techniques.moved(sheet, plan).left)) for sheet in times.sheets)
+    return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, rates, times.sheets, left_s, waited_s)
 
 
 def _summed(plan: Plan, cluster: Cluster, traits: Traits, now: Elapsed, optimizer_s: float) -> Seconds:
@@ -211,21 +196,15 @@ def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False)
     moments. Where it is no fused kernel it reads or writes a number more often, and gradients are scaled in memory,
     as they are on the host. From NVMe each number is read and written. What the device updates, it does while the host
     updates the rest."""
-    tensors, numbers, *_ = tiers.trained(costed, plan)
-    elsewhere_s = 0.0
-    weight = BYTES[plan.precision.weights]
-    spec = plan.optim.spec
+    updated, weight, spec = techniques.updated(costed, plan), BYTES[plan.precision.weights], plan.optim.spec
     moment = spec.kept * (1 if spec.packed else BYTES[plan.optim.moments or plan.precision.weights])
     once = weight + 2 * weight + 2 * moment + weight  # the norm reads gradients first
     moved = once if spec.fused and not unfused else weight * spec.passes
-    if plan.offload.optimizer != "none":
-        elsewhere = tiers.trained(tiers.elsewhere(costed), plan).numbers
-        streamed = elsewhere * (weight + moment) if plan.offload.optimizer == "nvme" else 0
-        on_host_s = elsewhere * (moved + 2 * weight) / rates.host_bytes_per_s
-        elsewhere_s = max(on_host_s, sum(streamed / rate for rate in rates.disk_bytes_per_s))
-        tensors, numbers = tensors * (numbers - elsewhere) // max(1, numbers), numbers - elsewhere
-    kernels = -(-tensors // 64) * 4 if rates.cuda else 2 * tensors
-    return max(elsewhere_s, rates.updated_s(numbers * moved, kernels))
+    streamed = updated.filed * (weight + moment)
+    on_host_s = updated.elsewhere * (moved + 2 * weight) / rates.host_bytes_per_s
+    elsewhere_s = max(on_host_s, sum(streamed / rate for rate in rates.disk_bytes_per_s))
+    kernels = -(-updated.tensors // 64) * 4 if rates.cuda else 2 * updated.tensors
+    return max(elsewhere_s, rates.updated_s(updated.numbers * moved, kernels))
 
 
 def band(plan: Plan, cluster: Cluster, step_s: float, exposed_s: float) -> tuple[float, float, str]:

@@ -44,6 +44,12 @@ class Wires:
             self.known[key] = self._seconds(kind, group, size)
         return self.known[key]
 
+    def least_s(self, kind: str, group: str, size: float, calls: int) -> float:
+        """Return what so many collectives take at least that send ``size`` bytes together. What was measured need not
+        grow evenly with its bytes."""
+        calls = 1 if self.cluster.measured else calls
+        return calls * self.seconds(kind, group, size / calls) if size else 0.0
+
     def _seconds(self, kind: str, group: str, size: float) -> float:
         ranks = self.layout.size(group)
         if ranks == 1:

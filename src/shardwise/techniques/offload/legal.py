@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shardwise.errors import Problem
 from shardwise.spec.plan import TIER_WORDS, Plan
@@ -15,10 +16,23 @@ def leave_early(plan: Plan) -> bool:
     return plan.offload.optimizer != "none" and plan.layout.tp == plan.layout.pp == 1 and (plan.sharded or alone)
 
 
+def leave_at_once(plan: Plan) -> bool:
+    """Return whether all gradients do, in every micro-batch: none waits for those of others."""
+    return leave_early(plan) and (plan.batch.accumulation == 1 or plan.offload.sums == "host")
+
+
 def leave_each(plan: Plan) -> bool:
     """Return whether the gradients of each micro-batch can leave as backward makes them: ranks have added them up by
     then."""
     return leave_early(plan) and plan.shard.strategy != "zero1" and plan.layout.dp_replicate == 1
+
+
+def with_sums(plan: Plan) -> list[Plan]:
+    """Return the plan, and where its micro-batches' gradients can be added up on the host, with that besides."""
+    if plan.batch.accumulation == 1 or not leave_each(plan):
+        return [plan]
+    why = {**plan.why, "offload.sums": "searched"}
+    return [plan, replace(plan, offload=replace(plan.offload, sums="host"), why=why)]
 
 
 def return_beside(plan: Plan) -> bool:

@@ -183,15 +183,55 @@ def _staged_bytes(sheet: Sheet, waits: Sequence[WaitingBytes]) -> int:
     return total
 
 
-def passing(sheet: Sheet, plan: Plan) -> list[Copy]:
-    """Return what is copied for one micro-batch, summed up: inputs of blocks, each way, and weights from the host: of
-    each block for its forward, and for its backward, but for the last where it stays."""
+class Moved(NamedTuple):
+    """What is copied at a place: of gradients in the last backward (``left``); of weights that have been updated, one
+    of which is rounded while the one before it is copied (``back``), for which a step may wait (``waits``); in the
+    passes of ``each`` micro-batch, summed up; and in those of ``earlier`` ones than the last besides."""
+
+    left: list[Copy]
+    back: list[Copy]
+    waits: bool
+    each: list[Copy]
+    earlier: list[Copy]
+
+
+def moved(sheet: Sheet, plan: Plan) -> Moved:
+    """Return what is copied in a step at the sheet's place: of inputs of blocks, each way, and of weights from the
+    host, of each block for its forward, and for its backward, but for the last where it stays. From NVMe updated
+    weights come while others are read."""
+    left, back, late = list[Copy](), list[Copy](), not return_beside(plan)
+    if plan.offload.optimizer != "none":
+        left = [Copy("device", "host", trained(elsewhere(sheet), plan).numbers * BYTES[plan.precision.weights])]
+        home = returning(sheet, plan)
+        back = [Copy("host", "device", home.returned), *[Copy("host", "host", home.cast)] * late]
     size = sum(map(sum, inputs(sheet, plan)))
-    found = [Copy("device", "host", size), Copy("host", "device", size)]
+    each = [Copy("device", "host", size), Copy("host", "device", size)]
     if plan.offload.activations == "nvme":
-        found += [Copy("disk", "host", size), Copy("host", "disk", size)]
+        each += [Copy("disk", "host", size), Copy("host", "disk", size)]
     waits = waiting(sheet, plan)
     again = [one.exact for one, kind in zip(waits, sheet.order, strict=bool(waits)) if sheet.blocks[kind].backward]
     fetched = sum(one.exact for one in waits) + sum(again if plan.layout.pp > 1 else again[:-1])
-    found.append(Copy("host", "device", fetched))
-    return [*found, Copy("disk", "host", fetched)] if plan.offload.weights == "nvme" else found
+    each.append(Copy("host", "device", fetched))
+    each += [Copy("disk", "host", fetched)] * (plan.offload.weights == "nvme")
+    earlier = left if plan.offload.sums == "host" else []
+    return Moved(left, back, plan.offload.optimizer == "host" and late, each, earlier)
+
+
+class Updated(NamedTuple):
+    """The trained numbers that the device updates, and in how many weights; those that are updated ``elsewhere``, and
+    how many of them in a file."""
+
+    tensors: int
+    numbers: int
+    elsewhere: int
+    filed: int
+
+
+def updated(sheet: Sheet, plan: Plan) -> Updated:
+    """Return what is updated at the sheet's place, and where."""
+    whole, moved = trained(sheet, plan), 0
+    if plan.offload.optimizer != "none":
+        moved = trained(elsewhere(sheet), plan).numbers
+    here = whole.numbers - moved
+    filed = moved if plan.offload.optimizer == "nvme" else 0
+    return Updated(whole.weights * here // max(1, whole.numbers), here, moved, filed)

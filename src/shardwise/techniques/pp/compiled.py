@@ -1,6 +1,6 @@
 """A schedule as one pass of sums and maxima: the order in which its actions can be timed, whatever they take.
 
-Plans that share a schedule share it; what :func:`replay.replay` finds with the same seconds is the same."""
+Plans that share a schedule share it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ class Program:
     channels: int
     last: tuple[int, ...]
 
-    def ends_s(self, takes: Sequence[tuple[float, float]], transfer_s: float, begin_s: Sequence[float]) -> list[float]:
-        """Return when each rank is done. ``takes``: of each kind, its seconds, and how long before its end what it
-        gives is there."""
+    def ends_s(
+        self, takes: Sequence[tuple[float, float]], transfer_s: float, begin_s: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
+        """Return when each rank is done; and its beginning, and behind all these the end of each computation of the
+        code. ``takes``: of each kind, its seconds, and how long before its end what it gives is there."""
         clock, at, free, ends = [*begin_s], [0.0] * self.places, [0.0] * self.channels, [*begin_s]
         for rank, kind, source, target in self.code:
             if kind >= 0:
@@ -60,7 +62,7 @@ class Program:
                 if free[rank] > start:
                     start = free[rank]
                 free[rank] = at[target] = start + transfer_s
-        return clock
+        return clock, ends
 
 
 Coded = tuple[int, int, int, int]

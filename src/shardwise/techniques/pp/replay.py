@@ -1,21 +1,11 @@
-"""The times at which each rank of a pipeline computes and idles, and what it holds: a list of actions, replayed with
-the seconds of each."""
+"""The times at which each rank of a pipeline computes and idles."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.techniques.pp.actions import Action, Kind, Message
-
-BEFORE: dict[Kind, Kind] = {"B": "F", "I": "F", "W": "I"}
-"""What must have been computed of the same stage and micro-batch."""
-
-
-Seconds = Callable[[Action], float]
+from shardwise.techniques.pp.actions import Action
 
 
 class Timed(NamedTuple):
@@ -28,39 +18,20 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """A step of a pipeline by its ``lists``. All else has one entry a rank; counts are the most at any moment.
+    """A step of a pipeline, and what each rank computes in it."""
 
-    alive           (stage, micro-batch) pairs whose forward is done and whose backward is not, W included
-    alive_to_input  likewise, but only to the end of B or I
-    buffers         receives that are posted and whose tensors are not used yet
-    """
-
-    lists: Sequence[Sequence[Action]]
     makespan_s: float
-    busy_s: tuple[float, ...]
     computed: tuple[tuple[Timed, ...], ...]
 
     def scaled(self, factor: float) -> Replay:
         """Return the same step where all takes ``factor`` times as long."""
         computed = (tuple(Timed(a, factor * start, factor * end) for a, start, end in each) for each in self.computed)
-        busy_s = tuple(factor * each for each in self.busy_s)
-        return replace(self, makespan_s=factor * self.makespan_s, busy_s=busy_s, computed=tuple(computed))
-
-    @cached_property
-    def _held(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(zip(*map(_held, self.lists), strict=True))
+        return Replay(factor * self.makespan_s, tuple(computed))
 
     @property
-    def alive(self) -> tuple[int, ...]:
-        return self._held[0]
-
-    @property
-    def alive_to_input(self) -> tuple[int, ...]:
-        return self._held[1]
-
-    @property
-    def buffers(self) -> tuple[int, ...]:
-        return self._held[2]
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds of each rank in which it computes."""
+        return tuple(sum(one.end_s - one.start_s for one in rank) for rank in self.computed)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -76,151 +47,3 @@ class Replay:
     def bubble(self) -> float:
         """The part of the makespan in which a rank computes nothing, on average over all ranks."""
         return sum(self.idle_shares) / len(self.idle_shares)
-
-
-@dataclass
-class _Channel:
-    """The transfers from one rank to another: one at a time, in order, each once it is sent and its receive is
-    posted."""
-
-    sends: deque[tuple[float, Message]] = field(default_factory=deque)
-    receives: deque[tuple[float, Message]] = field(default_factory=deque)
-    free_s: float = 0.0
-
-
-class _Progress:
-    """Ranks that do their actions in order, each as far as it can."""
-
-    def __init__(self, lists: Sequence[Sequence[Action]], seconds: Seconds, transfer_s: float, after: Seconds):
-        self.lists, self.seconds, self.transfer_s, self.after = lists, seconds, transfer_s, after
-        self.moved = [[(action.takes, action.gives) for action in order] for order in lists]
-        self.given_s: dict[Message, float] = {}
-        self.clock_s, self.place = [0.0] * len(lists), [0] * len(lists)
-        self.computed: list[list[Timed]] = [[] for _ in lists]
-        self.done: set[Action] = set()
-        self.given: set[Message] = set()
-        for order, moved in zip(lists, self.moved, strict=True):
-            self.given |= {gives for action, (_, gives) in zip(order, moved, strict=True) if gives and action.computes}
-        self.ready_s: list[dict[Message | None, float]] = [{} for _ in lists]  # when a rank has a tensor
-        self.channels = defaultdict[tuple[int, int], _Channel](_Channel)  # by who sends and who receives
-        self.awake = dict.fromkeys(range(len(lists)))  # ranks that may go on, in order: what they wait for may be there
-
-    def finish(self) -> None:
-        """Have all ranks do what they can. Raises ValueError where that is not everything."""
-        while self.awake:
-            del self.awake[rank := next(iter(self.awake))]
-            self.advance(rank)
-        if left := self.left():
-            raise ValueError("; ".join(left))
-
-    def advance(self, rank: int) -> None:
-        """Have the rank do what it can."""
-        order, moved, place = self.lists[rank], self.moved[rank], self.place[rank]
-        while place < len(order):
-            action, (takes, gives) = order[place], moved[place]
-            if not action.computes:
-                self.transfer(rank, action.peer, takes, gives)
-            elif not self.compute(rank, action, takes, gives):
-                break
-            place += 1
-        self.place[rank] = place
-
-    def compute(self, rank: int, action: Action, takes: Message | None, gives: Message | None) -> bool:
-        """Time a computation, if all that it needs will have come, and return whether it could be timed."""
-        ready_s = self.ready_s[rank]
-        if takes in self.given and takes not in ready_s:
-            return False
-        if action.kind in BEFORE and Action(BEFORE[action.kind], action.stage, action.micro) not in self.done:
-            return False
-        start_s = max(self.clock_s[rank], ready_s.get(takes, 0.0))
-        self.clock_s[rank] = end_s = start_s + self.seconds(action)
-        if gives:
-            self.given_s[gives] = ready_s[gives] = end_s - self.after(action)
-        self.computed[rank].append(Timed(action, start_s, end_s))
-        self.done.add(action)
-        return True
-
-    def transfer(self, rank: int, peer: int, wanted: Message | None, sent: Message | None) -> None:
-        """Post one side of a transfer; if the other was there before, find when the tensor arrives."""
-        now_s = self.clock_s[rank]
-        source, to = (rank, peer) if sent else (peer, rank)
-        channel = self.channels[source, to]
-        if sent:
-            channel.sends.append((self.given_s.get(sent, now_s), sent))
-        elif wanted:
-            channel.receives.append((now_s, wanted))
-        if channel.sends and channel.receives:
-            (sent_s, sent), (posted_s, wanted) = channel.sends.popleft(), channel.receives.popleft()
-            if sent != wanted:
-                raise ValueError(f"rank {source} sends rank {to} {sent}, which has posted a receive of {wanted}")
-            channel.free_s = max(sent_s, posted_s, channel.free_s) + self.transfer_s
-            self.ready_s[to][wanted] = channel.free_s
-            if to != rank:
-                self.awake[to] = None
-
-    def left(self) -> list[str]:
-        """Return what the ranks could not do."""
-        waits = [
-            f"rank {rank} waits at {order[place]}"
-            for rank, (order, place) in enumerate(zip(self.lists, self.place, strict=True))
-            if place < len(order)
-        ]
-        for (source, to), channel in self.channels.items():
-            waits += [f"rank {to} never receives {sent} of rank {source}" for _, sent in channel.sends]
-            waits += [f"rank {source} never sends rank {to} {wanted}" for _, wanted in channel.receives]
-        return waits
-
-
-def replay(
-    lists: Sequence[Sequence[Action]],
-    seconds: Seconds,
-    transfer_s: float = 0.0,
-    after: Seconds | None = None,
-    begin_s: Sequence[float] = (),
-) -> Replay:
-    """Replay a step in which each computation takes ``seconds(action)`` and each transfer ``transfer_s``. What a
-    computation gives is there, and leaves, ``after(action)`` before it ends, or at its end. ``begin_s``: before when
-    each rank does nothing. Sends never block; a rank waits only for what its next computation takes. Raises ValueError
-    where ranks wait for ever, where the two sides of a channel have different orders, or where one side is missing."""
-    run = _Progress(lists, seconds, transfer_s, after or (lambda action: 0.0))
-    run.clock_s = [*begin_s] or run.clock_s
-    run.finish()
-    return Replay(
-        lists=lists,
-        makespan_s=max(run.clock_s),
-        busy_s=tuple(sum(one.end_s - one.start_s for one in rank) for rank in run.computed),
-        computed=tuple(map(tuple, run.computed)),
-    )
-
-
-def _held(order: Sequence[Action]) -> tuple[int, int, int]:
-    """Return the most at any moment, on the rank of this list: alive, alive to the gradient of the input, receive
-    buffers."""
-    backward = [action for action in order if action.kind in ("B", "I", "W")]
-    last = {(action.stage, action.micro): action for action in backward}
-    received = {action.takes for action in order if action.kind in ("RECV_F", "RECV_B")}
-    alive = to_input = buffers = 0
-    most = (0, 0, 0)
-    for action in order:
-        key = (action.stage, action.micro)
-        if action.kind == "F" and key in last:
-            alive, to_input = alive + 1, to_input + 1
-        buffers += not action.computes and action.takes in received
-        most = (max(most[0], alive), max(most[1], to_input), max(most[2], buffers))
-        alive -= last.get(key) == action
-        to_input -= action.kind in ("B", "I")
-        buffers -= action.computes and action.takes in received
-    return most
-
-
-def gathers(order: Sequence[Action], stage: int, *, keep: bool, last_only: bool) -> int:
-    """Count the all-gathers a step of one unit of a stage, whose weights F, B and I read and W does not. ``keep``: the
-    unit stays whole after a forward. ``last_only``: only the step's last backward shards it again, not each."""
-    readers = [action.kind for action in order if action.stage == stage and action.kind in ("F", "B", "I")]
-    backwards = len(readers) - readers.count("F")
-    count, whole = 0, False
-    for kind in readers:
-        count += not whole
-        backwards -= kind != "F"
-        whole = keep if kind == "F" else last_only and backwards > 0
-    return count

@@ -8,10 +8,65 @@ from dataclasses import replace
 from shardwise.errors import ConfigError, Problem
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, divisors
-from shardwise.spec.plan import Plan, Strategy
+from shardwise.spec.plan import Estimate, Plan, Shard, Strategy
 from shardwise.spec.recipe import Recipe
 
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
+KINDS = (*STRATEGIES, "hybrid")
+"""What plans are called that split no model, simpler ones first."""
+
+
+def kind(plan: Plan) -> str:
+    """Return which of ``KINDS`` a plan is of."""
+    return "hybrid" if plan.shard.strategy != "ddp" and plan.layout.dp_replicate > 1 else plan.shard.strategy
+
+
+def simplicity(plan: Plan) -> tuple[int, int]:
+    """Return what orders plans: one group of slices before replicas of several, then the strategies."""
+    return kind(plan) == "hybrid", STRATEGIES.index(plan.shard.strategy)
+
+
+def words(plan: Plan) -> str:
+    """``zero3 over 8 x 2``."""
+    over = plan.layout.size("loss") if plan.shard.strategy == "ddp" else plan.layout.fsdp
+    return f"{plan.shard.strategy} over {over}" + f" x {plan.layout.dp_replicate}" * (kind(plan) == "hybrid")
+
+
+def twin(plan: Plan) -> Plan | None:
+    """Return, of a plan with zero2 and one micro-batch, the same program with zero1, not priced; None of any other."""
+    if plan.shard.strategy != "zero2" or plan.batch.accumulation > 1 or plan.layout.pp > 1:
+        return None
+    return replace(plan, shard=replace(plan.shard, strategy="zero1"), estimate=Estimate())
+
+
+def smallest(plan: Plan) -> Plan:
+    """Return the plan with the strategy that holds least."""
+    return replace(plan, shard=Shard("zero3" if plan.layout.dp > 1 else "ddp"))
+
+
+def beside_stages(asked: str, plans: list[Plan]) -> list[Plan]:
+    """Return those of the plans of a pipeline that are tried where the recipe pins none. Where the strategy is open, of
+    what is cut it has zero1, which reduces once, and zero3, which holds least, over all ranks of a stage: stages have
+    made weights small, and lie on few nodes."""
+    if asked == "hsdp":
+        return [plan for plan in plans if plan.layout.dp_replicate > 1]
+    if asked != "auto":
+        return plans
+    whole = (plan for plan in plans if 1 in (plan.layout.dp_shard, plan.layout.dp_replicate))
+    return [plan for plan in whole if plan.shard.strategy != "zero2"]
+
+
+def streams(plan: Plan) -> int:
+    """Return how many streams allocate: the one that computes; under FSDP2 those in which it gathers and reduces, and
+    of a hybrid plan sums over replicas."""
+    return 1 if not plan.sharded else 4 if plan.layout.dp_replicate > 1 else 3
+
+
+def sent_over(plan: Plan) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], bool]:
+    """Return the groups over which weights are gathered, and those over which gradients are summed alone; and whether
+    part of the ranks gather them again, from what is kept after forward."""
+    over = (("fsdp", "expert_fsdp"), ("dp_replicate",)) if plan.sharded else ((), ("loss", "expert_loss"))
+    return over, plan.shard.strategy == "zero3" and not isinstance(plan.shard.reshard_after_forward, bool)
 
 
 def grouped(cluster: Cluster, plan: Plan) -> Cluster:
