@@ -92,3 +92,11 @@ def test_the_peak_of_a_large_model(kind: str, strategy: str, remat: str) -> None
     plan = replace(plan, lora=LARGE[kind], shard=Shard(strategy))  # type: ignore[arg-type]
     found = drift(spec, plan, 0)
     assert found.measured.peak_bytes >= PEAK_FROM_BYTES and not found.differences()
+
+
+def test_the_peak_at_the_loss() -> None:
+    """Nothing is saved of the first block's input: it is gone when the loss is computed, in which the peak is."""
+    spec = model_spec("ends", 3000, 256, 64, 2, 2, 2, 16)
+    adapters = Lora(2, 4.0, ("q",), frozen="bf16")
+    found = drift(spec, Plan(batch=Batch(1, 1, 4096, 4096), precision=Precision("bf16"), lora=adapters), 0)
+    assert abs(found.peak_error) < 1e-3

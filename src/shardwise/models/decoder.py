@@ -120,9 +120,8 @@ class Decoder(Part):
         ``following`` int64 [b,s], of a model with a predictor: the id behind each. Then there are two logits a token,
         [b,s,2,V], and ``finish`` is given hidden [b,s,2d]: for the next token, and for the one after. Embeddings of the
         ids, as large as hidden, then go behind it from part to part."""
-        if not before:
-            before = (self.embedded(ids),) if following is None else self.embedded_twice(ids, following)
-        hidden, *behind = before
+        # Under no other name: what no backward reads of the first hidden states is let go of in the loop.
+        hidden, *behind = before or self.begun(ids, following)
         given = dict(zip(("following",), behind, strict=False))
         kinds, order = layer_kinds(self.spec)
         tables, masks = self.tables(kinds, positions, hidden.dtype, mask), self.masks(kinds, ids.shape[1], mask)
@@ -135,6 +134,10 @@ class Decoder(Part):
         if finish is not None:
             return self.head(hidden, finish)
         return soft_cap(self.head(hidden), self.spec.final_soft_cap)
+
+    def begun(self, ids: Tensor, following: Tensor | None) -> tuple[Tensor, ...]:
+        """What the first block begins with, and the embeddings of ``following``."""
+        return (self.embedded(ids),) if following is None else self.embedded_twice(ids, following)
 
     def embedded_twice(self, ids: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
         """The embeddings of both, each int64 [b,s] -> [b,s,d], in one look-up, so that there is one gradient."""

@@ -46,8 +46,8 @@ def returned(x: Tensor) -> Tensor:
 
 
 def made_again() -> AbstractContextManager[None]:
-    """Say of all that is computed within that selective recomputation computes it again, and keeps none of it: of a
-    layer whose result is many times as wide as what it reads. The compiler keeps it in mind, as eager code does."""
+    """Have selective recomputation compute again, and not keep, what is computed within: for layers whose result is
+    many times as wide as what they read. It holds for compiled code too."""
     return annotate({AGAIN: True})
 
 

@@ -138,7 +138,7 @@ def _legal(
     found: list[Plan] = []
     refused: list[Problem] = []
     enough = degree.pipeline.spec.least_micro_batches(degree.layout.pp)
-    for plan in techniques.settings(recipe, spec, cluster, degree, pinned=pinned):
+    for plan in techniques.within_split(recipe, spec, cluster, degree, pinned=pinned):
         whole = replace(plan, batch=Batch(1, enough, recipe.train.seq_len, 128))
         problems = techniques.check(spec, whole, cluster)
         refused += problems
@@ -155,9 +155,8 @@ def _with_batches(
     since all others wait for it."""
     layout, seq_len, found, problem = plan.layout, train.seq_len, [], None
     most = LARGER_CHUNKS[-1] if layout.pp > 1 and cluster.kind == "cuda" else CHUNK_NUMBERS[cluster.kind]
-    undivided = techniques.leave_early(
-        plan
-    )  # gradients of several micro-batches stay on the device, or are copied more
+    # Gradients of several micro-batches stay on the device, or are copied more.
+    undivided = techniques.leave_early(plan)
     for micro, accumulation in splits(train, whole, layout.dp, layout.tp * layout.cp, undivided=undivided):
         chunk, reasons = chunk_of(spec, most, micro * seq_len // layout.cp)
         made = replace(plan, batch=Batch(micro, accumulation, seq_len, chunk), why={**plan.why, **reasons})

@@ -75,7 +75,7 @@ def kind(plan: Plan) -> str:
 
 
 def twins(one: Plan, other: Plan) -> bool:
-    """Return whether the kinds of two plans of one micro-batch a step are the same program then."""
+    """Return whether two plans of one micro-batch a step are of kinds that are one program then."""
     once = one.batch.accumulation == other.batch.accumulation == 1
     found = (techniques.twin(one), other), (techniques.twin(other), one)
     return once and any(twin is not None and kind(twin) == kind(plan) for twin, plan in found)

@@ -262,8 +262,8 @@ class Step:
         return [self.at(micro_batch, 0, BEHIND if forward else BEHIND_GRADIENT)] * self.further
 
     def turned(self, micro_batch: int, *, forward: bool) -> tuple[list[TensorKey], list[TensorKey]]:
-        """What goes behind is made in the first unit, which frees its gradient; that of the last stage takes the place
-        of what it is of. Keys before, and after."""
+        """Return keys of what goes behind, and what these are called from here on: the first unit makes it and frees
+        its gradient; in the last stage the gradient takes its place."""
         read, gradient = (self.behind(micro_batch, forward=way) for way in (True, False))
         if read and self.stem:
             made = [self.at(micro_batch, 0, read_behind(self.units[0]))]

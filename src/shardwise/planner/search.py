@@ -151,9 +151,10 @@ def best_of_kinds(search: Search) -> list[Plan]:
             own = [plan for plan in search.all if kind(plan) == each]
             piped = "pp" in each and not own
             more = fastest_pipelines(search, tp="tp" in each) if piped else []
+            own = _lean_pipelines(search, tp="tp" in each) if piped and not more else own
             if fitting := more or known.fastest(own) or known.fastest(own, TIGHT):
                 found.append(known.with_larger_chunks(simplest(fitting)))
-            elif own := own or (_lean_pipelines(search, tp="tp" in each) if piped else []):
+            elif own:
                 found.append(known.timed(known.smallest(own)))
     return sorted(found, key=in_order)
 

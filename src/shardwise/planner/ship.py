@@ -28,7 +28,7 @@ from shardwise.techniques.variant import Variant
 TYPES = ((Precision(), False), (Precision("bf16"), True), (Precision("bf16"), False))
 """fp32; bf16 over fp32 as FSDP2 gathers it, and cast where it is used."""
 MOST_RANKS = 16
-"""Over which a mixture's heads are cut: latents have 128 heads, and no node so many devices."""
+"""A mixture's heads are cut over at most so many: latents have 128 heads, and no node so many devices."""
 ADAPTERS = (None, Lora(), Lora(nf4=True))
 """None, LoRA, and QLoRA, on all linear layers."""
 

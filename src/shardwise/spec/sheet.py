@@ -228,10 +228,10 @@ KEPT_UNITS = 128
 class Unit:
     """``saved`` are the tensors that live from forward to backward (``input`` among them where it is saved).
     ``window`` is how many positions a query of its attention sees at most. ``stays``: the device updates its weights,
-    though the host updates those of others. ``forward_plain`` are the forward operations
-    with what each frees when nothing is saved: what runs under recompute. ``again``: the tensors of which the program
-    says that recomputation makes them, whatever else it finds saved. A unit equals itself only, so that what a
-    rewriting made of it is found again without a look at all that is in it."""
+    though the host updates those of others. ``forward_plain`` are the forward operations with what each frees when
+    nothing is saved: what runs under recompute. ``again``: the tensors of which the program says that recomputation
+    makes them, whatever else it finds saved. A unit equals itself only, so that what a rewriting made of it is found
+    again without a look at all that is in it."""
 
     name: str
     weights: tuple[Tensor, ...] = ()

@@ -132,7 +132,7 @@ def choices(
         yield from choices(order[1:], recipe, spec, cluster, chosen, pinned=pinned)
 
 
-def settings(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool) -> Iterator[Plan]:
+def within_split(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool) -> Iterator[Plan]:
     """A plan that is split so with every combination of all other settings, and of those every way to shard."""
     return choices((*_inside(), shard), recipe, spec, cluster, plan, pinned=pinned)
 

@@ -38,8 +38,8 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 def saves(block: Unit) -> frozenset[int]:
     """The technique's one fact: the indices of the operations of a block whose results ``selective`` saves: attention,
     the rule of gated delta nets, tokens that are exchanged for heads, rows that go to experts and come back, and every
-    matrix product but the last, whose result no gradient needs; none of which the block's program says that it is made
-    again (:func:`shardwise.models.layers.made_again`)."""
+    matrix product but the last, whose result no gradient needs; but not those of which the block's program says that
+    they are made again (:func:`shardwise.models.layers.made_again`)."""
     products = [i for i, op in enumerate(block.forward) if op.kind == "matmul"]
     others = (i for i, op in enumerate(block.forward) if op.kind in ("attention", "rule") or op.name == "all_to_all")
     found = (*products[:-1], *others)

@@ -274,7 +274,8 @@ class HostWeights:
 
 
 def _add(room: Tensor, total: Tensor, copied: torch.cuda.Event | None) -> None:
-    """Add what is in a room to a sum, once it has been ``copied`` there."""
+    """Add what is in a room to a sum, once it has been ``copied`` there: in another thread, for which ``take_rest``
+    waits before anything reads the sum."""
     if copied is not None:
         copied.synchronize()
     total.add_(room)

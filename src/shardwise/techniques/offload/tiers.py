@@ -184,9 +184,14 @@ def _staged_bytes(sheet: Sheet, waits: Sequence[WaitingBytes]) -> int:
 
 
 class Moved(NamedTuple):
-    """What is copied at a place: of gradients in the last backward (``left``); of weights that have been updated, one
-    of which is rounded while the one before it is copied (``back``), for which a step may wait (``waits``); in the
-    passes of ``each`` micro-batch, summed up; and in those of ``earlier`` ones than the last besides."""
+    """What is copied at a place.
+
+    left     gradients, in the last backward
+    back     weights that have been updated, of which one is rounded while the one before it is copied
+    waits    whether a step waits for these
+    each     in the passes of each micro-batch, summed up
+    earlier  besides, in those of each micro-batch before the last
+    """
 
     left: list[Copy]
     back: list[Copy]

@@ -43,8 +43,9 @@ class Program:
     def ends_s(
         self, takes: Sequence[tuple[float, float]], transfer_s: float, begin_s: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """Return when each rank is done; and its beginning, and behind all these the end of each computation of the
-        code. ``takes``: of each kind, its seconds, and how long before its end what it gives is there."""
+        """Return when each rank is done; and, in one list, when each rank begins and then when each computation ends,
+        in the order of the code. ``takes``: of each kind, its seconds, and how long before its end what it gives is
+        there."""
         clock, at, free, ends = [*begin_s], [0.0] * self.places, [0.0] * self.channels, [*begin_s]
         for rank, kind, source, target in self.code:
             if kind >= 0:
