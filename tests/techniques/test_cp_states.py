@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
 from shardwise.prove.pool import RankPool
+from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Layout
+from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.rows import RowShare, WholeRows
+from shardwise.techniques import cp
 from shardwise.techniques.cp.states import line_of
+from tests.parity.mixers import NEXT
 from tests.techniques import cp_state_ranks
 from tests.techniques.cp_state_ranks import Cut, error
 
@@ -69,3 +75,11 @@ def test_pieces_are_in_the_order_of_the_row(ring: int, ulysses: int, bounds: tup
             wanted = [at + i for i, token in enumerate(tokens) if token in ODD]
             assert starts is None or [s for s in starts if at <= s < at + len(tokens)] == wanted
     assert all(sorted(tokens) == list(range(48)) for tokens in found.values())
+
+
+@pytest.mark.parametrize("length", [6, 8])
+def test_pieces_that_are_shorter_than_what_is_added_up_are_refused_once(length: int) -> None:
+    plan = Plan(Layout(cp=2), Batch(1, 1, length))
+    [problem] = cp.check(NEXT, plan, parse_cluster("2xH100"))
+    assert problem.code == "PLAN026" and problem.fix == "a multiple of 4, 12 or more"
+    assert not cp.check(NEXT, replace(plan, batch=Batch(1, 1, 12)), parse_cluster("2xH100"))

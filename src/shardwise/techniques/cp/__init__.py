@@ -120,7 +120,9 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
         multiple = layout.cp * pieces_of(layout.ring)
         if 0 < length // multiple < (least := spec.delta.linear_conv_kernel_dim - 1):
             what = f"pieces of {length // multiple} tokens are shorter than what {spec.name} adds up before each"
-            problems.append(Problem("PLAN026", what, "train.seq_len", f"{least * multiple} or more"))
+            fix = f"a multiple of {multiple}, {least * multiple:,} or more"
+            problems.append(Problem("PLAN026", what, "train.seq_len", fix))
+            return problems
     if length % multiple:
         nearest = max(1, length // multiple) * multiple
         what = f"rows of {length:,} tokens cannot be cut for {plan.cp_kind} over {layout.cp} ranks"
