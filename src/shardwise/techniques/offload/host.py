@@ -244,7 +244,9 @@ class HostWeights:
             with torch.cuda.stream(self._stream):
                 room.copy_(gradient, non_blocking=True)
                 copied = self._stream.record_event()
-        if adds:
+        if adds and copied is None:
+            total.add_(room)
+        elif adds:
             adds.tell(_add, room, total, copied)
         self.copied["device", "host"] += gradient.nbytes
         self._leaving = gradient, copied
@@ -273,11 +275,10 @@ class HostWeights:
         self.copied["host", "device"] += self.returning.give()
 
 
-def _add(room: Tensor, total: Tensor, copied: torch.cuda.Event | None) -> None:
+def _add(room: Tensor, total: Tensor, copied: torch.cuda.Event) -> None:
     """Add what is in a room to a sum, once it has been ``copied`` there: in another thread, for which ``take_rest``
     waits before anything reads the sum."""
-    if copied is not None:
-        copied.synchronize()
+    copied.synchronize()
     total.add_(room)
 
 
