@@ -34,7 +34,7 @@ def test_ranks_are_one_process(ranks: RankPool, name: str, model: str) -> None:
     holds(drawn.prove(ranks, MODELS[model], [of], 3), [of])
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_a_compiled_plan(ranks: RankPool) -> None:
     of = replace(PLANS["zero3"], compile=True)
     holds(drawn.prove(ranks, MODELS["dense"], [of], 3), [of])
