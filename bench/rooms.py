@@ -1,11 +1,12 @@
 """How far it is from ``train`` to the optimizer's step, for somebody who follows the calls.
 
-    python bench/rooms.py [--list] [--source CHECKOUT/src]      # another version's walk
+    python bench/rooms.py [--plan] [--list] [--source CHECKOUT/src]      # another version's walk
 
 Trains a tiny model on data that are prepared, in this process, as torchrun would start it. Looks at every call between
 functions of Shardwise from the entry into ``runtime/loop.py``'s ``train`` to the optimizer of the first step. What is
 between them (torch, autograd) is passed over: a hook that torch calls is called by the function of ours that called
-torch. Code that runs because a module is imported does not count. Counted are
+torch. Code that runs because a module is imported does not count. With ``--plan``: from a plan of Llama 3.1 8B on 16
+GPUs to its memory and seconds. Counted are
 
 * rooms: modules that are entered from another one, each once;
 * doors: pairs of functions in two modules of which one calls the other, each once however often it does;
@@ -107,16 +108,39 @@ def walk(package: Path) -> Walk:
     return seen
 
 
+def priced(package: Path) -> Walk:
+    """That of one plan, which was not searched for."""
+    from shardwise.models.load import load_spec
+    from shardwise.planner.price import price
+    from shardwise.planner.seconds.step import timed
+    from shardwise.spec.cluster import parse_cluster
+    from shardwise.spec.layout import Layout
+    from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+
+    spec, cluster, batch = load_spec("Llama-3.1-8B"), parse_cluster("2x8xH100"), Batch(1, 4, 8192, 2048)
+    layout = Layout(dp_replicate=2, dp_shard=8, ranks_per_node=8)
+    plan = Plan(layout, batch, Shard("zero3"), Precision("bf16"), Remat("selective"))
+    seen = Walk(package)
+    seen.begun = True
+    sys.setprofile(seen)
+    try:
+        timed(spec, price(spec, plan, cluster), cluster)
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print every door")
+    parser.add_argument("--plan", action="store_true", help="from a plan to its seconds")
     parser.add_argument("--source", type=Path, help="the folder that has another version of the package")
     options = parser.parse_args(words)
     if options.source:
         sys.path.insert(0, str(options.source.resolve()))
     found = importlib.util.find_spec("shardwise")
     assert found is not None and found.origin is not None
-    doors, height = walk(Path(found.origin).parent).doors, layers()
+    doors, height = (priced if options.plan else walk)(Path(found.origin).parent).doors, layers()
     level = {module: height.get(module.partition("/")[0], -1) for door in doors for module, _ in door}
     climbs = {(one, other) for one, other in doors if level[other[0]] > level[one[0]]}
     for one, other in sorted(doors) if options.list else ():
