@@ -118,11 +118,11 @@ class Decoder(Part):
         A part without the stem begins with what the part ``before`` it returned, one without the head returns what the
         next begins with: hidden [b,s,d], or of sequence-parallel ranks their own tokens [n,d].
         ``following`` int64 [b,s], of a model with a predictor: the id behind each. Then there are two logits a token,
-        [b,s,2,V], and ``finish`` is given hidden [b,s,2d]: for the next token, and for the one after. Embeddings of the
-        ids, as large as hidden, then go behind it from part to part."""
+        [b,s,2,V], and ``finish`` is given hidden [b,s,2d]: for the next token, and for the one after. Embeddings of
+        ``following``, as large as hidden, then go behind it from part to part."""
         # Under no other name: what no backward reads of the first hidden states is let go of in the loop.
         hidden, *behind = before or self.begun(ids, following)
-        given = dict(zip(("following",), behind, strict=False))
+        given = {"following": behind[0]} if behind else {}
         kinds, order = layer_kinds(self.spec)
         tables, masks = self.tables(kinds, positions, hidden.dtype, mask), self.masks(kinds, ids.shape[1], mask)
         for layer, number in zip(self.layers, self.numbers, strict=True):

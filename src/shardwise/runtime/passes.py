@@ -138,8 +138,9 @@ def run_part(part: nn.Module, batch: MicroBatch, before: tuple[Tensor, ...], *, 
     def finish(hidden: Tensor, weight: Tensor) -> Any:
         return score(hidden, Output(weight, spec.final_soft_cap, spec.vocab_size), batch)
 
-    given = {} if batch.following is None else {"following": batch.following}
-    return part(batch.ids, batch.positions, token_loss.mask(batch), finish, *[before] * bool(before), **given)
+    given: dict[str, Any] = {} if batch.following is None else {"following": batch.following}
+    given |= {"before": before} if before else {}
+    return part(batch.ids, batch.positions, token_loss.mask(batch), finish, **given)
 
 
 def from_last_stage(

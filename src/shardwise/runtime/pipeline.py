@@ -190,10 +190,9 @@ class PipelineRank(Generic[Made]):
         if message in self.here:
             return self.here.pop(message)
         posted, before = self.posted.pop(message), action.stage + (-1 if letter == "F" else 1)
+        what = f"waited for {'the output' if letter == 'F' else 'the gradient'} of stage {before}"
         for work, _, source in posted:
-            self._wait(
-                work, f"waited for {'the output' if letter == 'F' else 'the gradient'} of stage {before}", source
-            )
+            self._wait(work, what, source)
         return tuple(tensor for _, tensor, _ in posted)
 
     def _send(self, action: Action) -> None:

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
+from shardwise.models.config import model_spec
+from shardwise.models.further import with_predictor
 from shardwise.models.load import load_spec
-from shardwise.planner.seconds.pipeline import pipeline_times
+from shardwise.planner.seconds.pipeline import border_bytes, pipeline_times
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.planner.seconds.step import timed
 from shardwise.planner.seconds.wires import wires_of
+from shardwise.planner.sheets import sheet_of
+from shardwise.planner.trace import traced_here
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout, stage_rank
 from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Seconds, Shard
@@ -165,3 +169,11 @@ def test_a_program_is_what_a_replay_comes_to(schedule: str, chained: bool) -> No
             for drawn, expected in zip(found.step(m).computed, step.computed, strict=True):
                 assert [one.action for one in drawn] == [one.action for one in expected]
                 assert [one[1:] for one in drawn] == [pytest.approx(one[1:]) for one in expected]
+
+
+def test_a_message_has_what_a_predictor_reads_too() -> None:
+    spec = model_spec("messages", 64, 32, 64, 3, 2, 2, 16)
+    plan = Plan(batch=Batch(1, 1, 16))
+    sheets = (sheet_of(each, plan, units=traced_here) for each in (spec, with_predictor(spec, 0.1)))
+    alone, both = (border_bytes(sheet, plan) for sheet in sheets)
+    assert both == 2 * alone == 2 * 16 * 32 * 4
