@@ -58,6 +58,12 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
             "fix:   did you mean `optim.learning_rate`?\n",
         ),
         (
+            ("train", "quickstrat"),
+            66,
+            "error[CFG011]: cannot read quickstrat: no such file, and no recipe that ships has this name\n"
+            "fix:   did you mean `quickstart`?\n",
+        ),
+        (
             ("train", "nowhere.yaml"),
             66,
             "error[CFG011]: cannot read nowhere.yaml: no such file\nfix:   check the path\n",

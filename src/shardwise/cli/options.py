@@ -145,10 +145,13 @@ def recipe_file(path: Path) -> Path:
             fix = "name a recipe, or a run directory with a recipe.yaml"
             raise MissingInputError(Problem("CFG011", f"{path} holds no regular file recipe.yaml", str(path), fix))
         return path / "recipe.yaml"
-    shipped = recipes_directory() / f"{path.name.removesuffix('.yaml')}.yaml"
-    if not os.path.exists(path) and path.parent == Path(".") and os.path.isfile(shipped):
-        return shipped
-    return path
+    if os.path.exists(path) or path.parent != Path("."):
+        return path
+    known, name = {each.stem: each for each in recipes_directory().glob("*.yaml")}, path.name.removesuffix(".yaml")
+    if name not in known and (meant := near(name, known)):
+        what = f"cannot read {path}: no such file, and no recipe that ships has this name"
+        raise MissingInputError(Problem("CFG011", what, fix=f"did you mean `{meant}`?"))
+    return known.get(name, path)
 
 
 def recipe_or_quickstart(path: Path | None, overrides: list[str]) -> Path | None:
