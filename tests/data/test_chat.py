@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
 import signal
 import time
@@ -16,8 +17,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from shardwise.data import tokens
+from shardwise.data import bounds, tokens
 from shardwise.data.bounds import bounded
+from shardwise.data import bounds
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered
 from shardwise.data.formats import Conversation, Fault, parse
 from shardwise.data.prepare import check_records, prepare
@@ -421,6 +423,22 @@ def test_the_limit_holds_while_constant_parts_are_computed(monkeypatch: pytest.M
     with pytest.raises(PolicyError, match=r"SEC009.*more than 0.4 s"):
         Template("{{ 'x' " + "| tojson " * 40 + "}}", {})
     assert time.process_time() - begun < 3
+
+
+def test_a_tick_that_comes_while_a_template_is_being_left_is_no_second_error() -> None:
+    """Raised after the block it would pass every handler, with the clock ticking on."""
+    left = []
+    with pytest.raises(TimeoutError), bounds.timed():
+        try:
+            for _ in range(99):
+                os.kill(os.getpid(), signal.SIGVTALRM)
+        finally:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGVTALRM)
+            left.append("all of it")
+    assert left
+    assert bounds._Bounds.ticks is None
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 def test_whole_numbers_do_not_grow_without_end() -> None:

@@ -94,6 +94,7 @@ def _tick(number: int, frame: FrameType | None) -> None:
     if _Bounds.ticks is not None:
         _Bounds.ticks += 1
         if _Bounds.ticks > _TICKS:  # the first tick may come at once
+            _Bounds.ticks = 0  # one that came while this error passes would leave the limits of memory and the clock on
             raise _OutOfTime
 
 
