@@ -4,9 +4,9 @@
     python bench/cost.py --against CHECKOUT [--pairs 5]      # searches, against another version's
     python bench/cost.py --pages [--pairs 3]                 # the page of a plan, against `import torch`
 
-Prices that many plans of a 70 B Llama with ``techniques.cost``: every setting of every dial (strategy, hybrid shapes,
-precision, recomputation, accumulation, chunks), each with its sheet, then times ``search.choose`` for the same model on
-three clusters. Medians over the repetitions; A/A is that of two neighbouring ones.
+Prices that many plans of a 70 B Llama with ``techniques.cost``: every setting of the sharding (strategy, hybrid
+shapes, precision, recomputation, accumulation, chunks), each with its sheet, then times ``search.choose`` for the same
+model on three clusters. Medians over the repetitions; A/A is that of two neighbouring ones.
 
 ``--against`` runs both versions in turn, a process for each round and cluster: the first search, which reads the units
 that ship, and the median of those that follow. Ratios are of this version's time over the other's in the same round.
@@ -62,7 +62,7 @@ SHARDS = (
 
 
 def plans(count: int) -> list[Plan]:
-    """The first ``count`` settings of all dials, from the start again if there are fewer."""
+    """The first ``count`` settings of all shardings, from the start again if there are fewer."""
     found = [
         Plan(layout, batch, shard, precision, remat)
         for precision, remat, batch, (layout, shard) in product(PRECISIONS, REMATS, BATCHES, SHARDS)

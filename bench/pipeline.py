@@ -45,8 +45,8 @@ from shardwise.runtime.build import build
 from shardwise.runtime.passes import StepRules, finish_of
 from shardwise.runtime.step import step as train_step
 from shardwise.spec.cluster import local_cluster
-from shardwise.spec.place import stages_of
 from shardwise.spec.plan import Plan
+from shardwise.spec.rank_kind import stages_of
 from shardwise.spec.recipe import Method, Parallel, PrecisionSection, Recipe, Recompute, Run, Train
 
 Phases = list[tuple[float, str]]
@@ -102,7 +102,7 @@ class Stage(nn.Module):
         super().__init__()
         self.first = rank == 0
         blocks = stages_of(plan.pipeline.split)[rank]
-        self.part: Any = model_of(step.SPEC, blocks, stem=self.first, head=rank == step.WORLD - 1)
+        self.part: Any = model_of(step.SPEC, blocks, embedding=self.first, head=rank == step.WORLD - 1)
         with torch.no_grad():
             for name, parameter in self.part.named_parameters():
                 shape = tuple(parameter.shape)

@@ -185,42 +185,46 @@ def sources() -> list[Source]:
 
 
 def _drift() -> Iterator[Source]:
-    of, dials = test_drift.plan_of, test_drift.DIALS
+    of, shardings = test_drift.plan_of, test_drift.SHARDINGS
     dense = [
         (test_drift.SPEC, test_drift.subset(*case))
-        for case in product(dials, test_drift.PRECISIONS, test_drift.REMATS, (1, 2))
+        for case in product(shardings, test_drift.PRECISIONS, test_drift.REMATS, (1, 2))
     ]
     dense += [
-        (replace(test_drift.SPEC, tie_word_embeddings=True), of(dial, 8, precision=precision))
-        for dial, precision in product(dials, test_drift.PRECISIONS.values())
+        (replace(test_drift.SPEC, tie_word_embeddings=True), of(sharding, 8, precision=precision))
+        for sharding, precision in product(shardings, test_drift.PRECISIONS.values())
     ]
     yield Source("tests/drift/test_drift.py", dense, drift=True)
     adapted = []
-    for (number, (spec, lora)), (turn, dial) in product(enumerate(test_lora.ADAPTERS.values()), enumerate(dials)):
-        adapted.append((spec, test_lora.lora_plan(dial, lora, *test_lora.GRID[(number + turn) % len(test_lora.GRID)])))
+    for (number, (spec, lora)), (turn, sharding) in product(
+        enumerate(test_lora.ADAPTERS.values()), enumerate(shardings)
+    ):
+        adapted.append(
+            (spec, test_lora.lora_plan(sharding, lora, *test_lora.GRID[(number + turn) % len(test_lora.GRID)]))
+        )
     yield Source("tests/drift/test_lora.py", adapted, drift=True)
     tensor = [
-        (test_tp.SPEC, test_tp.plan_of(dial, sequence, precision=precision, remat=remat))
-        for dial, precision, remat, sequence in product(
-            test_tp.DIALS, test_drift.PRECISIONS.values(), test_drift.REMATS.values(), test_tp.SEQUENCE
+        (test_tp.SPEC, test_tp.plan_of(sharding, sequence, precision=precision, remat=remat))
+        for sharding, precision, remat, sequence in product(
+            test_tp.SHARDINGS, test_drift.PRECISIONS.values(), test_drift.REMATS.values(), test_tp.SEQUENCE
         )
     ]
-    for other, dial, sequence in product(test_tp.OTHERS.values(), test_tp.DIALS, test_tp.SEQUENCE):
-        tensor.append((test_tp.SPEC, test_tp.plan_of(dial, sequence, **other)))
+    for other, sharding, sequence in product(test_tp.OTHERS.values(), test_tp.SHARDINGS, test_tp.SEQUENCE):
+        tensor.append((test_tp.SPEC, test_tp.plan_of(sharding, sequence, **other)))
     yield Source("tests/drift/test_tp.py", tensor, drift=True)
     staged = [
         (
             test_pp.SPEC,
-            test_pp.plan_of(schedule, dial, tensor, remat=test_pp.REMATS[remat], precision=Precision("bf16")),
+            test_pp.plan_of(schedule, sharding, tensor, remat=test_pp.REMATS[remat], precision=Precision("bf16")),
         )
-        for schedule, _, dial, tensor, remat in test_pp.SETTINGS
+        for schedule, _, sharding, tensor, remat in test_pp.SETTINGS
     ]
     for model, schedule, _ in test_pp.SCHEDULED:
         settings = dict(test_pp.MODELS[model])
         features = {key: settings.pop(key) for key in list(settings) if key in flat(test_pp.SPEC)}
         turn = list(test_pp.MODELS).index(model) + list(SCHEDULES).index(schedule)
-        dial, tensor = (list(each)[turn % len(each)] for each in (test_pp.DIALS, test_pp.TENSOR))
-        staged.append((with_fields(test_pp.SPEC, **features), test_pp.plan_of(schedule, dial, tensor, **settings)))  # type: ignore[arg-type]
+        sharding, tensor = (list(each)[turn % len(each)] for each in (test_pp.SHARDINGS, test_pp.TENSOR))
+        staged.append((with_fields(test_pp.SPEC, **features), test_pp.plan_of(schedule, sharding, tensor, **settings)))  # type: ignore[arg-type]
     yield Source("tests/drift/test_pp.py", staged, drift=True)
     compiled = [(test_compile.SPEC, replace(test_compile.plan_of(*case), compile=True)) for case in test_compile.QUICK]
     yield Source("tests/drift/test_compile.py", compiled, drift=True)

@@ -1,6 +1,6 @@
 """Coverings: of all combinations of some settings, few in which every pair of values is met.
 
-    @pytest.mark.parametrize(("dial", "remat", "sequence"), pairwise(DIALS, REMATS, (False, True)))
+    @pytest.mark.parametrize(("sharding", "remat", "sequence"), pairwise(SHARDINGS, REMATS, (False, True)))
 
 This is what a matrix of a proof is made of unless a reason is given; the whole product is for `make prove-big`.
 """

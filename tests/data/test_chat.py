@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 
 from shardwise.data import bounds, tokens
 from shardwise.data.bounds import bounded
-from shardwise.data import bounds
 from shardwise.data.chat import Chat, Encoded, Encoder, Rendered
 from shardwise.data.formats import Conversation, Fault, parse
 from shardwise.data.prepare import check_records, prepare

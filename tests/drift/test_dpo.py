@@ -14,27 +14,27 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.methods import METHODS
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
 from shardwise.spec.records import MethodSpec
-from tests.drift.test_drift import DIALS, PRECISIONS, REMATS, SPEC, check, layout, plan_of
+from tests.drift.test_drift import PRECISIONS, REMATS, SHARDINGS, SPEC, check, layout, plan_of
 
 
 @pytest.mark.matrix(3)
-@pytest.mark.parametrize("dial", DIALS)
-def test_every_strategy(dial: str) -> None:
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_every_strategy(sharding: str) -> None:
     """One chunk of tokens and several; adapters and none; types by turns."""
-    turn = DIALS.index(dial)
+    turn = SHARDINGS.index(sharding)
     for accumulation, chunk, lora in ((2, 40, None), (1, 64, Lora(4, 8.0))):
         precision = PRECISIONS[("fp32", "bf16", "bf16 weights")[(turn + accumulation) % 3]]
-        plan = plan_of(dial, 8, batch=Batch(2, accumulation, 32, chunk), precision=precision, loss="dpo")
+        plan = plan_of(sharding, 8, batch=Batch(2, accumulation, 32, chunk), precision=precision, loss="dpo")
         check(replace(plan, lora=lora), ranks=(7,))
 
 
 @pytest.mark.big
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 weights"])
-@pytest.mark.parametrize("dial", DIALS)
-def test_every_strategy_and_type(dial: str, precision: str) -> None:
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_every_strategy_and_type(sharding: str, precision: str) -> None:
     for accumulation, chunk, lora in ((1, 64, None), (3, 40, None), (1, 40, Lora(4, 8.0))):
         batch = Batch(2, accumulation, 32, chunk)
-        plan = plan_of(dial, 8, batch=batch, precision=PRECISIONS[precision], loss="dpo")
+        plan = plan_of(sharding, 8, batch=batch, precision=PRECISIONS[precision], loss="dpo")
         check(replace(plan, lora=lora), ranks=(7,))
 
 
@@ -42,8 +42,8 @@ def test_every_strategy_and_type(dial: str, precision: str) -> None:
 def test_every_loss_of_pairs(method: MethodSpec) -> None:
     """Where rows are cut what is summed over an answer's tokens, and how many these are, is summed over ranks too."""
     assert method.row_sums == (4 if method.counted else 2)
-    for dial, axes in (("zero3", {}), ("ddp", {"cp": 2}), ("zero1", {"tp": 2})):
-        plan = plan_of(dial, 2, batch=Batch(2, 2, 32, 40), loss=method.loss)
+    for sharding, axes in (("zero3", {}), ("ddp", {"cp": 2}), ("zero1", {"tp": 2})):
+        plan = plan_of(sharding, 2, batch=Batch(2, 2, 32, 40), loss=method.loss)
         check(replace(plan, layout=replace(plan.layout, **axes)), ranks=(0,))
 
 

@@ -15,7 +15,7 @@ from tests.covering import pairwise
 
 # Sizes that 8 and 512 do not divide, so that padding is at work.
 SPEC = model_spec("drift", 600, 48, 100, 2, 6, 2, 8)
-DIALS = ("ddp", "zero1", "zero2", "zero3", "hsdp-zero1", "hsdp-zero2", "hsdp-zero3")
+SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "hsdp-zero1", "hsdp-zero2", "hsdp-zero3")
 PRECISIONS = {
     "fp32": Precision(),
     "bf16": Precision("bf16"),
@@ -25,10 +25,10 @@ PRECISIONS = {
 REMATS = {"none": Remat(), "selective": Remat("selective"), "full": Remat("full"), "every 2": Remat("full", 2)}
 
 
-def layout(dial: str, world: int) -> Layout:
-    if dial == "ddp":
+def layout(sharding: str, world: int) -> Layout:
+    if sharding == "ddp":
         return Layout(dp_replicate=world)
-    if dial.startswith("hsdp"):
+    if sharding.startswith("hsdp"):
         return Layout(dp_replicate=2, dp_shard=world // 2)
     return Layout(dp_shard=world)
 
@@ -39,54 +39,56 @@ def check(plan: Plan, spec: ModelSpec = SPEC, ranks: tuple[int, ...] = (0,)) -> 
         assert not found.differences(), f"rank {rank} of {plan}"
 
 
-def plan_of(dial: str, world: int, **settings: object) -> Plan:
-    strategy = dial.removeprefix("hsdp-")
-    plan = Plan(layout(dial, world), Batch(2, 1, 32, 64), Shard(strategy, bucket_bytes=100_000))  # type: ignore[arg-type]
+def plan_of(sharding: str, world: int, **settings: object) -> Plan:
+    strategy = sharding.removeprefix("hsdp-")
+    plan = Plan(layout(sharding, world), Batch(2, 1, 32, 64), Shard(strategy, bucket_bytes=100_000))  # type: ignore[arg-type]
     return replace(plan, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.matrix(4)
-@pytest.mark.parametrize(("dial", "precision", "remat", "accumulation"), pairwise(DIALS, PRECISIONS, REMATS, (1, 2)))
-def test_every_subset_of_techniques(dial: str, precision: str, remat: str, accumulation: int) -> None:
-    check(subset(dial, precision, remat, accumulation), ranks=(7,))
+@pytest.mark.parametrize(
+    ("sharding", "precision", "remat", "accumulation"), pairwise(SHARDINGS, PRECISIONS, REMATS, (1, 2))
+)
+def test_every_subset_of_techniques(sharding: str, precision: str, remat: str, accumulation: int) -> None:
+    check(subset(sharding, precision, remat, accumulation), ranks=(7,))
 
 
 @pytest.mark.matrix(7)
-@pytest.mark.parametrize("dial", DIALS)
-def test_fake_tensors_show_what_real_ones_show(dial: str) -> None:
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_fake_tensors_show_what_real_ones_show(sharding: str) -> None:
     """The peak too; large models are measured on fake tensors alone."""
-    turn = DIALS.index(dial)
-    plan = subset(dial, list(PRECISIONS)[turn % 4], list(REMATS)[(turn + 1) % 4], 2)
+    turn = SHARDINGS.index(sharding)
+    plan = subset(sharding, list(PRECISIONS)[turn % 4], list(REMATS)[(turn + 1) % 4], 2)
     assert measure(SPEC, plan, 7, fake=True) == measure(SPEC, plan, 7, fake=False)
 
 
 @pytest.mark.big
 @pytest.mark.parametrize("remat", REMATS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("dial", DIALS)
-def test_every_subset_with_and_without_accumulation(dial: str, precision: str, remat: str) -> None:
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_every_subset_with_and_without_accumulation(sharding: str, precision: str, remat: str) -> None:
     for accumulation in (1, 3):
-        check(subset(dial, precision, remat, accumulation), ranks=(7,))
+        check(subset(sharding, precision, remat, accumulation), ranks=(7,))
 
 
-def subset(dial: str, precision: str, remat: str, accumulation: int) -> Plan:
+def subset(sharding: str, precision: str, remat: str, accumulation: int) -> Plan:
     batch = Batch(2, accumulation, 32, 64)
-    return plan_of(dial, 8, batch=batch, precision=PRECISIONS[precision], remat=REMATS[remat])
+    return plan_of(sharding, 8, batch=batch, precision=PRECISIONS[precision], remat=REMATS[remat])
 
 
 @pytest.mark.matrix(5)
-@pytest.mark.parametrize(("dial", "world", "rank"), pairwise(DIALS, (4, 8, 512), ("first", "middle", "last")))
-def test_first_middle_and_last_rank(dial: str, world: int, rank: str) -> None:
-    plan = plan_of(dial, world, batch=Batch(2, 2, 32, 64), precision=PRECISIONS["bf16"], remat=REMATS["full"])
+@pytest.mark.parametrize(("sharding", "world", "rank"), pairwise(SHARDINGS, (4, 8, 512), ("first", "middle", "last")))
+def test_first_middle_and_last_rank(sharding: str, world: int, rank: str) -> None:
+    plan = plan_of(sharding, world, batch=Batch(2, 2, 32, 64), precision=PRECISIONS["bf16"], remat=REMATS["full"])
     check(plan, ranks=({"first": 0, "middle": world // 2, "last": world - 1}[rank],))
 
 
 @pytest.mark.matrix(4)
 @pytest.mark.parametrize(
-    ("dial", "precision", "accumulation"), pairwise(("ddp", "zero1", "zero3", "hsdp-zero2"), PRECISIONS, (1, 3))
+    ("sharding", "precision", "accumulation"), pairwise(("ddp", "zero1", "zero3", "hsdp-zero2"), PRECISIONS, (1, 3))
 )
-def test_tied_embeddings(dial: str, precision: str, accumulation: int) -> None:
-    plan = plan_of(dial, 8, batch=Batch(2, accumulation, 32, 40), precision=PRECISIONS[precision])
+def test_tied_embeddings(sharding: str, precision: str, accumulation: int) -> None:
+    plan = plan_of(sharding, 8, batch=Batch(2, accumulation, 32, 40), precision=PRECISIONS[precision])
     check(plan, replace(SPEC, tie_word_embeddings=True))
 
 
@@ -111,10 +113,12 @@ PATTERNS = {
 
 
 @pytest.mark.matrix(5)
-@pytest.mark.parametrize(("modules", "dial", "remat"), pairwise(PATTERNS, ("ddp", "zero2", "zero3"), ("none", "full")))
-def test_types_by_module(modules: str, dial: str, remat: str) -> None:
+@pytest.mark.parametrize(
+    ("modules", "sharding", "remat"), pairwise(PATTERNS, ("ddp", "zero2", "zero3"), ("none", "full"))
+)
+def test_types_by_module(modules: str, sharding: str, remat: str) -> None:
     precision = Precision("bf16", modules=PATTERNS[modules])  # type: ignore[arg-type]
-    check(plan_of(dial, 8, precision=precision, remat=REMATS[remat]))
+    check(plan_of(sharding, 8, precision=precision, remat=REMATS[remat]))
 
 
 def test_one_process() -> None:
@@ -122,33 +126,33 @@ def test_one_process() -> None:
         check(plan_of("ddp", 1, precision=precision))
 
 
-@pytest.mark.parametrize("dial", ["ddp", "zero3"])
-def test_fp16_and_fp64(dial: str) -> None:
+@pytest.mark.parametrize("sharding", ["ddp", "zero3"])
+def test_fp16_and_fp64(sharding: str) -> None:
     for precision in (Precision("fp16"), Precision("fp64", "fp64", "fp64")):
-        check(plan_of(dial, 8, precision=precision))
+        check(plan_of(sharding, 8, precision=precision))
 
 
 @pytest.mark.matrix(14)
-@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
-def test_peak_of_a_gigabyte(dial: str, remat: str) -> None:
+def test_peak_of_a_gigabyte(sharding: str, remat: str) -> None:
     """In fp32 and bf16 by turns: every strategy and every recomputation meets both."""
-    turn = DIALS.index(dial) + ["none", "selective", "full"].index(remat)
+    turn = SHARDINGS.index(sharding) + ["none", "selective", "full"].index(remat)
     check_peak(
-        model_spec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128), dial, remat, "bf16" if turn % 2 else "fp32"
+        model_spec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128), sharding, remat, "bf16" if turn % 2 else "fp32"
     )
 
 
 @pytest.mark.big
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
-def test_peak_of_a_gigabyte_and_eight_blocks(dial: str, remat: str, precision: str) -> None:
-    check_peak(model_spec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64), dial, remat, precision)
+def test_peak_of_a_gigabyte_and_eight_blocks(sharding: str, remat: str, precision: str) -> None:
+    check_peak(model_spec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64), sharding, remat, precision)
 
 
-def check_peak(spec: ModelSpec, dial: str, remat: str, precision: str) -> None:
-    plan = plan_of(dial, 8, batch=Batch(4, 2, 1024, 1024), precision=PRECISIONS[precision], remat=REMATS[remat])
+def check_peak(spec: ModelSpec, sharding: str, remat: str, precision: str) -> None:
+    plan = plan_of(sharding, 8, batch=Batch(4, 2, 1024, 1024), precision=PRECISIONS[precision], remat=REMATS[remat])
     plan = replace(plan, shard=Shard(plan.shard.strategy))
     found = drift(spec, plan, 0)
     assert found.measured.peak_bytes > 2**30

@@ -20,7 +20,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from shardwise.techniques import precision, shard
 from shardwise.techniques.shard.unit_bytes import groups
-from tests.drift.test_drift import DIALS, PRECISIONS, SPEC, check, plan_of
+from tests.drift.test_drift import PRECISIONS, SHARDINGS, SPEC, check, plan_of
 from tests.models.hf_models import config_of
 
 TIED = replace(SPEC, tie_word_embeddings=True)
@@ -74,9 +74,11 @@ def test_what_backward_reads_before_the_blocks_stays_with_the_root() -> None:
         [model.norm, model.head],
         [model],
     ]
-    assert {"stem", "tail"} <= groups(paper, plan).keys()
-    normed = replace(paper.stem, forward=(*paper.stem.forward, replace(paper.tail.forward[0], weight="norm.weight")))
-    assert "stem" not in groups(replace(paper, stem=normed), plan)
+    assert {"embedding", "head"} <= groups(paper, plan).keys()
+    normed = replace(
+        paper.embedding, forward=(*paper.embedding.forward, replace(paper.head.forward[0], weight="norm.weight"))
+    )
+    assert "embedding" not in groups(replace(paper, embedding=normed), plan)
     model.embed = nn.Sequential(model.embed, nn.LayerNorm(D))  # type: ignore[assignment]
     assert ends(model) == ([], []) and shard.units(model) == [[model.layers[0]], [model.layers[1]], [model]]
 
@@ -86,12 +88,12 @@ def test_ends_of_other_models_are_the_roots() -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("dial", DIALS[1:])
-def test_the_peak_with_wide_ends(dial: str) -> None:
+@pytest.mark.parametrize("sharding", SHARDINGS[1:])
+def test_the_peak_with_wide_ends(sharding: str) -> None:
     """Half of the weights are in the ends: what is kept of them decides the peak."""
     spec = model_spec("wide-ends", 64_000, 1024, 2816, 4, 8, 4, 128)
     for compute, accumulation in (("bf16", 1), ("fp32", 2)):
-        plan = plan_of(dial, 8, batch=Batch(1, accumulation, 512, 256), precision=PRECISIONS[compute])
+        plan = plan_of(sharding, 8, batch=Batch(1, accumulation, 512, 256), precision=PRECISIONS[compute])
         found = drift(spec, replace(plan, shard=Shard(plan.shard.strategy)), 0)
         assert found.measured.peak_bytes > 2**29
         assert not found.differences()
@@ -112,8 +114,8 @@ def test_an_embedding_of_two_tables_is_one_unit() -> None:
     "precision", [Precision("bf16"), Precision("bf16", modules=(("embed", "fp32"), ("norm", "fp32")))]
 )
 def test_several_micro_batches_gather_nothing_for_nothing(precision: Precision) -> None:
-    for dial in ("zero1", "zero3"):
-        check(plan_of(dial, 8, batch=Batch(2, 3, 32, 64), precision=precision))
+    for sharding in ("zero1", "zero3"):
+        check(plan_of(sharding, 8, batch=Batch(2, 3, 32, 64), precision=precision))
 
 
 @pytest.mark.matrix(2)

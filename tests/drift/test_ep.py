@@ -20,8 +20,8 @@ from shardwise.planner.trace import traced_here
 from shardwise.prove.drift import drift, predict
 from shardwise.prove.world import WorldCounter, measure
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import place_of
 from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.rank_kind import rank_kind_of
 from shardwise.spec.sheet import SEND
 from shardwise.techniques.events import Send
 from tests.parity.mixtures import CASES, Case
@@ -210,8 +210,8 @@ def test_what_is_computed_while_rows_are_under_way() -> None:
 
 def operations(spec: ModelSpec, plan: Plan) -> int:
     """Of a rank's step."""
-    place = place_of(0, plan.layout, plan.stages(spec.num_hidden_layers))
-    return folded(techniques.cost(sheet_of(spec, plan, place, traced_here), plan), plan).flops
+    rank_kind = rank_kind_of(0, plan.layout, plan.stages(spec.num_hidden_layers))
+    return folded(techniques.cost(sheet_of(spec, plan, rank_kind, traced_here), plan), plan).flops
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=8), Layout(dp_shard=8, ep=4)], ids=["whole", "spread"])

@@ -25,8 +25,8 @@ from shardwise.runtime.build import build
 from shardwise.runtime.metrics.measure import Meter
 from shardwise.runtime.step import step
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import OptimSection, Recipe
 from tests.runtime.rank_work import rules_of
 
@@ -109,7 +109,7 @@ def test_variants_say_whether_a_loss_is_there_not_its_coefficient() -> None:
     """And nothing of it where there are no experts."""
 
     def variant(spec: ModelSpec, block: int) -> object:
-        return chosen(spec, Plan(), Place(Layout(), 0, range(4)), block).variant
+        return chosen(spec, Plan(), RankKind(Layout(), 0, range(4)), block).variant
 
     other = with_fields(DEEP, router_aux_loss_coef=0.25)
     assert variant(DEEP, 0) == variant(other, 0) != variant(with_fields(DEEP, router_aux_loss_coef=0.0), 0)
@@ -137,10 +137,11 @@ def test_a_report_compares_what_is_alike(ranks: RankPool, experts: int) -> None:
     """Of few experts the counts of rows, or the figures of a step, are small enough to pass for control messages."""
     spec = with_fields(SPEC, num_hidden_layers=1, num_experts=experts)
     plans = [plan(layout) for layout in (Layout(dp_replicate=2), Layout(tp=2), Layout(cp=2))]
-    for place, measured in enumerate(ranks.run(sent, spec, plans, world=2)[0]):
+    for rank_kind, measured in enumerate(ranks.run(sent, spec, plans, world=2)[0]):
         predicted: Counter[tuple[str, str]] = Counter()
         for item in traffic(
-            folded(techniques.cost(sheet_of(spec, plans[place]), plans[place]), plans[place]), plans[place]
+            folded(techniques.cost(sheet_of(spec, plans[rank_kind]), plans[rank_kind]), plans[rank_kind]),
+            plans[rank_kind],
         ):
             predicted["control" if item.category == "control" else item.axis, item.kind] += item.bytes
-        assert predicted == {key: size for key, (size, _) in measured.items()}, plans[place]
+        assert predicted == {key: size for key, (size, _) in measured.items()}, plans[rank_kind]

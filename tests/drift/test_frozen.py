@@ -38,40 +38,40 @@ ODD: dict[str, tuple[ModelSpec, tuple[str, ...]]] = {
     "last block": (DEEP, ("layers.3.*", "norm.*", "head.*")),
     "all but biases": (BIASED, ("*.weight",)),
 }
-DIALS = ("ddp", "zero1", "zero2", "zero3", "hsdp-zero3")
+SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "hsdp-zero3")
 GRID = list(product(("fp32", "bf16"), ("none", "selective", "full"), (1, 2)))
 
 
-def frozen_plan(dial: str, frozen: tuple[str, ...], precision: str, remat: str, m: int) -> Plan:
-    plan = plan_of(dial, 8, batch=Batch(2, m, 32, 40), precision=PRECISIONS[precision], remat=REMATS[remat])
+def frozen_plan(sharding: str, frozen: tuple[str, ...], precision: str, remat: str, m: int) -> Plan:
+    plan = plan_of(sharding, 8, batch=Batch(2, m, 32, 40), precision=PRECISIONS[precision], remat=REMATS[remat])
     return replace(plan, frozen=frozen)
 
 
 @pytest.mark.matrix(5)
 @pytest.mark.parametrize(
-    ("what", "dial", "precision", "remat", "m"),
-    pairwise(FROZEN, DIALS, ("fp32", "bf16"), ("none", "selective", "full"), (1, 2)),
+    ("what", "sharding", "precision", "remat", "m"),
+    pairwise(FROZEN, SHARDINGS, ("fp32", "bf16"), ("none", "selective", "full"), (1, 2)),
 )
-def test_frozen(what: str, dial: str, precision: str, remat: str, m: int) -> None:
+def test_frozen(what: str, sharding: str, precision: str, remat: str, m: int) -> None:
     spec, frozen = FROZEN[what]
-    check(frozen_plan(dial, frozen, precision, remat, m), spec, ranks=(7,))
+    check(frozen_plan(sharding, frozen, precision, remat, m), spec, ranks=(7,))
 
 
 @pytest.mark.big
-@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("what", [*FROZEN, *ODD])
-def test_frozen_with_every_setting(what: str, dial: str) -> None:
+def test_frozen_with_every_setting(what: str, sharding: str) -> None:
     spec, frozen = (FROZEN | ODD)[what]
     for precision, remat, m in GRID:
-        check(frozen_plan(dial, frozen, precision, remat, m), spec)
+        check(frozen_plan(sharding, frozen, precision, remat, m), spec)
 
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("what", ODD)
 def test_where_backward_begins_late(what: str) -> None:
     spec, frozen = ODD[what]
-    for dial, precision, remat, m in (("ddp", "bf16", "none", 1), ("zero3", "fp32", "full", 3)):
-        check(frozen_plan(dial, frozen, precision, remat, m), spec)
+    for sharding, precision, remat, m in (("ddp", "bf16", "none", 1), ("zero3", "fp32", "full", 3)):
+        check(frozen_plan(sharding, frozen, precision, remat, m), spec)
 
 
 def test_reshard_to_part_of_the_ranks() -> None:
@@ -81,22 +81,22 @@ def test_reshard_to_part_of_the_ranks() -> None:
         check(replace(plan, shard=Shard("zero3", 4)), DEEP)
 
 
-@pytest.mark.parametrize("dial", ["ddp", "zero2"])
-def test_together_with_types_by_module(dial: str) -> None:
+@pytest.mark.parametrize("sharding", ["ddp", "zero2"])
+def test_together_with_types_by_module(sharding: str) -> None:
     precision = Precision("bf16", modules=(("*norm", "fp32"), ("*.down", "fp32")))
     for frozen in (("*.mlp.*",), ("embed.*", "layers.0.*")):
-        plan = replace(frozen_plan(dial, frozen, "bf16", "none", 1), precision=precision)
+        plan = replace(frozen_plan(sharding, frozen, "bf16", "none", 1), precision=precision)
         check(plan, SPEC)
 
 
 @pytest.mark.matrix(4)
 @pytest.mark.parametrize(
-    ("what", "dial", "remat"),
+    ("what", "sharding", "remat"),
     pairwise(("first block and embedding", "all but norms"), ("ddp", "zero3"), ("none", "full")),
 )
-def test_peak(what: str, dial: str, remat: str) -> None:
+def test_peak(what: str, sharding: str, remat: str) -> None:
     spec = model_spec("drift-large", 32_000, 2048, 5632, 3, 16, 4, 128)
-    plan = replace(frozen_plan(dial, FROZEN[what][1], "bf16", remat, 2), batch=Batch(8, 2, 1024, 1024))
+    plan = replace(frozen_plan(sharding, FROZEN[what][1], "bf16", remat, 2), batch=Batch(8, 2, 1024, 1024))
     plan = replace(plan, shard=Shard(plan.shard.strategy))
     found = drift(spec, plan, 0)
     assert found.measured.peak_bytes > 2**29

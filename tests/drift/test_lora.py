@@ -11,7 +11,7 @@ from shardwise.models.load import read_spec
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
 from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of
-from tests.drift.test_frozen import BIASED, DIALS, TIED
+from tests.drift.test_frozen import BIASED, SHARDINGS, TIED
 from tests.models.hf_models import config_of
 
 WIDE = model_spec("wide", 600, 64, 192, 2, 8, 2, 8)
@@ -40,19 +40,19 @@ ADAPTERS: dict[str, tuple[ModelSpec, Lora]] = {
 GRID = [("fp32", "none", 1), ("bf16", "none", 2), ("bf16", "selective", 1), ("bf16", "full", 2), ("fp32", "full", 1)]
 
 
-def lora_plan(dial: str, lora: Lora, precision: str, remat: str, m: int) -> Plan:
-    plan = plan_of(dial, 8, batch=Batch(2, m, 32, 40), precision=PRECISIONS[precision], remat=REMATS[remat])
+def lora_plan(sharding: str, lora: Lora, precision: str, remat: str, m: int) -> Plan:
+    plan = plan_of(sharding, 8, batch=Batch(2, m, 32, 40), precision=PRECISIONS[precision], remat=REMATS[remat])
     return replace(plan, lora=lora)
 
 
 @pytest.mark.matrix(13)
-@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("what", ADAPTERS)
-def test_adapters(what: str, dial: str) -> None:
+def test_adapters(what: str, sharding: str) -> None:
     """One row of the grid for each, another for the next, so that every kind and every strategy meets every row."""
     spec, lora = ADAPTERS[what]
-    precision, remat, m = GRID[(list(ADAPTERS).index(what) + DIALS.index(dial)) % len(GRID)]
-    check(lora_plan(dial, lora, precision, remat, m), spec, ranks=(7,))
+    precision, remat, m = GRID[(list(ADAPTERS).index(what) + SHARDINGS.index(sharding)) % len(GRID)]
+    check(lora_plan(sharding, lora, precision, remat, m), spec, ranks=(7,))
 
 
 @pytest.mark.parametrize("end", ["embed", "head"])
@@ -60,17 +60,17 @@ def test_one_end_of_a_model_with_a_table_of_positions(end: str) -> None:
     """The table is stored as the embedding is, which FSDP2 gathers it with."""
     spec = read_spec(config_of("gpt2") | {"tie_word_embeddings": False}, "tiny-gpt2-untied")
     lora = Lora(4, 8.0, frozen="bf16", modules_to_save=(end,))
-    for dial in ("ddp", "zero3"):
-        check(lora_plan(dial, lora, "bf16", "none", 1), spec, ranks=(7,))
+    for sharding in ("ddp", "zero3"):
+        check(lora_plan(sharding, lora, "bf16", "none", 1), spec, ranks=(7,))
 
 
 @pytest.mark.big
-@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("what", ADAPTERS)
-def test_every_row_of_the_grid(what: str, dial: str) -> None:
+def test_every_row_of_the_grid(what: str, sharding: str) -> None:
     spec, lora = ADAPTERS[what]
     for precision, remat, m in GRID:
-        check(lora_plan(dial, lora, precision, remat, m), spec, ranks=(0, 7))
+        check(lora_plan(sharding, lora, precision, remat, m), spec, ranks=(0, 7))
 
 
 LARGE = {

@@ -24,7 +24,7 @@ LARGE = model_spec("drift-pp-large", 32_000, 1024, 2816, 6, 16, 4, 64)
 RANKS, MIDDLE = 3, 1
 OTHER_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp")
 PLACES = {"first": 0, "middle": MIDDLE, "last": RANKS - 1}
-DIALS: dict[str, tuple[str, dict[str, int]]] = {
+SHARDINGS: dict[str, tuple[str, dict[str, int]]] = {
     "ddp over 2": ("ddp", {"dp_replicate": 2}),
     "zero1 over 2": ("zero1", {"dp_shard": 2}),
     "zero2 over 4": ("zero2", {"dp_shard": 4}),
@@ -58,9 +58,9 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
-def plan_of(schedule: str, dial: str, tensor: str = "tp 1", *, micro: int = 6, **settings: object) -> Plan:
+def plan_of(schedule: str, sharding: str, tensor: str = "tp 1", *, micro: int = 6, **settings: object) -> Plan:
     """Three ranks of two blocks each, in one stage or two."""
-    strategy, degrees = DIALS[dial]
+    strategy, degrees = SHARDINGS[sharding]
     given = {**TENSOR[tensor], **settings}
     layout = layout_of(schedule, RANKS, tp=int(given.pop("tp", 1)), **degrees)  # type: ignore[call-overload]
     each = stages_per_rank(schedule)
@@ -92,13 +92,13 @@ def graded(cases: list[tuple[str, ...]], few: int, many: int) -> list[Any]:
 
 
 GRADED = 3 * len(SCHEDULES)
-SETTINGS = pairwise(SCHEDULES, PLACES, list(DIALS)[:5], TENSOR, REMATS)
+SETTINGS = pairwise(SCHEDULES, PLACES, list(SHARDINGS)[:5], TENSOR, REMATS)
 
 
-@pytest.mark.parametrize(("schedule", "place", "dial", "tensor", "remat"), graded(SETTINGS, 2, GRADED))
-def test_settings(schedule: str, place: str, dial: str, tensor: str, remat: str) -> None:
-    precision = list(PRECISIONS.values())[len(schedule + place + dial) % len(PRECISIONS)]
-    check(SPEC, plan_of(schedule, dial, tensor, remat=REMATS[remat], precision=precision), place)
+@pytest.mark.parametrize(("schedule", "place", "sharding", "tensor", "remat"), graded(SETTINGS, 2, GRADED))
+def test_settings(schedule: str, place: str, sharding: str, tensor: str, remat: str) -> None:
+    precision = list(PRECISIONS.values())[len(schedule + place + sharding) % len(PRECISIONS)]
+    check(SPEC, plan_of(schedule, sharding, tensor, remat=REMATS[remat], precision=precision), place)
 
 
 SCHEDULED = pairwise(MODELS, SCHEDULES, PLACES)
@@ -107,13 +107,13 @@ SCHEDULED = pairwise(MODELS, SCHEDULES, PLACES)
 @pytest.mark.parametrize(("model", "schedule", "place"), graded(SCHEDULED, 1, 10))
 def test_models(model: str, schedule: str, place: str) -> None:
     turn = list(MODELS).index(model) + list(SCHEDULES).index(schedule)
-    dial, tensor = list(DIALS)[turn % len(DIALS)], list(TENSOR)[turn % len(TENSOR)]
+    sharding, tensor = list(SHARDINGS)[turn % len(SHARDINGS)], list(TENSOR)[turn % len(TENSOR)]
     settings = dict(MODELS[model])
     features = {key: settings.pop(key) for key in list(settings) if key in flat(SPEC)}
     spec = with_fields(SPEC, **features)
     if "nf4" in model:
         spec = with_fields(spec, hidden_size=128, intermediate_size=256, head_dim=64)
-    plan = plan_of(schedule, dial, tensor, **settings)
+    plan = plan_of(schedule, sharding, tensor, **settings)
     if model == "uneven":
         spec = replace(spec, num_hidden_layers=7)
         first, *others = plan.pipeline.split
@@ -136,9 +136,9 @@ def test_fake_tensors_show_what_real_ones_show() -> None:
 LARGE_CASES = pairwise(SCHEDULES, PLACES, ("ddp over 1", "zero1 over 2", "zero3 over 4"), ("none", "selective", "full"))
 
 
-@pytest.mark.parametrize(("schedule", "place", "dial", "remat"), graded(LARGE_CASES, 0, 1))
-def test_peak_of_a_gigabyte(schedule: str, place: str, dial: str, remat: str) -> None:
-    plan = replace(plan_of(schedule, dial, remat=REMATS[remat]), batch=Batch(8, 6, 2048, 1024))
+@pytest.mark.parametrize(("schedule", "place", "sharding", "remat"), graded(LARGE_CASES, 0, 1))
+def test_peak_of_a_gigabyte(schedule: str, place: str, sharding: str, remat: str) -> None:
+    plan = replace(plan_of(schedule, sharding, remat=REMATS[remat]), batch=Batch(8, 6, 2048, 1024))
     found = drift(LARGE, plan, plan.layout.rank({"pp": PLACES[place]}))
     assert found.measured.peak_bytes > 2**30
     assert not found.differences()
@@ -150,11 +150,11 @@ def test_what_each_rank_sends_of_tied_ends() -> None:
     spec = replace(SPEC, tie_word_embeddings=True)
     rows = spec.vocab_size * spec.hidden_size * 4
     padded = -(-spec.vocab_size // 4) * spec.hidden_size * 4
-    for dial, size in (("ddp over 1", rows), ("zero3 over 4", padded)):
-        plan = plan_of("1f1b", dial)
+    for sharding, size in (("ddp over 1", rows), ("zero3 over 4", padded)):
+        plan = plan_of("1f1b", sharding)
         sent = [predict(spec, plan, plan.layout.rank({"pp": place})).sent for place in range(RANKS)]
         assert [each["pp", "all_reduce", size] for each in sent] == [1, 0, 1]
-        plan = plan_of("zbv", dial)
+        plan = plan_of("zbv", sharding)
         for place in range(RANKS):
             found = predict(spec, plan, plan.layout.rank({"pp": place})).sent
             assert not [key for key in found if key[:2] == ("pp", "all_reduce")]

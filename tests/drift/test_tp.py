@@ -27,7 +27,7 @@ LONG = with_fields(SPEC, name="drift-tp-long", intermediate_size=2048, head_dim=
 """Of whose rows eight ranks have whole blocks of 256."""
 SEQUENCE = {"whole": False, "sequence": True}
 RANKS = ("first", "last")
-DIALS = {
+SHARDINGS = {
     "ddp over 1": ("ddp", Layout(tp=2)),
     "ddp over 2": ("ddp", Layout(dp_replicate=2, tp=4)),
     "zero1 over 2": ("zero1", Layout(dp_shard=2, tp=8)),
@@ -80,8 +80,8 @@ OTHERS: dict[str, dict[str, object]] = {
 }
 
 
-def plan_of(dial: str, sequence: str, **settings: object) -> Plan:
-    strategy, layout = DIALS[dial]
+def plan_of(sharding: str, sequence: str, **settings: object) -> Plan:
+    strategy, layout = SHARDINGS[sharding]
     plan = Plan(layout, Batch(2, 2, 32, 64), Shard(strategy, bucket_bytes=100_000), PRECISIONS["bf16"])  # type: ignore[arg-type]
     return replace(plan, sequence_parallel=SEQUENCE[sequence], **settings)  # type: ignore[arg-type]
 
@@ -93,52 +93,55 @@ def check(spec: ModelSpec, plan: Plan, which: str) -> None:
 
 @pytest.mark.matrix(10)
 @pytest.mark.parametrize(
-    ("dial", "precision", "remat", "sequence", "rank"), pairwise(DIALS, PRECISIONS, REMATS, SEQUENCE, RANKS)
+    ("sharding", "precision", "remat", "sequence", "rank"), pairwise(SHARDINGS, PRECISIONS, REMATS, SEQUENCE, RANKS)
 )
-def test_every_strategy_type_and_recomputation(dial: str, precision: str, remat: str, sequence: str, rank: str) -> None:
-    check(SPEC, plan_of(dial, sequence, precision=PRECISIONS[precision], remat=REMATS[remat]), rank)
+def test_every_strategy_type_and_recomputation(
+    sharding: str, precision: str, remat: str, sequence: str, rank: str
+) -> None:
+    check(SPEC, plan_of(sharding, sequence, precision=PRECISIONS[precision], remat=REMATS[remat]), rank)
 
 
-def of_model(model: str, dial: str, sequence: str, remat: str, rank: str) -> None:
+def of_model(model: str, sharding: str, sequence: str, remat: str, rank: str) -> None:
     spec = with_fields(SPEC, **MODELS[model])
-    check(spec, plan_of(dial, sequence, remat=REMATS[remat]), rank)
+    check(spec, plan_of(sharding, sequence, remat=REMATS[remat]), rank)
 
 
 @pytest.mark.matrix(20)
 @pytest.mark.parametrize(
-    ("model", "dial", "sequence", "remat", "rank"), pairwise(MODELS, DIALS, SEQUENCE, ("none", "selective"), RANKS)
+    ("model", "sharding", "sequence", "remat", "rank"),
+    pairwise(MODELS, SHARDINGS, SEQUENCE, ("none", "selective"), RANKS),
 )
-def test_models(model: str, dial: str, sequence: str, remat: str, rank: str) -> None:
-    of_model(model, dial, sequence, remat, rank)
+def test_models(model: str, sharding: str, sequence: str, remat: str, rank: str) -> None:
+    of_model(model, sharding, sequence, remat, rank)
 
 
-def beside(other: str, dial: str, sequence: str, remat: str, rank: str) -> None:
+def beside(other: str, sharding: str, sequence: str, remat: str, rank: str) -> None:
     spec = WIDE if "nf4" in other else LONG if "8 bits" in other else SPEC
     if "biased" in other:
         spec = with_fields(spec, attention_bias=True, mlp_bias=True)
-    check(spec, plan_of(dial, sequence, remat=REMATS[remat], **OTHERS[other]), rank)
+    check(spec, plan_of(sharding, sequence, remat=REMATS[remat], **OTHERS[other]), rank)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("other", "dial", "sequence", "remat", "rank"), pairwise(OTHERS, DIALS, SEQUENCE, ("none", "full"), RANKS)
+    ("other", "sharding", "sequence", "remat", "rank"), pairwise(OTHERS, SHARDINGS, SEQUENCE, ("none", "full"), RANKS)
 )
-def test_beside_other_techniques(other: str, dial: str, sequence: str, remat: str, rank: str) -> None:
-    beside(other, dial, sequence, remat, rank)
+def test_beside_other_techniques(other: str, sharding: str, sequence: str, remat: str, rank: str) -> None:
+    beside(other, sharding, sequence, remat, rank)
 
 
 @pytest.mark.big
 @pytest.mark.parametrize("sequence", SEQUENCE)
-@pytest.mark.parametrize("dial", DIALS)
-def test_every_combination(dial: str, sequence: str) -> None:
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_every_combination(sharding: str, sequence: str) -> None:
     """What the coverings above are of."""
     for rank in RANKS:
         for precision, remat in product(PRECISIONS, REMATS):
-            check(SPEC, plan_of(dial, sequence, precision=PRECISIONS[precision], remat=REMATS[remat]), rank)
+            check(SPEC, plan_of(sharding, sequence, precision=PRECISIONS[precision], remat=REMATS[remat]), rank)
         for model, remat in product(MODELS, ("none", "selective")):
-            of_model(model, dial, sequence, remat, rank)
+            of_model(model, sharding, sequence, remat, rank)
         for other, remat in product(OTHERS, ("none", "full")):
-            beside(other, dial, sequence, remat, rank)
+            beside(other, sharding, sequence, remat, rank)
 
 
 @pytest.mark.matrix

@@ -13,14 +13,14 @@ from shardwise.launch.worker import die_with_launcher
 def main(directory: Path) -> int:
     """The exit code."""
     die_with_launcher()
-    from shardwise.runtime.checkpoint.crew import Crew
+    from shardwise.runtime.checkpoint.host_group import HostGroup
     from shardwise.runtime.world import process, world
     from shardwise.spec.layout import Layout
 
     me = process()
     with world(Layout(dp_shard=me.world_size), "cpu", 60.0):
-        crew = Crew.of(None)
-        assert crew.first(lambda: "told") == "told"
+        group = HostGroup.of(None)
+        assert group.first(lambda: "told") == "told"
         (directory / f"store-{me.rank}").write_text(me.store)
         (directory / f"rank-{me.rank}").touch()
         while not (directory / "enough").exists():

@@ -50,7 +50,7 @@ def one_too_early() -> Iterator[None]:
 
     def before(parts: Sequence[nn.Module], plan: Plan, *, last: bool) -> None:
         line = pp.line_of(parts)
-        if line is not None and line.place.head:
+        if line is not None and line.rank_kind.head:
             [part] = parts
             calls[id(part)] += 1
             last = calls[id(part)] % plan.batch.accumulation == plan.batch.accumulation - 1

@@ -135,7 +135,7 @@ def test_all_plans_of_a_recipe(case: Case) -> None:
 
 
 def test_tails_that_are_reduced_before_the_last_block() -> None:
-    """Under ZeRO-1 gradients of several micro-batches are added up whole, and the tail's are gone when those of the
+    """Under ZeRO-1 gradients of several micro-batches are added up whole, and the head's are gone when those of the
     last block are reduced; with experts apart, these before the block's."""
     spec, cluster = spec_of(PAGES["Mixtral on 8"][0]), parse_cluster("8xH100")
     bounds = LowerBounds(spec, cluster)

@@ -329,7 +329,7 @@ output layer (V d = {hand.end:,} each) and the last norm the model has {hand.par
 | moments | twice that, and 4 for each of {9 * hand.layers + 3} tensors | {hand.moments_bytes:,} |
 | gradients | none yet | 0 |
 | gathered | norm and output layer in bf16: 2 (V d + d) | {hand.head_bytes:,} |
-| activations | {hand.layers + 2} rows of hidden states (the inputs of {hand.layers} blocks, the tail's input and its norm), {hand.row:,} each; rotation tables; a number a token of the norm | {hand.activations_bytes:,} |
+| activations | {hand.layers + 2} rows of hidden states (the inputs of {hand.layers} blocks, the head's input and its norm), {hand.row:,} each; rotation tables; a number a token of the norm | {hand.activations_bytes:,} |
 | logits | the gradient of hidden states; that of the output weight in fp32; a chunk of {hand.chunk:,} x V in bf16, fp32, and as log-probabilities | {hand.logits_bytes:,} |
 | buffers | what norm and output layer were gathered into; ids, labels and positions | {hand.head_bytes + 24 * hand.tokens:,} |
 | outside of tensors | cuBLAS 64 MiB; NCCL 3 x 24 x 9.2 MiB; segments of 3 streams; 1.5 GiB assumed | the rest |
@@ -337,7 +337,7 @@ output layer (V d = {hand.end:,} each) and the last norm the model has {hand.par
 
 ## Traffic of a rank in a step
 
-ZeRO-3 gathers the embedding once, every block twice (forward and backward) and the tail once, in bf16:
+ZeRO-3 gathers the embedding once, every block twice (forward and backward) and the head once, in bf16:
 2 (2 V d + d + 2 L x {hand.block:,}) = {hand.gathered_bytes:,} bytes in {2 * hand.layers + 2} calls. Every gradient is reduced once in fp32:
 {hand.reduced_bytes:,} bytes in {hand.layers + 2} calls.
 

@@ -13,9 +13,9 @@ from shardwise.models.load import load_spec
 from shardwise.planner.compare import MARGIN, fits, kind, peak_share, seconds
 from shardwise.planner.price import price
 from shardwise.planner.search import Search, best_of_kinds
+from shardwise.planner.seconds.network import network_of
 from shardwise.planner.seconds.rates import own_traits, shipped
 from shardwise.planner.seconds.step import timed
-from shardwise.planner.seconds.wires import wires_of
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import Layout
@@ -400,7 +400,7 @@ def test_23_24_an_all_reduce_in_bf16(spec: ModelSpec, gb: int, published_s: tupl
     layout = Layout(dp_replicate=2, ranks_per_node=1)
     for gbit, published in zip((400, 200, 100), published_s, strict=True):
         cluster = parse_cluster(f"2x1xH100+{gbit}Gb/node")
-        took_s = wires_of(layout, cluster, share=1.0).seconds("all_reduce", "loss", payload)
+        took_s = network_of(layout, cluster, share=1.0).seconds("all_reduce", "loss", payload)
         assert took_s == pytest.approx(payload / (gbit * GB / 8), rel=0.01)
         assert took_s == pytest.approx(published, rel=0.1), "published figures are rounded"
 
@@ -439,8 +439,8 @@ def test_27_hybrid_shard_of_a_70b_over_two_nodes() -> None:
     for width, gb, took_s in ((2, 141, 5.6), (4, 282, 11.3)):
         a_rank = width * parameter_count(SEVENTY_B) // 8
         assert 8 * a_rank / GB == pytest.approx(gb, rel=0.01)
-        wires = wires_of(layout, cluster, share=1.0)
-        assert wires.seconds("all_reduce", "dp_replicate", a_rank) == pytest.approx(took_s, rel=0.02)
+        network = network_of(layout, cluster, share=1.0)
+        assert network.seconds("all_reduce", "dp_replicate", a_rank) == pytest.approx(took_s, rel=0.02)
 
 
 @pytest.mark.prove
@@ -476,7 +476,7 @@ def test_31_tensor_parallelism_over_pcie(name: str, times: float) -> None:
     near the 7 to 10 that others measured, and on PCIe 4 twice that."""
     layout = Layout(tp=8, ranks_per_node=8)
     pcie_s, nvlink_s = (
-        wires_of(layout, parse_cluster(f"8x{each}")).seconds("all_reduce", "tp", 2**28) for each in (name, "H100")
+        network_of(layout, parse_cluster(f"8x{each}")).seconds("all_reduce", "tp", 2**28) for each in (name, "H100")
     )
     assert pcie_s / nvlink_s == pytest.approx(times, rel=0.2)
 

@@ -28,8 +28,8 @@ from shardwise.planner.trace import trace, traced_here
 from shardwise.planner.variants import chosen
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.sheet import SEND, Op
 from tests.covering import pairwise
 from tests.planner.closed_forms import Line, multiplied_flops, payload_bytes, table
@@ -110,15 +110,15 @@ def legal(model: str, mode: str, adapters: str, ranks: int) -> bool:
 
 
 def check(model: str, mode: str, adapters: str, ranks: int) -> None:
-    """What the first block, the last, stem and tail send; what the blocks multiply."""
+    """What the first block, the last, embedding and head send; what the blocks multiply."""
     spec, plan = MODELS[model], plan_of(mode, ranks, ADAPTERS[adapters])
     sheet = sheet_of(spec, plan, units=traced_here)
-    for place in (0, -1):
-        block, first = sheet.blocks[sheet.order[place]], place == 0
+    for rank_kind in (0, -1):
+        block, first = sheet.blocks[sheet.order[rank_kind]], rank_kind == 0
         for line in lines(spec, plan, first=first) if ranks > 1 else ():
-            if line.unit == "stem" and adapters != "full" and not first:
+            if line.unit == "embedding" and adapters != "full" and not first:
                 continue  # which is frozen: said of the first
-            unit = {"stem": sheet.stem, "block": block, "tail": sheet.tail}[line.unit]
+            unit = {"embedding": sheet.embedding, "block": block, "head": sheet.head}[line.unit]
             ops = {"forward": unit.forward, "backward": unit.backward, "again": recomputed(unit)}[line.when]
             assert sent(ops, plan) == [(kind, payload_bytes(what, spec, plan)) for kind, what in line.sends], line
         if first and (plan.lora is None or plan.lora.targets):
@@ -183,9 +183,11 @@ def test_a_fault_in_the_real_program_is_refused(fault: str, monkeypatch: pytest.
     plan = plan_of(mode, 2)
 
     def sends_are_right() -> None:
-        units = {unit: trace(chosen(SPEC, plan, Place(plan.layout), unit).variant) for unit in ("stem", 0, "tail")}
+        units = {
+            unit: trace(chosen(SPEC, plan, RankKind(plan.layout), unit).variant) for unit in ("embedding", 0, "head")
+        }
         for line in lines(SPEC, plan, first=False):
-            made = chosen(SPEC, plan, Place(plan.layout), {"block": 0}.get(line.unit, line.unit))
+            made = chosen(SPEC, plan, RankKind(plan.layout), {"block": 0}.get(line.unit, line.unit))
             unit = units[{"block": 0}.get(line.unit, line.unit)].bound(made.numbers)
             ops = {"forward": unit.forward, "backward": unit.backward, "again": recomputed(unit)}[line.when]
             assert sent(ops, plan) == [(kind, payload_bytes(what, SPEC, plan)) for kind, what in line.sends]
@@ -210,7 +212,7 @@ class Sends(TorchDispatchMode):
 
 
 def sent_by_a_model(rank: int, ranks: int, spec: ModelSpec, plan: Plan) -> dict[str, list[tuple[str, int]]]:
-    """What a rank of a real group sends in a forward and a backward of stem, blocks and tail."""
+    """What a rank of a real group sends in a forward and a backward of embedding, blocks and head."""
     groups = meshes(plan.layout, "cpu")
     torch.manual_seed(0)
     model = Decoder(spec).to(torch.bfloat16)
@@ -228,7 +230,7 @@ def sent_by_a_model(rank: int, ranks: int, spec: ModelSpec, plan: Plan) -> dict[
 def test_two_real_ranks_send_what_the_table_says(mode: str, ranks: RankPool) -> None:
     plan = plan_of(mode, 2)
     told = {(line.unit, line.when): line.sends for line in lines(SPEC, plan, first=False)}
-    ways = {"forward": ("stem", *["block"] * 4, "tail"), "backward": ("tail", *["block"] * 4, "stem")}
+    ways = {"forward": ("embedding", *["block"] * 4, "head"), "backward": ("head", *["block"] * 4, "embedding")}
     wanted = {
         when: [(kind, payload_bytes(what, SPEC, plan)) for unit in units for kind, what in told[unit, when]]
         for when, units in ways.items()

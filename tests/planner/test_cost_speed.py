@@ -14,13 +14,13 @@ from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 
 
 def plans() -> list[Plan]:
-    """Every setting of the dial, of recomputation and of types, over worlds, micro-batches and accumulations."""
-    dials = [("ddp", 1), ("zero1", 1), ("zero2", 1), ("zero3", 1), ("zero2", 2), ("zero3", 2)]
+    """Every setting of the sharding, of recomputation and of types, over worlds, micro-batches and accumulations."""
+    shardings = [("ddp", 1), ("zero1", 1), ("zero2", 1), ("zero3", 1), ("zero2", 2), ("zero3", 2)]
     remats = [Remat(), Remat("selective"), Remat("full"), Remat("full", 2)]
     precisions = [Precision(), Precision("bf16"), Precision("bf16", "bf16"), Precision("bf16", reduce="bf16")]
     made = []
     for (strategy, replicas), remat, precision, world, micro, accumulation in product(
-        dials, remats, precisions, (8, 64, 512), (1, 4), (1, 8)
+        shardings, remats, precisions, (8, 64, 512), (1, 4), (1, 8)
     ):
         layout = Layout(world) if strategy == "ddp" else Layout(replicas, world // replicas)
         batch = Batch(micro, accumulation, 4096)

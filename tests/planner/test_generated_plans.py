@@ -69,7 +69,7 @@ DENSE = [
 ]
 MODELS = (*DENSE, *SMALL, *SMALL, *SMALL)
 RARELY = (None, None, None)
-DIALS: dict[str, tuple[Any, ...]] = {
+SHARDINGS: dict[str, tuple[Any, ...]] = {
     "train.seq_len": (128, 1000, 2048, 4096, 8192),
     "train.micro_batch_size": (1, 1, 2, 3, 4, 8),
     "train.gradient_accumulation_steps": (1, 1, 2, 3, 5, 8),
@@ -108,7 +108,7 @@ def spec_of(name: str) -> ModelSpec:
 
 def keys(draw: random.Random) -> list[str]:
     """Keys of a recipe, and values for them."""
-    chosen = {key: draw.choice(values) for key, values in DIALS.items()}
+    chosen = {key: draw.choice(values) for key, values in SHARDINGS.items()}
     if chosen["lora.rank"] is not None:
         chosen |= {key: draw.choice(values) for key, values in ADAPTED.items()} | {"model.frozen": None}
     return [f"{key}={value}" for key, value in chosen.items() if value is not None]

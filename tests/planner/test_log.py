@@ -15,8 +15,8 @@ from shardwise.planner.schedule import Step, schedule
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import fold
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import Stage
 from shardwise.spec.plan import Batch, Plan, Shard
+from shardwise.spec.rank_kind import Stage
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques.events import GRADIENT, OUTPUT, TO_HOST, Begin, Copy, Event, Free, Make, TensorKey
 
@@ -99,9 +99,9 @@ def played(stage: int, order: Order) -> StepLog:
     whole, log = on_paper(), StepLog()
     half = len(whole.order) // 2
     blocks = range(half) if stage == 0 else range(half, len(whole.order))
-    held = (Stage(0, range(half), head=False), Stage(1, range(half, len(whole.order)), stem=False))
-    sheet = replace(whole, place=replace(whole.place, stages=held)).of_stage(held[stage])
-    assert sheet.place.blocks == blocks
+    held = (Stage(0, range(half), head=False), Stage(1, range(half, len(whole.order)), embedding=False))
+    sheet = replace(whole, rank_kind=replace(whole.rank_kind, stages=held)).of_stage(held[stage])
+    assert sheet.rank_kind.blocks == blocks
     step = Step(log, sheet, PIPELINE, Passes.of(sheet, PIPELINE, "cpu"), stage)
     edge = half if stage == 0 else 0
     size = sheet.blocks[0].tensors[sheet.blocks[0].output].bytes(1, 256)
@@ -134,11 +134,11 @@ def test_forward_passes_of_several_micro_batches_are_alive_at_once(stage: int) -
     there is what its units save, with rotation tables of each stage's own, and of the last stage both gradients that
     the loss has made, its value and its figures."""
     sheet = on_paper()
-    units = (sheet.stem, *(sheet.blocks[kind] for kind in sheet.order), sheet.tail)
-    own = (units[:17], (sheet.stem, *units[17:]))[
+    units = (sheet.embedding, *(sheet.blocks[kind] for kind in sheet.order), sheet.head)
+    own = (units[:17], (sheet.embedding, *units[17:]))[
         stage
-    ]  # the stem's input is token ids, which are there from the beginning
-    kept = sum(unit.tensors[t].bytes(1, 256) for unit in own for t in unit.saved if (unit, t) != (sheet.stem, 0))
+    ]  # the embedding's input is token ids, which are there from the beginning
+    kept = sum(unit.tensors[t].bytes(1, 256) for unit in own for t in unit.saved if (unit, t) != (sheet.embedding, 0))
     kept += stage * (4 * (256 * 4096 + 128_256 * 4096 + 1) + 8 * len(Plan().loss_figures))
     alone = peak_bytes(played(stage, gpipe(1)).events)
     for m in (2, 5):

@@ -97,9 +97,9 @@ def test_what_the_allocator_rounds_up() -> None:
     """A vector of 100 fp32 numbers takes 512 bytes of each of weight, gradient and moments, a matrix of 64 x 16 fits;
     each has a count of steps; one stream computes, two more gather and reduce, and one sums over replicas."""
     paper = sheet_of(EIGHT_B, PLAN)
-    vector, matrix = (replace(paper.stem.weights[0], shape=shape, dtype="fp32") for shape in ((100,), (64, 16)))
-    small = replace(paper, stem=replace(paper.stem, weights=(vector, matrix)), blocks=(), order=())
-    small = replace(small, tail=replace(paper.tail, weights=(replace(vector, trained=False),)))
+    vector, matrix = (replace(paper.embedding.weights[0], shape=shape, dtype="fp32") for shape in ((100,), (64, 16)))
+    small = replace(paper, embedding=replace(paper.embedding, weights=(vector, matrix)), blocks=(), order=())
+    small = replace(small, head=replace(paper.head, weights=(replace(vector, trained=False),)))
     rest = 4 * 112 + 512 + 512 + 112
     for layout, strategy, streams in (
         (Layout(dp_replicate=8), "ddp", 1),

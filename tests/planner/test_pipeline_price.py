@@ -18,8 +18,8 @@ from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span, fold, same
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import place_of
 from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.rank_kind import rank_kind_of
 from shardwise.techniques import cost
 from shardwise.techniques.pp import even
 from shardwise.techniques.pp.actions import SCHEDULES
@@ -39,8 +39,8 @@ def staged(schedule: Any, ranks: int, m: int, strategy: Any, each: int = 0) -> P
 @cache
 def full(plan: Plan, rank: int) -> Span:
     """Every action of a rank."""
-    place = place_of(plan.layout.rank({"pp": rank}), plan.layout, plan.stages(SPEC.num_hidden_layers))
-    costed = cost(sheet_of(SPEC, plan, place), plan)
+    rank_kind = rank_kind_of(plan.layout.rank({"pp": rank}), plan.layout, plan.stages(SPEC.num_hidden_layers))
+    costed = cost(sheet_of(SPEC, plan, rank_kind), plan)
     log = StepLog()
     staged_on(log, costed, plan, "cuda", None)
     return fold(log.events)
@@ -55,7 +55,7 @@ def test_of_many_micro_batches_few_are_played(schedule: str, strategy: str, rank
     plan = staged(schedule, ranks, m, strategy)
     for costed in at_places(SPEC, plan):
         found = micro_batches(costed, plan, Passes.of(costed, plan, "cuda"))
-        assert same(found, full(plan, costed.place.coordinate("pp"))), costed.place
+        assert same(found, full(plan, costed.rank_kind.coordinate("pp"))), costed.rank_kind
 
 
 @pytest.mark.parametrize(("each", "m"), [(3, 28), (2, 17), (2, 20)])
@@ -63,15 +63,15 @@ def test_of_interleaved_stages_too(each: int, m: int) -> None:
     plan = staged("interleaved", 2, m, "zero2", each)
     for costed in at_places(SPEC, plan):
         found = micro_batches(costed, plan, Passes.of(costed, plan, "cuda"))
-        assert same(found, full(plan, costed.place.coordinate("pp")))
+        assert same(found, full(plan, costed.rank_kind.coordinate("pp")))
 
 
 def test_of_gradients_that_leave_a_rank_with_fewer_rows_than_others() -> None:
     """What is copied of each is without its padding, in the step that is played and in those that follow from it."""
     plan = replace(staged("1f1b", 2, 12, "zero3"), offload=Offload("host"))
     plan = replace(plan, layout=Layout(dp_shard=3, pp=2, ranks_per_node=8))
-    place = place_of(plan.layout.rank({"dp_shard": 2}), plan.layout, plan.stages(SPEC.num_hidden_layers))
-    costed = cost(sheet_of(SPEC, plan, place), plan)
+    rank_kind = rank_kind_of(plan.layout.rank({"dp_shard": 2}), plan.layout, plan.stages(SPEC.num_hidden_layers))
+    costed = cost(sheet_of(SPEC, plan, rank_kind), plan)
     assert same(folded(costed, plan), fold(schedule(costed, plan)))
 
 

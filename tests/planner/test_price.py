@@ -57,7 +57,7 @@ def test_places_differ_in_their_slices() -> None:
     """An odd vocabulary over three ranks, 49,153 ids as twice 16,385 and 16,383, whose halves are uneven once more."""
     found = list(at_places(replace(SPEC, vocab_size=49_153), PLAN))
     moments = [optim.state_bytes(costed, PLAN)["moments"] for costed in found]
-    assert [costed.place.rank for costed in found] == [0, 2, 3, 5]
+    assert [costed.rank_kind.rank for costed in found] == [0, 2, 3, 5]
     assert moments[0] == max(moments) > min(moments)
     assert len(list(at_places(SPEC, PLAN))) == 1, "each has as much"
 
@@ -70,10 +70,10 @@ def test_the_fullest_need_not_be_rank_0(monkeypatch: pytest.MonkeyPatch) -> None
 
     def more(sheet: Sheet, plan: Plan) -> Sheet:
         costed = real(sheet, plan)
-        if costed.place.rank < 5:
+        if costed.rank_kind.rank < 5:
             return costed
         extra = Tensor("extra", (2**28,), "fp32", "weights", used_as="fp32", trained=False)
-        return replace(costed, tail=replace(costed.tail, weights=(*costed.tail.weights, extra)))
+        return replace(costed, head=replace(costed.head, weights=(*costed.head.weights, extra)))
 
     monkeypatch.setattr(techniques, "cost", more)
     found = price(spec, PLAN, CLUSTER).estimate

@@ -57,7 +57,7 @@ def test_where_all_fit_the_fastest_is_chosen() -> None:
 
 
 def test_of_what_takes_as_long_the_simplest_is_chosen() -> None:
-    """With weights in bf16, which ddp need not cast, and many micro-batches a step hardly depends on the dial."""
+    """With weights in bf16, which ddp need not cast, and many micro-batches a step hardly depends on the sharding."""
     asked = recipe(train=Train(seq_len=1024, global_batch_size=1024), precision=PrecisionSection(weights="bf16"))
     plan, found = choose(asked, ONE_B, H100S), families(asked, ONE_B, H100S)
     fastest = min(found.values(), key=lambda other: seconds(other).step_s)

@@ -28,8 +28,8 @@ from shardwise.planner.shipped import SHIPPED, Shipped, written
 from shardwise.planner.trace import trace_once, traced_here
 from shardwise.planner.variants import chosen
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
+from shardwise.spec.rank_kind import RankKind, rank_kind_of
 from shardwise.spec.sheet import Sheet, Unit, number, size_of
 from shardwise.techniques.variant import Variant
 from tests.models.families import config_of
@@ -55,10 +55,14 @@ def test_one_sheet_holds_for_micro_batches_of_all_sizes(tp: int, ep: int, s: int
         plan = Plan(layout, Batch(m, 1, s), Shard("zero3"), Precision("bf16"), sequence_parallel=tp > 1)
         sheet = sheet_of(MIXTURE, plan)
         assert sheet.inside == techniques.inside(plan)
-        place = place_of(0, techniques.inside(plan).layout, plan.stages(2))
-        kinds: tuple[tuple[int | str, Unit], ...] = (("stem", sheet.stem), (0, sheet.blocks[0]), ("tail", sheet.tail))
+        rank_kind = rank_kind_of(0, techniques.inside(plan).layout, plan.stages(2))
+        kinds: tuple[tuple[int | str, Unit], ...] = (
+            ("embedding", sheet.embedding),
+            (0, sheet.blocks[0]),
+            ("head", sheet.head),
+        )
         for which, unit in kinds:
-            made = chosen(MIXTURE, techniques.inside(plan), place, which)
+            made = chosen(MIXTURE, techniques.inside(plan), rank_kind, which)
             own = sheets.units_of([made.variant])[made.variant].bound(made.numbers)
             assert [one.numel(m, s) for one in unit.tensors] == [one.numel(m, s) for one in own.tensors]
             grow = {"": 1, "b": m, "b*s": m * s, "b*s*s": m * s * s}
@@ -128,7 +132,10 @@ def test_units_that_ship_are_read_one_by_one() -> None:
 
 
 def units_of_spec() -> list[Unit]:
-    return [trace_once(chosen(SPEC, ADAPTED, Place(ADAPTED.layout), unit).variant) for unit in ("stem", 0, 1, "tail")]
+    return [
+        trace_once(chosen(SPEC, ADAPTED, RankKind(ADAPTED.layout), unit).variant)
+        for unit in ("embedding", 0, 1, "head")
+    ]
 
 
 def test_a_python_without_lzma_traces_units(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +144,8 @@ def test_a_python_without_lzma_traces_units(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_unit_survives_being_written_down() -> None:
-    for unit in ("stem", 0, "tail"):
-        variant = chosen(SPEC, ADAPTED, Place(ADAPTED.layout), unit).variant
+    for unit in ("embedding", 0, "head"):
+        variant = chosen(SPEC, ADAPTED, RankKind(ADAPTED.layout), unit).variant
         assert variant_of(name_of(variant)) == variant
         made = trace_once(variant)
         assert asdict(unpack_unit(json.loads(json.dumps(pack_unit(made))))) == asdict(made)
@@ -150,7 +157,7 @@ def test_what_does_not_ship_is_traced_in_a_process_of_its_own_and_kept(
 ) -> None:
     """And a cache that is spoilt is made again."""
     odd = with_fields(SPEC, norm_placement="both", qk_norm="projection", residual_multiplier=3.0)
-    variant = chosen(odd, Plan(), Place(), 0).variant
+    variant = chosen(odd, Plan(), RankKind(), 0).variant
     asked: list[list[Variant]] = []
 
     def anew(variants: list[Variant], kept_in: Path) -> list[object]:
@@ -174,7 +181,9 @@ def test_what_does_not_ship_is_traced_in_a_process_of_its_own_and_kept(
 def test_an_edit_of_a_mixer_voids_its_units_alone(monkeypatch: pytest.MonkeyPatch, module: str, file: str) -> None:
     """Of a package's, too."""
     monkeypatch.setitem(sheets.MIXERS, "latent", replace(sheets.MIXERS["latent"], module=f"{module}:Any"))
-    both = [chosen(spec, Plan(), Place(Layout()), 0).variant for spec in (SPEC, from_hf(config_of("deepseek_v2"), "x"))]
+    both = [
+        chosen(spec, Plan(), RankKind(Layout()), 0).variant for spec in (SPEC, from_hf(config_of("deepseek_v2"), "x"))
+    ]
     before = [sheets.digest_of(each) for each in both]
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: real(path) + b"#" * (path.name == file))
@@ -185,7 +194,7 @@ def test_an_edit_of_a_mixer_voids_its_units_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_edit_of_one_technique_does_not_void_the_units_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, adapted = (chosen(SPEC, plan, Place(plan.layout), 0).variant for plan in (Plan(), ADAPTED))
+    plain, adapted = (chosen(SPEC, plan, RankKind(plan.layout), 0).variant for plan in (Plan(), ADAPTED))
     assert {"techniques/lora/__init__.py", "techniques/tp/__init__.py"} < set(adapted.code) and not plain.code
     before = sheets.digest_of(plain), sheets.digest_of(adapted)
     real = Path.read_bytes
@@ -255,9 +264,11 @@ def test_recipes_need_no_torch(tmp_path: Path, long: bool) -> None:
     plans_without_torch(
         tmp_path,
         (
-            f"{path} --cluster {MEANT_FOR[path.stem]}" + f" {model}" * (path.stem == "sft-tiny")
+            f"{path} --cluster {MEANT_FOR[path.embedding]}" + f" {model}" * (path.embedding == "sft-tiny")
             for path in FILES
-            if "long" not in path.stem and path.stem not in MIXTURES + NETS and (path.stem in SEARCHED_FOR_LONG) == long
+            if "long" not in path.embedding
+            and path.embedding not in MIXTURES + NETS
+            and (path.embedding in SEARCHED_FOR_LONG) == long
         ),
     )
 
@@ -308,7 +319,9 @@ def test_a_block_is_bound_to_its_own_width_and_priced_by_it() -> None:
 
 
 def variants(spec: ModelSpec) -> set[Variant]:
-    return {chosen(spec, Plan(), Place(), unit).variant for unit in ("stem", *range(spec.num_hidden_layers), "tail")}
+    return {
+        chosen(spec, Plan(), RankKind(), unit).variant for unit in ("embedding", *range(spec.num_hidden_layers), "head")
+    }
 
 
 def test_windows_and_numbers_share_units_but_sorts_of_layers_do_not() -> None:
@@ -319,15 +332,15 @@ def test_windows_and_numbers_share_units_but_sorts_of_layers_do_not() -> None:
 
 def test_a_name_is_no_part_of_what_is_traced() -> None:
     spec = hf_spec_of("gpt_neox")
-    first, again = (chosen(made, Plan(), Place(), 0).variant for made in (spec, replace(spec, name="other")))
-    assert first == again != chosen(replace(spec, hidden_size=32), Plan(), Place(), 0).variant
+    first, again = (chosen(made, Plan(), RankKind(), 0).variant for made in (spec, replace(spec, name="other")))
+    assert first == again != chosen(replace(spec, hidden_size=32), Plan(), RankKind(), 0).variant
 
 
 def test_a_window_saves_arithmetic_beyond_it() -> None:
     """Pairs of query and key are counted one by one."""
     assert seen(9, None) == seen(9, 9) == seen(9, 20) == 81
     for s, window in ((64, 16), (100, 7)):
-        pairs = sum(min(place + 1, window) for place in range(s))
+        pairs = sum(min(rank_kind + 1, window) for rank_kind in range(s))
         assert abs(seen(s, window) / 2 - pairs) <= s
     plan = Plan(Layout(), Batch(1, 1, 64), Shard(), Precision())
     made = (sheet_of(spec, plan) for spec in (with_fields(WINDOWED, sliding_window=None), WINDOWED))

@@ -35,7 +35,7 @@ SEVENTY_B = load_spec("Llama-3-70B")
 MIXTURE = load_spec("Qwen3-30B-A3B")
 WINDOWED = model_spec("windowed", 640, 64, 128, 26, 4, 2, 32, sliding_window=8, layer_types=(SLIDING, FULL) * 13)
 MODELS = {"deep": SEVENTY_B, "windowed": WINDOWED}
-DIALS = {
+SHARDINGS = {
     "one rank": (Layout(), Shard("ddp")),
     "ddp": (Layout(8), Shard("ddp")),
     "ddp, small buckets": (Layout(8), Shard("ddp", bucket_bytes=MIB)),
@@ -56,11 +56,11 @@ def costed(spec: ModelSpec, plan: Plan) -> told.Sheet:
 
 @pytest.mark.matrix(8)
 @pytest.mark.parametrize(
-    ("dial", "remat", "what", "model"), pairwise(DIALS, REMATS, ("full", "five times", "adapters"), MODELS)
+    ("sharding", "remat", "what", "model"), pairwise(SHARDINGS, REMATS, ("full", "five times", "adapters"), MODELS)
 )
-def test_spans_come_to_what_events_come_to(dial: str, remat: str, what: str, model: str) -> None:
+def test_spans_come_to_what_events_come_to(sharding: str, remat: str, what: str, model: str) -> None:
     """Full weights and adapters, one micro-batch to five, of a deep model and of one whose layers alternate."""
-    layout, shard = DIALS[dial]
+    layout, shard = SHARDINGS[sharding]
     accumulation, lora = {"full": (1, None), "five times": (5, None), "adapters": (2, Lora(16))}[what]
     ranks = layout if model == "deep" else replace(layout, tp=min(2, layout.tp))
     plan = Plan(ranks, Batch(1, accumulation, 512), shard, Precision("bf16"), REMATS[remat], lora=lora)
@@ -74,7 +74,7 @@ BASES = {
     "tp": Plan(Layout(1, 4, tp=2), Batch(1, 2, 512, 256), Shard("zero3"), Precision("bf16")),
 }
 CHANGES: tuple[dict[str, Any], ...] = (
-    *({"layout": layout, "shard": shard} for layout, shard in DIALS.values() if layout.tp == 1),
+    *({"layout": layout, "shard": shard} for layout, shard in SHARDINGS.values() if layout.tp == 1),
     *({"remat": remat} for remat in REMATS.values()),
     *({"batch": Batch(*sizes)} for sizes in ((1, 1, 512, 256), (2, 2, 512, 256), (1, 2, 256, 256), (1, 2, 512, 512))),
     *({"precision": types} for types in (Precision("bf16", "bf16"), Precision("bf16", reduce="bf16"))),
@@ -116,10 +116,10 @@ def test_plans_that_differ_in_the_dial_alone_share_their_units() -> None:
         assert one is two is three
 
 
-@pytest.mark.parametrize("dial", DIALS)
-def test_a_deep_model_is_told_by_a_few_of_its_blocks(dial: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_deep_model_is_told_by_a_few_of_its_blocks(sharding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deeper ones by no more, so that a price does not depend on depth."""
-    layout, shard = DIALS[dial]
+    layout, shard = SHARDINGS[sharding]
     plan = Plan(layout, Batch(1, 2, 512), shard, Precision("bf16"))
     depths: list[int] = []
     real = told.Step
@@ -131,7 +131,7 @@ def test_a_deep_model_is_told_by_a_few_of_its_blocks(dial: str, monkeypatch: pyt
     monkeypatch.setattr(told, "Step", noted)
     for depth in (80, 800):
         folded(costed(replace(SEVENTY_B, num_hidden_layers=depth), plan), plan)
-    assert depths == [4, 4] or (dial == "ddp, large buckets" and depths == [8, 8]), depths
+    assert depths == [4, 4] or (sharding == "ddp, large buckets" and depths == [8, 8]), depths
 
 
 def test_where_two_periods_differ_more_blocks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from shardwise.techniques.events import (
     Send,
     Wait,
 )
-from tests.planner.test_spans import DIALS
+from tests.planner.test_spans import SHARDINGS
 
 SPEC = replace(load_spec("Llama-3.1-8B"), num_hidden_layers=5)
 MIB = 2**20
@@ -68,11 +68,11 @@ def replayed(events: Sequence[Event]) -> Callable[[int, int], bool]:
     return lambda first, second: where[first][1] < begun[second][where[first][0]]
 
 
-@pytest.mark.parametrize("dial", DIALS)
-def test_what_is_sent_in_another_stream_is_waited_for_before_it_is_used(dial: str) -> None:
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_what_is_sent_in_another_stream_is_waited_for_before_it_is_used(sharding: str) -> None:
     """A gather before its weights are copied out, and that before another fills its buffer; a reduction of gradients
     that are there, before its buffer is freed; and all of it before the step ends."""
-    layout, shard = DIALS[dial]
+    layout, shard = SHARDINGS[sharding]
     plan = Plan(layout, Batch(1, 2, 256), shard)
     events = schedule(techniques.cost(sheet_of(SPEC, plan), plan), plan)
     is_over = replayed(events)

@@ -14,8 +14,8 @@ from shardwise.planner.symbols import Symbols
 from shardwise.planner.trace import trace, trace_once
 from shardwise.planner.variants import GROWING, PRIMES, chosen
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.sheet import Op, Unit, size_of
 from shardwise.techniques import lora, tp
 from shardwise.techniques.variant import ODD_ROWS, Traced
@@ -77,8 +77,8 @@ def told(unit: Unit, numbers: dict[str, int]) -> dict[str, Any]:
 def test_symbols_come_to_what_a_trace_with_own_numbers_sees(case: str) -> None:
     name, plan = CASES[case]
     spec = load_spec(name)
-    for unit in ("stem", spec.num_hidden_layers - 1, "tail"):
-        made = chosen(spec, plan, Place(plan.layout), unit)
+    for unit in ("embedding", spec.num_hidden_layers - 1, "head"):
+        made = chosen(spec, plan, RankKind(plan.layout), unit)
         numbers = {**made.numbers, "b": plan.batch.micro_batch_size, "s": plan.batch.seq_len}
         symbolic, own = told(trace_once(made.variant), numbers), told(with_own_numbers(made, spec, plan), numbers)
         for what, each in own.items():
@@ -117,6 +117,6 @@ def test_a_rank_of_a_cut_model_has_its_own_numbers() -> None:
     spec = replace(load_spec("Llama-3-8B"), vocab_size=128_257)
     for ranks, wanted in ((8, {"V": 16_026, "K": 1, "G": 4, "f": 1_792}), (16, {"V": 8_002, "K": 8, "G": 2, "f": 896})):
         plan = Plan(Layout(tp=ranks), Batch(1, 1, 100), Shard(), sequence_parallel=True)
-        numbers = chosen(spec, plan, Place(plan.layout, ranks - 1), 0).numbers
+        numbers = chosen(spec, plan, RankKind(plan.layout, ranks - 1), 0).numbers
         assert {symbol: numbers[symbol] for symbol in wanted} == wanted
         assert (numbers["t"], numbers["n"]) == (ranks, -(-100 // ranks))

@@ -54,10 +54,10 @@ class Fault:
     spec: ModelSpec = SPEC
 
 
-def plan_of(dial: str, **settings: Any) -> Plan:
+def plan_of(sharding: str, **settings: Any) -> Plan:
     """Eight ranks, two of them replicas in a hybrid; two micro-batches."""
-    strategy = dial.removeprefix("hsdp-")
-    replicas = 8 if dial == "ddp" else 2 if dial.startswith("hsdp") else 1
+    strategy = sharding.removeprefix("hsdp-")
+    replicas = 8 if sharding == "ddp" else 2 if sharding.startswith("hsdp") else 1
     layout = Layout(dp_replicate=replicas, dp_shard=8 // replicas)
     plan = Plan(layout, Batch(2, 2, 32, 64), Shard(strategy, bucket_bytes=100_000))  # type: ignore[arg-type]
     return replace(plan, **settings)

@@ -46,7 +46,7 @@ def state_of(spec: ModelSpec, stages: Stages, plan: Plan, groups: Meshes, recipe
     """The parts of these stages, the first with the embedding and the last with norm and output layer."""
     last = len(stages) - 1
     with torch.device("meta"):
-        parts = [model_of(spec, blocks, stem=i == 0, head=i == last) for i, blocks in enumerate(stages)]
+        parts = [model_of(spec, blocks, embedding=i == 0, head=i == last) for i, blocks in enumerate(stages)]
     if spec.tie_word_embeddings:
         tie(parts)
     applied = techniques.apply([*parts], plan, groups, lambda parts: allocate(parts, spec, torch.device("cpu")))

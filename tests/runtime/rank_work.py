@@ -24,7 +24,7 @@ from shardwise.errors import DataError, ShardwiseError
 from shardwise.models import blocks
 from shardwise.models.config import ModelSpec
 from shardwise.runtime import agree, build, exchange, export, generate, reduce
-from shardwise.runtime.checkpoint.crew import Crew
+from shardwise.runtime.checkpoint.host_group import HostGroup
 from shardwise.runtime.end import until_asked
 from shardwise.runtime.faults.guard import StopRequest
 from shardwise.runtime.metrics import measure
@@ -254,7 +254,7 @@ def parts_of(state: TrainState) -> dict[str, tuple[Any, tuple[int, ...]]]:
 def exchange_objects(rank: int, world: int) -> tuple[Any, Any, Any]:
     """What arrives of objects whose sizes differ."""
     mine = {"of": rank, "long": "x" * (1000 - rank)}
-    dealt = Crew.of(None).deal(lambda: [("for", number, "y" * number) for number in range(world)])
+    dealt = HostGroup.of(None).deal(lambda: [("for", number, "y" * number) for number in range(world)])
     return exchange.broadcast(mine), exchange.gather(mine), dealt
 
 

@@ -71,7 +71,7 @@ def test_a_model_without_experts_counts_nothing() -> None:
 
 def test_each_layer_counts_in_its_own_row_of_the_whole_model() -> None:
     """Of a stage with layers 2 and 3: layer 1 has no experts."""
-    part = Decoder(DEEP, [2, 3], stem=False)
+    part = Decoder(DEEP, [2, 3], embedding=False)
     with balance.counting([part], [BATCH], PLAN, None) as numbers:
         for layer, amount in zip(layers(part), (2.0, 3.0), strict=True):
             assert layer.tally is not None
@@ -81,7 +81,7 @@ def test_each_layer_counts_in_its_own_row_of_the_whole_model() -> None:
 
 def test_every_part_of_a_rank_counts() -> None:
     """Of a rank that has two stages of a pipeline."""
-    parts = [Decoder(DEEP, [0], stem=False), Decoder(DEEP, [3])]
+    parts = [Decoder(DEEP, [0], embedding=False), Decoder(DEEP, [3])]
     with balance.counting(parts, [BATCH], PLAN, None) as numbers:
         for part in parts:
             [layer] = layers(part)

@@ -14,7 +14,7 @@ import torch
 from shardwise.errors import ConfigError, DataError, OutputError, Problem, ShardwiseError
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import exchange
-from shardwise.runtime.checkpoint import crew, storage
+from shardwise.runtime.checkpoint import host_group, storage
 from shardwise.runtime.checkpoint.commit import MaybeCommitted
 from shardwise.runtime.checkpoint.manifest import FileRecord, Manifest, Rejected, Slice, TensorRecord
 from tests.runtime import rank_work
@@ -68,8 +68,8 @@ def test_the_plans_of_a_checkpoint_arrive_as_they_were() -> None:
     ],
 )
 def test_errors_arrive_as_they_were(error: Exception) -> None:
-    """Every kind that crew._attempt lets through."""
-    _, sent = crew._attempt(lambda: throw(error))
+    """Every kind that host_group._attempt lets through."""
+    _, sent = host_group._attempt(lambda: throw(error))
     found = exchange.decode(exchange.encode(sent))
     assert type(found) is type(sent) is type(error)
     assert (found.args, str(found)) == (sent.args, str(sent))

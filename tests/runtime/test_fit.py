@@ -143,10 +143,10 @@ def test_the_fit_check_makes_an_update_that_changes_nothing(kind: Optim, weights
     assert all(parameter.grad is None for parameter in state.trained())
 
 
-@pytest.mark.parametrize(("layout", "dial"), [(Layout(tp=2), "ddp"), (Layout(dp_shard=2, tp=2), "zero2")])
-def test_the_fit_check_sends_what_a_step_sends(layout: Layout, dial: Strategy) -> None:
+@pytest.mark.parametrize(("layout", "sharding"), [(Layout(tp=2), "ddp"), (Layout(dp_shard=2, tp=2), "zero2")])
+def test_the_fit_check_sends_what_a_step_sends(layout: Layout, sharding: Strategy) -> None:
     """But for the numbers of a step that all ranks share. A sum that only a step needs would be what does not fit."""
-    plan = Plan(layout, Batch(2, 2, 16, 24), Shard(dial), sequence_parallel=True)
+    plan = Plan(layout, Batch(2, 2, 16, 24), Shard(sharding), sequence_parallel=True)
     cpu, found = torch.device("cpu"), []
     with fake_world(plan.layout) as groups:
         state = build(Recipe(), SPEC, plan, groups, cpu)

@@ -26,8 +26,8 @@ from shardwise.runtime.evaluate import evaluate, evaluate_pairs
 from shardwise.runtime.export import export, export_adapter, merge
 from shardwise.runtime.generate import Sampling, generate
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Lora, Plan, Precision, Remat, Shard
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Checkpoint, Method, Recipe
 from shardwise.techniques import shard
 from tests.covering import pairwise
@@ -114,8 +114,8 @@ def loaded(directory: Path, name: str) -> dict[str, Tensor]:
 
 def test_a_part_has_its_blocks_by_the_models_numbers_and_its_own_ends() -> None:
     first, middle, last = (
-        {name for name, _ in model_of(SPEC, blocks, stem=stem, head=head).named_parameters()}
-        for blocks, stem, head in (((0,), True, False), ((1, 2), False, False), ((3,), False, True))
+        {name for name, _ in model_of(SPEC, blocks, embedding=embedding, head=head).named_parameters()}
+        for blocks, embedding, head in (((0,), True, False), ((1, 2), False, False), ((3,), False, True))
     )
     assert [
         {name.split(".")[1] for name in names if name.startswith("layers.")} for names in (first, middle, last)
@@ -142,7 +142,7 @@ def test_every_second_block_of_the_model_recomputes_in_program_and_on_paper(stag
     trained(state, plan, Meshes())
     assert runs == {0: 8, 1: 4, 2: 8, 3: 4}, "two steps of two micro-batches"
     for number, blocks in enumerate(stages):
-        paper = sheet_of(SPEC, plan, Place(blocks=tuple(blocks), stem=number == 0, head=number == last))
+        paper = sheet_of(SPEC, plan, RankKind(blocks=tuple(blocks), embedding=number == 0, head=number == last))
         order = techniques.cost(paper, plan)
         assert [block for block, kind in zip(blocks, order.order, strict=True) if order.blocks[kind].recompute] == [
             block for block in blocks if block % 2 == 0

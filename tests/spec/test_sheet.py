@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import Place
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.sheet import Op, Tensor, is_control, size_of
 
 WEIGHT = Tensor("a", (96, 5), "weights", "moments", (("fsdp", 0),), "statistics", False, ("4*f", "d"))
@@ -43,16 +43,16 @@ def test_symbols_are_bound_to_numbers() -> None:
 )
 def test_a_cut_weight(ranks: int, rank: int, padded: bool, rows: int) -> None:
     """FSDP2 cuts 96 rows in 7 as 14, ..., 14, 12, and allocates 14 on each."""
-    assert WEIGHT.local_numel(Place(Layout(dp_shard=ranks), rank), padded) == 5 * rows
+    assert WEIGHT.local_numel(RankKind(Layout(dp_shard=ranks), rank), padded) == 5 * rows
 
 
 def test_a_weight_is_cut_over_all_ranks_of_its_group() -> None:
     """Those that read other tokens of the same rows, too; and a second cut is within the first."""
     layout = Layout(dp_shard=2, cp=2, tp=3)
-    rows = [WEIGHT.local_numel(Place(layout, rank), False) // 5 for rank in range(layout.world)]
+    rows = [WEIGHT.local_numel(RankKind(layout, rank), False) // 5 for rank in range(layout.world)]
     assert rows == [24] * 12
     twice = WEIGHT.cut(("tp", 0), ("fsdp", 0))
-    assert sum(twice.local_numel(Place(layout, rank), False) for rank in range(layout.world)) == 96 * 5
+    assert sum(twice.local_numel(RankKind(layout, rank), False) for rank in range(layout.world)) == 96 * 5
 
 
 def test_sizes_grow_with_the_batch() -> None:

@@ -16,8 +16,8 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.dtypes import torch_dtype
@@ -74,7 +74,7 @@ def check(spec: ModelSpec, plan: PlanWithNarrow, cluster: Cluster) -> list[Probl
 NO_REGIMES = "a weight's dtype does not depend on its size"
 
 
-def traced(made: Traced, spec: ModelSpec, plan: PlanWithNarrow, place: Place) -> Traced:
+def traced(made: Traced, spec: ModelSpec, plan: PlanWithNarrow, rank_kind: RankKind) -> Traced:
     """Where nothing is gathered, a layer casts the weight that it is given."""
     return made if plan.sharded else made.applied(narrow=True)
 

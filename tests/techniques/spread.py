@@ -21,8 +21,8 @@ from shardwise.errors import Problem
 from shardwise.models.blocks import blocks
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques.variant import Traced
 
@@ -73,7 +73,7 @@ def check(spec: ModelSpec, plan: PlanWithSpread, cluster: Cluster) -> list[Probl
     return []
 
 
-def traced(made: Traced, spec: ModelSpec, plan: PlanWithSpread, place: Place) -> Traced:
+def traced(made: Traced, spec: ModelSpec, plan: PlanWithSpread, rank_kind: RankKind) -> Traced:
     tokens = plan.batch.micro_batch_size * plan.batch.seq_len
     return made.spread(tokens, plan.layout.tp, made.variant.plan.layout.tp).applied(spread=True)
 

@@ -12,9 +12,9 @@ from shardwise import techniques
 from shardwise.cli.app import main
 from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.planner.price import price
+from shardwise.planner.seconds.network import network_of
 from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.planner.seconds.step import timed
-from shardwise.planner.seconds.wires import wires_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, load_recipe
@@ -221,9 +221,9 @@ def test_a_layer_takes_the_longer_of_an_exchange_and_its_shared_expert(
     gradients of the input to add two up. A block that runs again in backward does its forward twice."""
     plan = replace(SPREAD, remat=Remat(remat))
     found, alone = seconds(shared, plan), seconds(0, plan)
-    rates, wires = rates_of(plan, PAIR, own_traits()), wires_of(plan.layout, PAIR)
-    way_s = wires.seconds("all_to_all", "ep", CHOSEN * TOKENS * WIDTH * 2)
-    counts_s = wires.seconds("all_to_all", "ep", 8 * EXPERTS)
+    rates, network = rates_of(plan, PAIR, own_traits()), network_of(plan.layout, PAIR)
+    way_s = network.seconds("all_to_all", "ep", CHOSEN * TOKENS * WIDTH * 2)
+    counts_s = network.seconds("all_to_all", "ep", 8 * EXPERTS)
     layers, forwards = MIXTURE.num_hidden_layers, 2 if remat == "full" else 1
     sent_s = layers * ((2 * forwards + 2) * way_s + forwards * counts_s)
     assert found.sent_s["ep"] == alone.sent_s["ep"] == pytest.approx(sent_s)

@@ -88,12 +88,12 @@ def test_a_plan_that_contradicts_its_pin_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.matrix(3)
-@pytest.mark.parametrize("dial", ["ddp", "zero2", "zero3"])
-def test_what_it_applies_is_what_it_costs(dial: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3"])
+def test_what_it_applies_is_what_it_costs(sharding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a plan that leaves it out is caught."""
     spec = model_spec("drift", 600, 48, 100, 2, 6, 2, 8)
-    strategy = replace(PlanWithNarrow().shard, strategy=dial, bucket_bytes=100_000)
-    plan = PlanWithNarrow(layout(dial, 8), Batch(2, 2, 32, 64), strategy, Precision("bf16"))
+    strategy = replace(PlanWithNarrow().shard, strategy=sharding, bucket_bytes=100_000)
+    plan = PlanWithNarrow(layout(sharding, 8), Batch(2, 2, 32, 64), strategy, Precision("bf16"))
     plan = replace(plan, frozen=("layers.0.*", "embed.*"), narrow=True)
     assert not drift(spec, plan, 7).differences()
     monkeypatch.setattr(narrow, "cost", lambda paper, plan: paper)
@@ -140,7 +140,7 @@ def test_a_technique_is_three_functions_and_those_that_it_needs() -> None:
     }
     optional = {
         "regimes": ["spec", "plan", "trained"],
-        "traced": ["made", "spec", "plan", "place"],
+        "traced": ["made", "spec", "plan", "rank_kind"],
         "cost": ["sheet", "plan"],
         "apply": ["parts", "plan", "meshes"],
         "before_waiting": ["parts", "plan"],

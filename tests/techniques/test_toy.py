@@ -118,7 +118,7 @@ def test_two_ranks_compute_what_one_process_does(ranks: RankPool) -> None:
 def test_units_of_its_plans_have_names_of_their_own() -> None:
     """Or one would be taken for the other wherever units are kept."""
     without, with_it = (
-        sheets.chosen(SPEC, PlanWithSpread(Layout(tp=2), spread=on), sheets.Place(Layout(tp=2)), 0).variant
+        sheets.chosen(SPEC, PlanWithSpread(Layout(tp=2), spread=on), sheets.RankKind(Layout(tp=2)), 0).variant
         for on in (False, True)
     )
     assert sheets.key_of(without) != sheets.key_of(with_it)

@@ -25,8 +25,8 @@ from shardwise.spec.explain import execution, memory_lines
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.measured import Measured
-from shardwise.spec.place import place_of
 from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.rank_kind import rank_kind_of
 
 EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")
 H100 = parse_cluster("1xH100")
@@ -97,7 +97,7 @@ def test_what_waits_of_stages_by_hand(tier: str) -> None:
     assert techniques.check(EIGHT_B, plan, parse_cluster("2xH100")) == []
     held = []
     for rank in range(2):
-        costed = techniques.cost(sheet_of(EIGHT_B, plan, place_of(rank, plan.layout, plan.stages(32))), plan)
+        costed = techniques.cost(sheet_of(EIGHT_B, plan, rank_kind_of(rank, plan.layout, plan.stages(32))), plan)
         span = folded(costed, plan)
         held.append(span.on("host" if tier == "host" else "disk").top["activations"])
         once = (15, 14)[rank] * INPUT

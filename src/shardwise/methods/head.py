@@ -104,7 +104,7 @@ def gathers(plan: Plan, per_token: int = 1) -> list[int]:
 
 def wants(sheet: Sheet) -> tuple[bool, bool]:
     """Return whether a gradient of the hidden states is wanted, and one of the output weight."""
-    return bool(sheet.tail.backward), sheet.output.trained
+    return bool(sheet.head.backward), sheet.output.trained
 
 
 def _sizes(plan: Plan, per_token: int) -> tuple[int, int, int, int]:

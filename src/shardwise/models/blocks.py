@@ -118,7 +118,7 @@ def ends(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     names = [name for name, _ in module.named_children()]
     held = [child if next(child.parameters(), None) is not None else None for child in module.children()]
     middle = names.index("layers")
-    stem, tail = ([child for child in each if child is not None] for each in (held[:middle], held[middle + 1 :]))
-    tables = all(isinstance(module, nn.Embedding) for module in stem)
-    shared = {p for one in stem for p in one.parameters()} & {p for one in tail for p in one.parameters()}
-    return (stem, tail) if tables and not shared else ([], [])
+    embedding, head = ([child for child in each if child is not None] for each in (held[:middle], held[middle + 1 :]))
+    tables = all(isinstance(module, nn.Embedding) for module in embedding)
+    shared = {p for one in embedding for p in one.parameters()} & {p for one in head for p in one.parameters()}
+    return (embedding, head) if tables and not shared else ([], [])

@@ -84,16 +84,16 @@ class Predictor(Block):
 
 class Decoder(Part):
     """A language model of any family, or a part of one: the blocks of these ``numbers``, named as in the whole model,
-    and where it has the ``stem`` the embedding, where it has the ``head`` the last norm and the output layer. Tied,
-    ``head.weight`` is ``embed.weight``."""
+    and where it has the ``embedding`` the embedding, where it has the ``head`` the last norm and the output layer.
+    Tied, ``head.weight`` is ``embed.weight``."""
 
     def __init__(
-        self, spec: ModelSpec, numbers: Iterable[int] | None = None, *, stem: bool = True, head: bool = True
+        self, spec: ModelSpec, numbers: Iterable[int] | None = None, *, embedding: bool = True, head: bool = True
     ) -> None:
-        super().__init__(spec, input_trained=not stem)
+        super().__init__(spec, input_trained=not embedding)
         self.has_head = head
         self.numbers = tuple(range(spec.num_hidden_layers) if numbers is None else numbers)
-        if stem:
+        if embedding:
             self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList()
         for number in self.numbers:
@@ -114,12 +114,12 @@ class Decoder(Part):
         following: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """ids and positions int64 [b,s] -> logits [b,s,V], or what ``finish`` makes of hidden [b,s,d] and the output
-        weight [V,d], called within the output layer. ``finish`` caps its logits by ``spec.final_soft_cap`` itself.
-        A part without the stem begins with what the part ``before`` it returned, one without the head returns what the
-        next begins with: hidden [b,s,d], or of sequence-parallel ranks their own tokens [n,d].
-        ``following`` int64 [b,s], of a model with a predictor: the id behind each. Then there are two logits a token,
-        [b,s,2,V], and ``finish`` is given hidden [b,s,2d]: for the next token, and for the one after. Embeddings of
-        ``following``, as large as hidden, then go behind it from part to part."""
+        weight [V,d], called within the output layer. ``finish`` caps its logits by ``spec.final_soft_cap`` itself. A
+        part without the embedding begins with what the part ``before`` it returned, one without the head returns what
+        the next begins with: hidden [b,s,d], or of sequence-parallel ranks their own tokens [n,d]. ``following`` int64
+        [b,s], of a model with a predictor: the id behind each. Then there are two logits a token, [b,s,2,V], and
+        ``finish`` is given hidden [b,s,2d]: for the next token, and for the one after. Embeddings of ``following``, as
+        large as hidden, then go behind it from part to part."""
         # Under no other name: what no backward reads of the first hidden states is let go of in the loop.
         hidden, *behind = before or self.begun(ids, following)
         given = {"following": behind[0]} if behind else {}

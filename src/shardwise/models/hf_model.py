@@ -75,13 +75,15 @@ class HFDecoder(Part):
 Model = Decoder | HFDecoder
 
 
-def model_of(spec: ModelSpec, numbers: Iterable[int] | None = None, *, stem: bool = True, head: bool = True) -> Model:
+def model_of(
+    spec: ModelSpec, numbers: Iterable[int] | None = None, *, embedding: bool = True, head: bool = True
+) -> Model:
     """The module that a spec describes, with uninitialised parameters; or the part of it with the blocks of these
-    ``numbers``, with or without embedding (``stem``) and last norm and output layer (``head``). Raises ValueError for a
-    part of transformers' own modules."""
+    ``numbers``, with or without embedding (``embedding``) and last norm and output layer (``head``). Raises ValueError
+    for a part of transformers' own modules."""
     if spec.hf_model is None:
-        return Decoder(spec, numbers, stem=stem, head=head)
-    if numbers is not None or not (stem and head):
+        return Decoder(spec, numbers, embedding=embedding, head=head)
+    if numbers is not None or not (embedding and head):
         raise ValueError(f"{spec.name} runs in transformers' own modules, which are not cut into parts")
     return HFDecoder(spec)
 

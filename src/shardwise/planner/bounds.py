@@ -12,10 +12,10 @@ from shardwise.planner.figures import PlanFigures, alike
 from shardwise.planner.least_memory import LeastMemory
 from shardwise.planner.price import unstaged
 from shardwise.planner.seconds import step
+from shardwise.planner.seconds.network import network_of
 from shardwise.planner.seconds.pipeline import border_bytes
 from shardwise.planner.seconds.rates import Rates, own_traits, rates_of
 from shardwise.planner.seconds.step import Least
-from shardwise.planner.seconds.wires import wires_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 
@@ -33,13 +33,13 @@ class Through:
     host_s: float
 
     @classmethod
-    def of(cls, stem: Least, blocks: list[Least], tail: Least) -> Through:
+    def of(cls, embedding: Least, blocks: list[Least], head: Least) -> Through:
         forward, backward = [one.forward_s for one in blocks], [one.backward_s for one in blocks]
-        forward[0] += stem.forward_s
-        forward[-1] += tail.forward_s
-        backward[0] += stem.backward_s
-        backward[-1] += tail.backward_s
-        host_s = sum(one.host_s for one in (stem, *blocks, tail))
+        forward[0] += embedding.forward_s
+        forward[-1] += head.forward_s
+        backward[0] += embedding.backward_s
+        backward[-1] += head.backward_s
+        host_s = sum(one.host_s for one in (embedding, *blocks, head))
         later = [one.later_s for one in blocks]
         ends = [tuple(accumulate(each, initial=0.0)) for each in (forward, backward, later)]
         return cls(ends[0], ends[1], ends[2], sum(forward) + sum(backward), host_s)
@@ -84,8 +84,8 @@ class LowerBounds:
         sequences = batch.micro_batch_size * batch.accumulation
         if plan not in self.rough:
             flops_s = self.figures.flops(plan) * sequences * plan.row_tokens / self._rates(plan).best_flops_per_s
-            wires = wires_of(plan.layout, self.cluster)
-            sent_s = self.slower * self.figures.sizes(plan).sent_s(plan, self.spec, wires)
+            network = network_of(plan.layout, self.cluster)
+            sent_s = self.slower * self.figures.sizes(plan).sent_s(plan, self.spec, network)
             self.rough[plan] = flops_s / ranks, self._copied_s(plan), sent_s / ranks
         computed_s, copied_s, sent_s = self.rough[plan]
         micro, device_s, host_s = self.larger.get(alike(plan), (0, 0.0, 0.0))
@@ -128,11 +128,11 @@ class LowerBounds:
 
     def _message_s(self, plan: Plan) -> float:
         """Return the seconds that the hidden states of a micro-batch take from a rank to the next."""
-        return wires_of(plan.layout, self.cluster).message_s(border_bytes(self.figures.sheet(plan), plan))
+        return network_of(plan.layout, self.cluster).message_s(border_bytes(self.figures.sheet(plan), plan))
 
     def _block_s(self, plan: Plan) -> techniques.BlockSeconds:
-        sizes, wires = self.figures.sizes(plan), wires_of(plan.layout, self.cluster)
-        return techniques.BlockSeconds.of(sizes, plan, self.spec, wires, self._rates(plan).least_copy_s)
+        sizes, network = self.figures.sizes(plan), network_of(plan.layout, self.cluster)
+        return techniques.BlockSeconds.of(sizes, plan, self.spec, network, self._rates(plan).least_copy_s)
 
     def degrees_s(self, plan: Plan) -> float:
         """Return the seconds that no plan of these degrees and this schedule can beat, with micro-batches of any size
@@ -157,8 +157,8 @@ class LowerBounds:
         if key not in self.through:
             costed = self.figures.sheet(plan)
             kinds = step.least(costed, whole, self.cluster, own_traits())
-            stem, *blocks, tail = (kinds[0], *(kinds[1 + kind] for kind in costed.order), kinds[-1])
-            self.through[key] = Through.of(stem, blocks, tail)
+            embedding, *blocks, head = (kinds[0], *(kinds[1 + kind] for kind in costed.order), kinds[-1])
+            self.through[key] = Through.of(embedding, blocks, head)
         return self.through[key]
 
     def _copied_s(self, plan: Plan) -> float:

@@ -17,8 +17,8 @@ from shardwise.planner.seconds import step
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.planner.sheets import even, sheet_of
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import place_of
 from shardwise.spec.plan import Plan
+from shardwise.spec.rank_kind import rank_kind_of
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 
 OWN = {"layout", "batch", "shard", "pipeline", "estimate", "why", "cluster", "format"}
@@ -83,7 +83,7 @@ class PlanFigures:
     def own_sheet(self, plan: Plan) -> Sheet:
         """Return the same sheet at the first rank of the plan without stages."""
         whole = unstaged(plan)
-        return self.sheet(plan).at(place_of(0, whole.layout, whole.stages(self.spec.num_hidden_layers)), whole)
+        return self.sheet(plan).at(rank_kind_of(0, whole.layout, whole.stages(self.spec.num_hidden_layers)), whole)
 
     def flops(self, plan: Plan) -> int:
         """Return the operations of products a token, of all that compute the same."""

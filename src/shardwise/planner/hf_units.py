@@ -24,8 +24,8 @@ Call = Callable[[Start], torch.Tensor]
 def hf_models(
     variant: Variant, model: HFDecoder, ids: torch.Tensor
 ) -> tuple[Call, list[torch.Tensor], Callable[[], list[torch.Tensor]]]:
-    """A unit of a model of transformers: the stem is what runs where blocks only pass on what they are given, the tail
-    what follows the last one."""
+    """A unit of a model of transformers: the embedding is what runs where blocks only pass on what they are given, the
+    head what follows the last one."""
     layers = blocks(model)
     given: list[tuple[Any, Any]] = []
 
@@ -40,12 +40,12 @@ def hf_models(
                 layer.forward = forward
 
     def collect(index: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given.append((args, kwargs))  # what blocks share, made in the stem and held to the end
+        given.append((args, kwargs))  # what blocks share, made in the embedding and held to the end
         if index + 1 == len(layers):
             raise _Reached(hidden)
         return hidden
 
-    def stem(start: Start) -> torch.Tensor:
+    def embedding(start: Start) -> torch.Tensor:
         start()
         try:
             return run(collect)
@@ -68,12 +68,12 @@ def hf_models(
                 layer(leaf, *args, **kwargs)
         return [tensor for tensor in plain_tensors(made) if _storage(tensor) not in saved]
 
-    if variant.what == "stem":
-        return stem, [ids], unsaved
-    if variant.what == "tail":
+    if variant.what == "embedding":
+        return embedding, [ids], unsaved
+    if variant.what == "head":
         last = len(layers) - 1
         return lambda start: run(lambda index, hidden, *_, **__: start() if index == last else hidden), [], list
-    stem(lambda: hidden)
+    embedding(lambda: hidden)
     args, kwargs = given[variant.block]
     layer = layers[variant.block]
     return lambda start: layer(start(), *args, **kwargs), plain_tensors((args, kwargs)), list

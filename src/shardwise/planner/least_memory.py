@@ -68,7 +68,7 @@ class LeastMemory:
         if key not in self.blocks:
             costed = self.figures.own_sheet(plan)
             least = min(costed.blocks, key=lambda one: _kept_bytes(one, batch.micro_batch_size, plan.row_tokens))
-            state = on_device(costed.with_ends(stem=False, head=False), whole)
+            state = on_device(costed.with_ends(embedding=False, head=False), whole)
             first, sizes = costed.blocks[0], self.figures.sizes(plan)
             even = all(b.weights[0].shape == first.weights[0].shape and not b.stays for b in costed.blocks)
             count = len(costed.order) if even and len(costed.blocks) < 3 else float("inf")

@@ -11,8 +11,8 @@ from shardwise import techniques
 from shardwise.models.delta_sizes import CHUNK, CHUNKS
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, groups_of
-from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Dtype, Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.sheet import KEPT_UNITS, Op, Sheet, Unit, number
 
 CUDA_RESERVE_BYTES = 3 * 2**29
@@ -106,15 +106,15 @@ def _rounding_bytes(costed: Sheet, plan: Plan) -> int:
     """The ends of blocks that no tensor fills, of weights, gradients and moments, a block for the count of steps
     of each trained weight, and the last segments of every stream. Activations fill their blocks, or nearly."""
     kept = plan.optim.spec.kept
-    total = sum(times * _unfilled_bytes(unit, costed.place, kept) for unit, times in costed.repeated())
+    total = sum(times * _unfilled_bytes(unit, costed.rank_kind, kept) for unit, times in costed.repeated())
     return total + techniques.streams(plan) * (SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES)
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _unfilled_bytes(unit: Unit, place: Place, kept: int) -> int:
+def _unfilled_bytes(unit: Unit, rank_kind: RankKind, kept: int) -> int:
     total = 0
     for weight in unit.weights:
-        size = weight.local_numel(place, padded=True) * BYTES[weight.dtype]
+        size = weight.local_numel(rank_kind, padded=True) * BYTES[weight.dtype]
         unfilled = -size % BLOCK_BYTES
         total += (2 + kept) * unfilled + BLOCK_BYTES if weight.trained else unfilled
     return total

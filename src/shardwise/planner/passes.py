@@ -52,8 +52,8 @@ class Passes:
     how fast the device is, where seconds are asked for. ``loss``: what the loss does in its forward and in its
     backward. ``apart``: experts are gathered and reduced apart from the rest of their block."""
 
-    stem: Unit
-    tail: Unit
+    embedding: Unit
+    head: Unit
     tied: bool
     recomputes: bool
     trains: bool
@@ -69,21 +69,21 @@ class Passes:
 
     @classmethod
     def of(cls, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None = None) -> Passes:
-        units = [sheet.stem, *(sheet.blocks[block] for block in sorted(set(sheet.order)))]
+        units = [sheet.embedding, *(sheet.blocks[block] for block in sorted(set(sheet.order)))]
         made = cls(
-            stem=sheet.stem,
-            tail=sheet.tail,
+            embedding=sheet.embedding,
+            head=sheet.head,
             tied=sheet.tied,
             recomputes=any(unit.recompute for unit in units),
-            trains=sheet.place.head or any(unit.backward for unit in units),
+            trains=sheet.rank_kind.head or any(unit.backward for unit in units),
             b=plan.batch.micro_batch_size,
             s=plan.row_tokens,
             kind=kind,
             compute=plan.precision.compute,
             deterministic=plan.deterministic,
             rates=rates,
-            cut=Cut(plan.batch.seq_len, plan.layout.ring, sheet.place.coordinate("ring"), plan.cp_kind == "gather"),
-            loss=_loss(sheet, plan, kind, rates) if sheet.place.head else ((), ()),
+            cut=Cut(plan.batch.seq_len, plan.layout.ring, sheet.rank_kind.coordinate("ring"), plan.cp_kind == "gather"),
+            loss=_loss(sheet, plan, kind, rates) if sheet.rank_kind.head else ((), ()),
             apart=plan.sharded and plan.layout.ep > 1,
         )
         return _same(made)
@@ -99,18 +99,18 @@ class Passes:
             yield from local.runs(op, local.forward[i], beside.get(i, 0))
             yield from (local.free(tensor) for tensor in op.frees if tensor not in keep)
         yield from _calls(len(unit.forward), {end: ExpertsRun("forward", begins=False)})
-        # The loop over the blocks lets go of a block's input once it has run, and nobody holds the tail's in the loss.
-        if unit is not self.stem and unit.input not in unit.saved and not unit.recompute:
+        # The loop over the blocks lets go of a block's input once it has run, and nobody holds the head's in the loss.
+        if unit is not self.embedding and unit.input not in unit.saved and not unit.recompute:
             yield local.free(unit.input)
-        if unit is self.tail:
+        if unit is self.head:
             yield from self.loss[0]
             yield from (local.free(tensor) for tensor in {unit.output} | (unfreed(unit) - unit.saved))
 
-    def tables(self, stem: Unit) -> Iterator[Piece]:
+    def tables(self, embedding: Unit) -> Iterator[Piece]:
         """Forward's own hold on the rotation tables ends; a recomputed block keeps what it was given. Without a
         backward nothing else holds them."""
-        local, saved = _Local(self, stem), stem.saved if self.trains else frozenset()
-        yield from (local.free(tensor) for tensor in unfreed(stem) - saved if not self.recomputes)
+        local, saved = _Local(self, embedding), embedding.saved if self.trains else frozenset()
+        yield from (local.free(tensor) for tensor in unfreed(embedding) - saved if not self.recomputes)
 
     def recompute(self, unit: Unit) -> Iterator[Piece]:
         """Forward again, until all that backward reads is there."""
@@ -128,7 +128,7 @@ class Passes:
         yield from (local.free(tensor) for tensor in made - unit.saved)
 
     def backward(self, unit: Unit) -> Iterator[Piece]:
-        """Recomputation first, where there is any; of the tail, what the loss has made in its forward pass becomes the
+        """Recomputation first, where there is any; of the head, what the loss has made in its forward pass becomes the
         gradients of the output layer and of what that reads."""
         return self._gradients(unit, frozenset())
 
@@ -155,11 +155,11 @@ class Passes:
 
     def _gradients(self, unit: Unit, later: frozenset[int]) -> Iterator[Piece]:
         """A backward without some of its operations, and with what these need left alive."""
-        if unit is self.tail:
+        if unit is self.head:
             yield from self.loss[1]
             if not unit.backward:
                 return
-        local, first, held = _Local(self, unit), unit is self.stem, _held(unit, later)
+        local, first, held = _Local(self, unit), unit is self.embedding, _held(unit, later)
         by_name = {weight.name: weight for weight in unit.weights}
         gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}
         begin, end = self._experts(unit, unit.backward)
@@ -198,7 +198,7 @@ class Passes:
     def _end_of_graph(self, local: _Local) -> Iterator[Piece]:
         """Yield the frees of what no operation of backward frees, and the unit's graph holds to its end: what a node
         saves that does not run, and the tables, which the blocks have used for the last time."""
-        unit, first = local.unit, local.unit is self.stem
+        unit, first = local.unit, local.unit is self.embedding
         held = unfreed(unit)
         yield from (local.free(tensor) for tensor in (held if self.recomputes and first else held & unit.saved))
         if unit.recompute:  # what was saved to be taken by a recomputation, which has not come to it
@@ -246,9 +246,9 @@ def _loss(sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | None) -> tuple[tu
             yield from (*make(name, size), *free(frees))
         for name in left.keys() & {"typed", "grad_weight"}:
             yield from (Free((0, name), "logits", left[name]), HeadGradientReady())
-        if "grad_hidden" in left:  # from here on it is the tail's to free
+        if "grad_hidden" in left:  # from here on it is the head's to free
             yield Free((0, "grad_hidden"), "logits", left["grad_hidden"])
-            output = sheet.tail.tensors[sheet.tail.output]
+            output = sheet.head.tensors[sheet.head.output]
             yield Make((0, GRADIENT), "logits", output.bytes(plan.batch.micro_batch_size, plan.row_tokens))
 
     return tuple(forward()), tuple(backward())
@@ -267,13 +267,13 @@ class _Local:
         self.parts = {"": 1, "b": 1, "b*s": 1, "b*s*s": length * length}
         self.where = At(b, s, BYTES[passes.compute], unit.window, passes.cut)
         self.keys: dict[int, Key] = {unit.output: (0, OUTPUT), unit.gradient_in: (0, GRADIENT)}
-        if unit is not passes.stem:
+        if unit is not passes.embedding:
             self.keys |= {unit.input: (-1, OUTPUT), unit.gradient_out: (-1, GRADIENT)}
         rates = passes.rates
         self.forward = durations(unit, "forward", rates, b, s) if rates else [NOTHING] * len(unit.forward)
         self.backward = durations(unit, "backward", rates, b, s) if rates else [NOTHING] * len(unit.backward)
         self.of_loss = (
-            unit.gradient_in if unit is passes.tail else -1
+            unit.gradient_in if unit is passes.head else -1
         )  # which the loss makes, as large as what it reads
 
     @cached_property

@@ -20,8 +20,8 @@ from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import place_of, places
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Optim, Pipeline, Plan, Traffic
+from shardwise.spec.rank_kind import rank_kind_of, rank_kinds
 from shardwise.spec.sheet import EXPERT_ROWS, Sheet, is_control
 
 KEPT_PASSES = 4096
@@ -34,7 +34,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
     found, rates, known = [], rates_of(plan, cluster, own_traits()), _passes()
     computes = replace(plan, optim=Optim(), estimate=Estimate(), why={}, model="", cluster="")
     for costed in at_places(spec, plan):
-        alike = costed.units, costed.order, costed.place.stages, costed.place.coordinate("ring"), costed.trained
+        alike = costed.units, costed.order, costed.rank_kind.stages, costed.rank_kind.coordinate("ring"), costed.trained
         key = computes, cluster.kind, costed.tied, alike
         if key not in known:
             if len(known) >= KEPT_PASSES:
@@ -111,8 +111,8 @@ def along_pipeline(spec: ModelSpec, plan: Plan) -> Iterator[Sheet]:
     """The sheets of the ranks of a pipeline that are first on all other axes, rewritten by the plan."""
     stages = plan.stages(spec.num_hidden_layers)
     for rank in range(plan.layout.pp):
-        place = place_of(plan.layout.rank({"pp": rank}), plan.layout, stages)
-        yield techniques.cost(sheet_of(spec, plan, place), plan)
+        rank_kind = rank_kind_of(plan.layout.rank({"pp": rank}), plan.layout, stages)
+        yield techniques.cost(sheet_of(spec, plan, rank_kind), plan)
 
 
 def unstaged(plan: Plan) -> Plan:
@@ -127,8 +127,8 @@ def at_places(spec: ModelSpec, plan: Plan) -> Iterator[Sheet]:
     first, stages = techniques.cost(sheet_of(spec, plan), plan), plan.stages(spec.num_hidden_layers)
     yield first
     differ = plan.offload.optimizer_fraction < 1  # of some stages one block more is on the host than of others
-    for place in places(plan.layout, stages, techniques.cuts(first, plan), every_stage=differ)[1:]:
-        yield techniques.cost(sheet_of(spec, plan, place), plan)
+    for rank_kind in rank_kinds(plan.layout, stages, techniques.cuts(first, plan), every_stage=differ)[1:]:
+        yield techniques.cost(sheet_of(spec, plan, rank_kind), plan)
 
 
 def traffic(span: Span, plan: Plan) -> tuple[Traffic, ...]:

@@ -40,8 +40,8 @@ PERIODS = 4
 
 
 def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> list[Event]:
-    """The events of one step at the sheet's place, the model's state included; with the workspaces of kernels where
-    ``kind`` is cuda. Raises ValueError for the sheet of another plan."""
+    """The events of one step on the sheet's kind of rank, the model's state included; with the workspaces of kernels
+    where ``kind`` is cuda. Raises ValueError for the sheet of another plan."""
     sheet.check(plan)
     log = StepLog()
     _begin(log, sheet, plan)
@@ -62,16 +62,16 @@ def staged(log: StepLog, sheet: Sheet, plan: Plan, kind: Kind, rates: Rates | No
     """Plays what a rank of a pipeline does, action by action. A message is alive until the next is sent, or the last
     has left. ``known``: passes of another step of the same sheet, which differs in its micro-batches."""
     steps = dict[int, Step]()
-    for stage in sheet.place.stages:
+    for stage in sheet.rank_kind.stages:
         own = sheet.of_stage(stage)
         steps[stage.number] = Step(log, own, plan, Passes.of(own, plan, kind, rates), stage.number)
-    order = techniques.orders(plan, sheet.trained)[sheet.place.coordinate("pp")]
+    order = techniques.orders(plan, sheet.trained)[sheet.rank_kind.coordinate("pp")]
     block = sheet.blocks[0]
     size = block.tensors[block.input].bytes(plan.batch.micro_batch_size, plan.row_tokens)
     closing = {action.stage: action.micro for action in order if action.kind in ("B", "I", "W")}
     leaving: list[TensorKey] = []
     run = _remembering(log, {} if known is None else known) if isinstance(log, Folding) else Step.run
-    if sheet.place.coordinate("pp") > 0:
+    if sheet.rank_kind.coordinate("pp") > 0:
         for step in steps.values():
             step.weights.before_waiting(step.names)
     for action in order:
@@ -168,9 +168,9 @@ class Step:
     or of its last unit."""
 
     def __init__(self, log: StepLog, sheet: Sheet, plan: Plan, passes: Passes, number: int = 0) -> None:
-        self.log, self.number, self.stem, self.head = log, number, sheet.place.stem, sheet.place.head
-        self.units = (sheet.stem, *(sheet.blocks[kind] for kind in sheet.order), sheet.tail)
-        self.names: list[UnitName] = ["stem", *range(len(sheet.order)), "tail"]
+        self.log, self.number, self.embedding, self.head = log, number, sheet.rank_kind.embedding, sheet.rank_kind.head
+        self.units = (sheet.embedding, *(sheet.blocks[kind] for kind in sheet.order), sheet.head)
+        self.names: list[UnitName] = ["embedding", *range(len(sheet.order)), "head"]
         self.passes, self.plan, self.further = passes, plan, sheet.per_token - 1
         self.weights, self.between = techniques.between(log, sheet, plan, number)
 
@@ -189,7 +189,7 @@ class Step:
             self.log.add(Begin("forward", name, micro_batch, self.number))
             for one in self.between:
                 one.before_forward(name, at)
-            if name != "tail" or self.head:
+            if name != "head" or self.head:
                 self.play(Passes.forward, at)
             for one in reversed(self.between):
                 one.after_forward(name, at)
@@ -229,9 +229,9 @@ class Step:
                 at = self.at(micro_batch, number)
                 for one in self.between:
                     one.before_backward(name, at)
-                if name != "tail" or self.head:
+                if name != "head" or self.head:
                     self.play(which, at)
-            if unit.gradient_out >= 0 and name != "stem":
+            if unit.gradient_out >= 0 and name != "embedding":
                 self.weights.after_backward(name)
             else:
                 late.append(name)
@@ -265,7 +265,7 @@ class Step:
         """Return keys of what goes behind, and what these are called from here on: the first unit makes it and frees
         its gradient; in the last stage the gradient takes its place."""
         read, gradient = (self.behind(micro_batch, forward=way) for way in (True, False))
-        if read and self.stem:
+        if read and self.embedding:
             made = [self.at(micro_batch, 0, read_behind(self.units[0]))]
             return (made, read) if forward else (gradient, made)
         return (read, gradient) if self.head and not forward else ([], [])

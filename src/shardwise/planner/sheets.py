@@ -30,8 +30,8 @@ from shardwise.planner.apart import traced_apart
 from shardwise.planner.shipped import SHIPPED, Shipped
 from shardwise.planner.variants import chosen
 from shardwise.spec.files import read_regular
-from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import Plan
+from shardwise.spec.rank_kind import RankKind, rank_kind_of
 from shardwise.spec.record import from_json
 from shardwise.spec.sheet import KEPT_UNITS, Dim, Op, Sheet, Tensor, Unit, grown
 from shardwise.techniques.pp.split import trained_stages
@@ -69,23 +69,23 @@ Units = Callable[[Iterable[Variant]], Mapping[Variant, Unit]]
 """Finds the units of variants, in symbols."""
 
 
-def sheet_of(spec: ModelSpec, plan: Plan, place: Place | None = None, units: Units | None = None) -> Sheet:
-    """Return what the techniques that act inside units make of a model at a place (by default the first), with numbers
-    for all symbols but ``b`` and ``s``. ``units``: where they come from, by default :func:`units_of`."""
-    where = place or place_of(0, plan.layout, plan.stages(spec.num_hidden_layers))
+def sheet_of(spec: ModelSpec, plan: Plan, rank_kind: RankKind | None = None, units: Units | None = None) -> Sheet:
+    """Return what the techniques that act inside units make of a model on a kind of rank (by default the first), with
+    numbers for all symbols but ``b`` and ``s``. ``units``: where they come from, by default :func:`units_of`."""
+    where = rank_kind or rank_kind_of(0, plan.layout, plan.stages(spec.num_hidden_layers))
     inside = acting = techniques.inside(plan)
     if even(acting):
         acting = replace(acting, batch=replace(acting.batch, micro_batch_size=1))
     rank = acting.layout.rank({"tp": where.coordinate("tp")})
     if plan.layout.pp == 1:
-        sheet = _sheet(spec, acting, Place(acting.layout, rank, where.blocks), units or units_of)
-        return replace(sheet, place=where, inside=inside)
+        sheet = _sheet(spec, acting, RankKind(acting.layout, rank, where.blocks), units or units_of)
+        return replace(sheet, rank_kind=where, inside=inside)
     trained, copied = trained_stages(spec, plan), spec.tie_word_embeddings
     if copied:  # each end has a weight of its own
         held = ("head.weight",) if acting.lora is None and frozen("embed.weight", plan) else ()
         spec, acting = replace(spec, tie_word_embeddings=False), replace(acting, frozen=(*acting.frozen, *held))
-    sheet = _sheet(spec, acting, Place(acting.layout, rank, where.blocks), units or units_of).at(where)
-    ends = sheet.with_ends(stem=where.stem, head=where.head)
+    sheet = _sheet(spec, acting, RankKind(acting.layout, rank, where.blocks), units or units_of).at(where)
+    ends = sheet.with_ends(embedding=where.embedding, head=where.head)
     return replace(ends, copied=copied, trained=trained, inside=inside)
 
 
@@ -96,33 +96,31 @@ def even(acting: Plan) -> bool:
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _sheet(spec: ModelSpec, plan: Plan, place: Place, units: Units) -> Sheet:
+def _sheet(spec: ModelSpec, plan: Plan, rank_kind: RankKind, units: Units) -> Sheet:
     kinds, order = layer_kinds(spec)
-    ends = [chosen(spec, plan, place, end) for end in ("stem", "tail")]
+    ends = [chosen(spec, plan, rank_kind, end) for end in ("embedding", "head")]
     variants: dict[tuple[int, ...], Traced] = {}
     each = []
-    for number in place.blocks:
+    for number in rank_kind.blocks:
         # Unless they are told apart by name, or some have no adapters, blocks of a kind differ in whether they are the
         # first.
         alike = (order[number], number == 0, spec.mlp_size(number), spec.has_experts(number), spec.predicts(number))
         some_adapted = plan.lora is not None and bool(plan.lora.targets) and spec.experts.num_experts > 0
         key = (number,) if plan.frozen or plan.precision.modules or some_adapted else alike
         if key not in variants:
-            variants[key] = chosen(spec, plan, place, number)
+            variants[key] = chosen(spec, plan, rank_kind, number)
         each.append(variants[key])
     found = units([made.variant for made in (*ends, *variants.values())])
     known = {id(made): (found[made.variant], *_numbers(made, even=even(plan))) for made in (*ends, *variants.values())}
-    stem, tail = (_bound(*known[id(made)], None) for made in ends)
-    blocks = [
-        _bound(*known[id(made)], kinds[order[number]].window) for made, number in zip(each, place.blocks, strict=True)
-    ]
+    embedding, head = (_bound(*known[id(made)], None) for made in ends)
+    blocks = [_bound(*known[id(made)], kinds[order[n]].window) for made, n in zip(each, rank_kind.blocks, strict=True)]
     distinct = list(dict.fromkeys(blocks))
     return Sheet(
         spec.name,
-        stem,
+        embedding,
         tuple(distinct),
         tuple(map(distinct.index, blocks)),
-        tail,
+        head,
         spec.tie_word_embeddings,
         capped=spec.final_soft_cap is not None,
         key_heads=spec.attention.num_key_value_heads,

@@ -20,8 +20,8 @@ from shardwise.planner.shipped import SHIPPED, written
 from shardwise.planner.trace import trace
 from shardwise.planner.variants import chosen
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.safe_path import safe_path
 from shardwise.techniques.variant import Variant
 
@@ -35,7 +35,7 @@ ADAPTERS = (None, Lora(), Lora(nf4=True))
 
 def ordinary() -> dict[Variant, None]:
     """The variants of the units that ordinary plans make of the known models."""
-    return {chosen(spec, plan, Place(plan.layout), unit).variant: None for spec, plan, unit in _asked()}
+    return {chosen(spec, plan, RankKind(plan.layout), unit).variant: None for spec, plan, unit in _asked()}
 
 
 def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
@@ -53,7 +53,7 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
             layout = Layout(dp_shard=2 if sharded else 1, tp=ranks)
             adapted = lora and replace(lora, frozen=types.compute)
             plan = Plan(layout, Batch(ranks, 1, 64), _shard(sharded=sharded), types, lora=adapted)
-            units: list[int | str] = ["stem", "tail", 0, *later.values()]
+            units: list[int | str] = ["embedding", "head", 0, *later.values()]
             plan = replace(plan, sequence_parallel=ranks > 1)
             held = spec.attention.num_key_value_heads // ranks
             long_rows = sharded and held and not (lora and lora.nf4)
@@ -62,7 +62,7 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
                 long = replace(plan, layout=cut, batch=Batch(ranks, 1, 64 * cut.cp))
                 yield from ((spec, long, unit) for unit in (0, *later.values()))
             yield from ((spec, plan, unit) for unit in units)
-            yield replace(spec, tie_word_embeddings=False), plan, "tail"  # with stages each end has its own weight
+            yield replace(spec, tie_word_embeddings=False), plan, "head"  # with stages each end has its own weight
 
 
 def _shard(*, sharded: bool) -> Shard:
@@ -75,7 +75,7 @@ def _mixtures(
     """Yield the units of a mixture of experts: each rank with all experts, some, or one."""
     order = layer_kinds(spec)[1]
     kinds = {(order[n], spec.has_experts(n)): n for n in range(spec.num_hidden_layers - 1, 0, -1)}
-    units: list[int | str] = ["stem", "tail", 0, *kinds.values()]
+    units: list[int | str] = ["embedding", "head", 0, *kinds.values()]
     heads = spec.attention.num_key_value_heads
     cuts = (
         [(1, 1)]

@@ -1,5 +1,5 @@
-"""Traces units: runs the stem, a block or the tail of a model on fake tensors, after a plan's techniques were applied
-to it, in a fake world.
+"""Traces units: runs the embedding, a block or the head of a model on fake tensors, after a plan's techniques were
+applied to it, in a fake world.
 
 What is traced is what is applied: adapters, dtypes, 4 bits, frozen weights and collectives are operations that were
 seen. Every number that only sizes something is a prime, so that each size can be read as a product of symbols
@@ -93,8 +93,8 @@ class _Pass:
 @dataclass(frozen=True)
 class _Runnable:
     """A pass that is to be run: the unit's ``parameters`` by their names in it, ``call``, the ``leaf`` that enters, and
-    what is there before. ``unsaved``: of what the stem makes for the blocks, what none of them saves for backward.
-    ``following``: the embeddings that a predictor reads, of the stem once it has run; their place is that of their
+    what is there before. ``unsaved``: of what the embedding makes for the blocks, what none of them saves for backward.
+    ``following``: the embeddings that a predictor reads, of the embedding once it has run; their place is that of their
     gradient in backward."""
 
     parameters: Mapping[str, nn.Parameter]
@@ -150,7 +150,7 @@ def _subject(variant: Variant, model: Model) -> _Runnable:
     b, s = plan.batch.micro_batch_size, plan.row_tokens
     tokens = (-(-b * s // variant.spread),) if variant.spread > 1 else (b, s)
     dtype = torch_dtype(plan.precision.compute)
-    width = spec.hidden_size * (1 + spec.predictors * (variant.what == "tail"))
+    width = spec.hidden_size * (1 + spec.predictors * (variant.what == "head"))
     leaf = torch.empty((*tokens, width), dtype=dtype, requires_grad=variant.input_trained)
     prefix = f"layers.{variant.block}."
     own = [name for name, _ in model.named_parameters() if name.startswith(prefix)]
@@ -170,10 +170,10 @@ def _decoders(
     variant: Variant, model: Decoder, ids: torch.Tensor, following: list[torch.Tensor]
 ) -> tuple[Call, list[torch.Tensor]]:
     """A unit of the decoder. What the caller holds on to lives as long as it does there. ``following``: what a
-    predictor reads beside; the stem's is added."""
+    predictor reads beside; the embedding's is added."""
     kinds, held = layer_kinds(variant.model)[0], list[Any]()
 
-    def stem(start: Start) -> torch.Tensor:
+    def embedding(start: Start) -> torch.Tensor:
         start()
         if variant.model.predictors:
             out, beside = model.embedded_twice(ids, ids)
@@ -183,16 +183,16 @@ def _decoders(
         held.append(model.tables(kinds, ids, out.dtype, MaskSpec()))
         return out
 
-    def tail(start: Start) -> torch.Tensor:
+    def head(start: Start) -> torch.Tensor:
         held.append(model.normed(start()))
         out: torch.Tensor = model.head(held[-1], lambda hidden, weight: hidden)
         return out
 
-    if variant.what == "stem":
-        return stem, [ids]
+    if variant.what == "embedding":
+        return embedding, [ids]
     model.embedded(ids)  # from which cut layers know the number of rows
-    if variant.what == "tail":
-        return tail, []
+    if variant.what == "head":
+        return head, []
     mask = MaskSpec(row_length=variant.plan.batch.seq_len if variant.plan.layout.cp > 1 else None)
     (rotary,) = model.tables(kinds[:1], ids, torch_dtype(variant.plan.precision.compute), MaskSpec())
     block = model.layers[variant.block]
@@ -213,7 +213,7 @@ class _Recording:
     def __init__(self, name: str, subject: _Runnable, naming: _Naming) -> None:
         self.name, self.subject, self.naming = name, subject, naming
         trained = any(p.requires_grad for p in subject.parameters.values())
-        self.has_backward = trained or (subject.leaf.requires_grad and name != "stem")
+        self.has_backward = trained or (subject.leaf.requires_grad and name != "embedding")
 
     def made(self) -> Unit:
         run = self.record(backward=self.has_backward)
@@ -230,7 +230,7 @@ class _Recording:
         saved = frozenset(made - freed) | ({marks["input"]} if marks["input"] not in freed else set())
         left = (run.recorder.storages.find(tensor) for tensor in self.subject.unsaved())
         saved -= {local[one.index] for one in left if one and one.index in local}
-        if self.name == "tail":  # what only the caller holds is not saved for backward
+        if self.name == "head":  # what only the caller holds is not saved for backward
             saved = frozenset(t for t in saved if any(t in op.reads for op in backward))
         copies = {t for op in forward if op.name == "aten._to_copy" and op.weight for t in op.allocates}
         stored = enumerate(run.recorder.made.values())

@@ -6,7 +6,6 @@ numbers distinct primes. What techniques do inside the unit is added by ``techni
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from shardwise.models.kinds import GroupedRouting, SigmoidRouting
 from shardwise.models.mixer import Mixer
 from shardwise.models.mixers import mixer_of
 from shardwise.models.rope import RopeScaling
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Batch, Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.sheet import Sizes
 from shardwise.techniques.variant import Traced, Variant
 
@@ -50,7 +49,7 @@ def _spec(numbers: Sizes, **features: Any) -> ModelSpec:
 
 
 def sizes(spec: ModelSpec, unit: int | str = 0) -> Sizes:
-    """Return the numbers that a unit of a model (``stem``, ``tail`` or a block's number) binds to the symbols."""
+    """Return the numbers that a unit of a model (``embedding``, ``head`` or a block's number) binds to the symbols."""
     mixer = mixer_of(spec, unit if isinstance(unit, int) else 0)
     own = {
         "V": spec.vocab_size,
@@ -106,7 +105,7 @@ def _rotating(numbers: Sizes) -> float:
     return (2 * numbers["p"] + 0.5) / numbers["e"]
 
 
-def _stem(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
+def _embedding(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
     """The template of the embedding and the rotation tables."""
     numbers = _numbers(spec, "Vdp")
     tables = tuple(dict.fromkeys(kind.local for kind in layer_kinds(spec)[0] if kind.rotated))
@@ -169,17 +168,17 @@ def _block(spec: ModelSpec, kind: LayerKind, unit: int) -> tuple[ModelSpec, Size
     return template, {**numbers, **(_sums(mixer, numbers) if partial or of_mixer else {"p": 1})}
 
 
-def _tail(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
+def _head(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
     """The template of what follows the blocks, short of the output layer's product."""
     numbers, divided = _numbers(spec, "Vd"), _switched(spec.logits_scaling)
     own = {"tie_word_embeddings": spec.tie_word_embeddings, "predictor_weight": _on(spec.predictor_weight)}
     return _spec(numbers, norm_plus_one=spec.norm_plus_one, logits_scaling=divided, **own), numbers
 
 
-def chosen(spec: ModelSpec, plan: Plan, place: Place, unit: int | str) -> Traced:
-    """The variant of a unit of a model (``stem``, ``tail`` or a block's number) under a plan, and the numbers of its
-    symbols at a place."""
-    return techniques.traced(_begun(spec, unit, type(plan)), spec, plan, place)
+def chosen(spec: ModelSpec, plan: Plan, rank_kind: RankKind, unit: int | str) -> Traced:
+    """The variant of a unit of a model (``embedding``, ``head`` or a block's number) under a plan, and the numbers of
+    its symbols at a place."""
+    return techniques.traced(_begun(spec, unit, type(plan)), spec, plan, rank_kind)
 
 
 def _begun(spec: ModelSpec, unit: int | str, make_plan: type[Plan]) -> Traced:
@@ -189,8 +188,8 @@ def _begun(spec: ModelSpec, unit: int | str, make_plan: type[Plan]) -> Traced:
     if spec.hf_model is not None:
         block = order.index(order[unit]) if isinstance(unit, int) else 0
         return Traced(Variant(what, replace(spec, name=""), grown, tuple(GROWING.items()), block=block), unit)
-    make: dict[str, Callable[[], tuple[ModelSpec, Sizes]]] = {"stem": lambda: _stem(spec), "tail": lambda: _tail(spec)}
-    model, numbers = make[unit]() if isinstance(unit, str) else _block(spec, kinds[order[unit]], unit)
+    ends = {"embedding": _embedding, "head": _head}
+    model, numbers = ends[unit](spec) if isinstance(unit, str) else _block(spec, kinds[order[unit]], unit)
     # Sums first: what is a multiple of one is no product of the others.
     atoms = sorted(
         ((symbol, prime) for symbol, prime in numbers.items() if prime > 2),

@@ -13,8 +13,8 @@ from shardwise.planner.spans import fold, memory_at_marks, same
 from shardwise.planner.trace import traced_here
 from shardwise.prove.world import StepBytes, measure
 from shardwise.spec.cluster import Kind
-from shardwise.spec.place import place_of
 from shardwise.spec.plan import Offload, Plan
+from shardwise.spec.rank_kind import rank_kind_of
 from shardwise.spec.sheet import CONTROL_BYTES
 from shardwise.techniques import optim
 
@@ -60,8 +60,8 @@ class Drift:
 def predict(spec: ModelSpec, plan: Plan, rank: int = 0, device: Kind = "cpu", units: Units | None = None) -> StepBytes:
     """Return what the planner says of one rank, on such a device. Raises AssertionError where the span that a plan is
     priced with is not that of the events one by one."""
-    place = place_of(rank, plan.layout, plan.stages(spec.num_hidden_layers))
-    costed = techniques.cost(sheet_of(spec, plan, place, units), plan)
+    rank_kind = rank_kind_of(rank, plan.layout, plan.stages(spec.num_hidden_layers))
+    costed = techniques.cost(sheet_of(spec, plan, rank_kind, units), plan)
     events = schedule(costed, plan, device)
     span, at = fold(events), memory_at_marks(events)
     assert same(folded(costed, plan, device), span), "the repeated spans of blocks are not what the events come to"

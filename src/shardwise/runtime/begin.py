@@ -76,7 +76,7 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
             Screen(0).say("the files have no layer that predicts a further token: it begins with random weights")
     announce_reduce(state.parts, watch.enter)
     if state.step == 0 and begins_trained(job.recipe):
-        keep_first_sample(job, state, checkpoints.crew)
+        keep_first_sample(job, state, checkpoints.group)
     return job, state, rules, checkpoints
 
 

@@ -14,7 +14,7 @@ from shardwise.data.stream import EvaluationBatch, evaluation
 from shardwise.distributed.slices import kept
 from shardwise.errors import OutputError, PreemptedError, Problem
 from shardwise.models.stored import KeptLayers
-from shardwise.runtime.checkpoint.crew import Crew
+from shardwise.runtime.checkpoint.host_group import HostGroup
 from shardwise.runtime.checkpoint.locate import best, newest
 from shardwise.runtime.checkpoint.manifest import step_name, train_again, whole
 from shardwise.runtime.checkpoint.save import RunCheckpoints
@@ -79,17 +79,17 @@ def until_asked(
 
 
 def evaluate_now(
-    job: Job, state: TrainState, crew: Crew, log: Log, stop: StopRequest
+    job: Job, state: TrainState, group: HostGroup, log: Log, stop: StopRequest
 ) -> Validation | Preference | None:
     """Validate between two steps, print and log the result, and count it in ``state`` for early stopping; then answer
-    the tasks, for which ``crew`` are the ranks (:func:`task_crew`)."""
+    the tasks, for which ``group`` are the ranks (:func:`task_group`)."""
     found = validate(job, state, log, stop)
     if found is not None:
         state.judge(found.loss)
         log.event("validation", step=state.step, **found.facts())
         log.say(f"step {state.step}: validation {found}")
     if not stop.everywhere:
-        answer_tasks(job, state, crew, log)
+        answer_tasks(job, state, group, log)
     log.start_clock()
     return found
 
@@ -115,9 +115,9 @@ def report_run(
 ) -> Report:
     """Return the report of a run that is over, its model exported and validated. Every rank calls this; rank 0 writes
     and prints it. Raises OutputError CKPT023 where the last step has no checkpoint."""
-    after = sample(job, state, checkpoints.crew)
+    after = sample(job, state, checkpoints.group)
     trained = state.step > log.first_step
-    there = checkpoints.crew.first(lambda: whole(checkpoints.directory / step_name(state.step)))
+    there = checkpoints.group.first(lambda: whole(checkpoints.directory / step_name(state.step)))
     unsaved = log.unsaved if trained and not there else None
     kept_best = best(checkpoints.directory) if job.recipe.checkpoint.keep_best else None
     again = f"shardwise export {typed(job.directory)} --best{' --adapter' * (job.plan.lora is not None)}"
@@ -161,7 +161,7 @@ def report_run(
                 log.say(f"best    {best_line}")
         log.event("end", step=state.step, tokens=state.tokens)
     if unsaved is not None:
-        checkpoints.crew.first(lambda: None)  # the first rank has written everything before any rank fails
+        checkpoints.group.first(lambda: None)  # the first rank has written everything before any rank fails
         raise OutputError(lost(job, state.step, unsaved))
     return report
 

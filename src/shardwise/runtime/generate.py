@@ -52,7 +52,8 @@ def generate(
 ) -> list[int]:
     """The ids that follow ``prompt`` (at least one id), until ``over`` returns true for them, or the model has no
     further position. With a distributed model every rank calls this, then ``techniques.after_inference``, and gets the
-    same result; with ``first`` (Crew.first) the first rank chooses ids for all, so that an error reaches every rank."""
+    same result; with ``first`` (HostGroup.first) the first rank chooses ids for all, so that an error reaches every
+    rank."""
     [written] = generate_batch(parts, [prompt], sampling, device, lambda row, ids: over(ids), first)
     return written
 

@@ -25,7 +25,7 @@ from shardwise.runtime.reduce import count_tokens
 from shardwise.runtime.report.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import launch
-from shardwise.runtime.tasks import task_crew
+from shardwise.runtime.tasks import task_group
 from shardwise.runtime.transfer import Upload
 from shardwise.runtime.world import process, world
 from shardwise.spec.keys import dotted
@@ -47,7 +47,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         job = agree_on_identity(job, meshes)
         job, state, rules, checkpoints = begin(job, watch, start)
         profile = Profile(job.directory / "profile", recipe.run.profiled, job.rank, job.device)
-        log, crew = open_log(job, state), task_crew(job)
+        log, group = open_log(job, state), task_group(job)
         pending = PendingSteps(job, state, log, checkpoints, after_step)
         with log, profile, saving(checkpoints, log), pending, collecting() as collect:
             meter, upload = Meter(meshes, job.device), Upload(job.device)
@@ -72,7 +72,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 validation = None
                 if evaluates(job, number):
                     watch.enter("evaluate")
-                    validation = evaluate_now(job, state, crew, log, stop)
+                    validation = evaluate_now(job, state, group, log, stop)
                 better = validation is not None and checkpoints.beats(validation.loss)
                 stopping = stopping or stop.everywhere
                 last = stopping or number == job.max_steps or stops_early(job, state)
@@ -89,7 +89,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
             if not good:
                 pending.refuse()
             write_model(job, state, log)  # first: validation and report can wait
-            validation = validation or evaluate_now(job, state, crew, log, stop)
+            validation = validation or evaluate_now(job, state, group, log, stop)
             if stop.everywhere:
                 leave(job, checkpoints, log, watch, stop)
             return report_run(job, state, checkpoints, log, meter, validation)

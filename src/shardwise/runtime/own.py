@@ -293,7 +293,7 @@ class Checkpoints:
         changing = {f"model.{name}": buffer.clone() for name, buffer in self.module.named_buffers()}
         for buffer in changing.values():  # or some would be saved as one rank has them, some as another
             _USAGES[self.module].meshes.broadcast(buffer, "world")
-        states = {_STATES: self._objects.collect(self._kept.crew)} if self._objects.objects else {}
+        states = {_STATES: self._objects.collect(self._kept.group)} if self._objects.objects else {}
         self._kept.save(self.tensors() | changing, {"step": step, **plain, **states}, step)
 
     def resume(self) -> dict[str, Any] | None:
@@ -305,7 +305,7 @@ class Checkpoints:
             _make_state(self.optimizer)
         facts = self._kept.resume(self._as_saved if made else self.tensors())
         if facts is not None:
-            self._objects.restore(facts.pop(_STATES, None), self._kept.crew)
+            self._objects.restore(facts.pop(_STATES, None), self._kept.group)
         elif made:
             self.optimizer.state.clear()
         return facts

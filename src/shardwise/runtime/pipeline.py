@@ -65,7 +65,7 @@ class PipelineRank(Generic[Made]):
         self, parts: Sequence[nn.Module], line: pp.Line, run: Run, enter: Callable[[str], None] = lambda phase: None
     ) -> None:
         self.line, self.run, self.enter = line, run, enter
-        self.parts = {stage.number: part for stage, part in zip(line.place.stages, parts, strict=True)}
+        self.parts = {stage.number: part for stage, part in zip(line.rank_kind.stages, parts, strict=True)}
         self.spec, self.last = spec_of(parts), len(line.plan.pipeline.split) - 1
         self.trained = trained_stages(self.spec, line.plan)
         self.kept: dict[tuple[int, int], Kept] = {}

@@ -14,7 +14,7 @@ from shardwise.data.chat import Prompt
 from shardwise.data.prompts import Question
 from shardwise.data.tasks import expected, questions, scorer
 from shardwise.data.whole import write_whole
-from shardwise.runtime.checkpoint.crew import Crew
+from shardwise.runtime.checkpoint.host_group import HostGroup
 from shardwise.runtime.generate import Sampling, answer, ask_text, ask_turns, chat_of
 from shardwise.runtime.job import Job
 from shardwise.runtime.metrics.log import Log
@@ -28,16 +28,16 @@ SHOWN_PROMPTS, SHOWN_CHARACTERS = 3, 200
 """How much of a task's answers a report shows."""
 
 
-def task_crew(job: Job) -> Crew:
+def task_group(job: Job) -> HostGroup:
     """The ranks that answer, in a group of their own: meanwhile a save may be in flight, which uses the checkpoints'.
     Collective where there are tasks."""
-    return Crew.of(None) if job.recipe.evaluate.tasks else Crew(None, job.rank, 1)
+    return HostGroup.of(None) if job.recipe.evaluate.tasks else HostGroup(None, job.rank, 1)
 
 
-def answer_tasks(job: Job, state: TrainState, crew: Crew, log: Log) -> None:
+def answer_tasks(job: Job, state: TrainState, group: HostGroup, log: Log) -> None:
     """Answer and score all tasks. One that fails is a warning (REP001)."""
     for task in job.recipe.evaluate.tasks:
-        done = crew.spared(partial(_answer, job, state, crew, task), job.recipe.run.timeout_s / 2)
+        done = group.spared(partial(_answer, job, state, group, task), job.recipe.run.timeout_s / 2)
         if isinstance(done, Exception):
             log.say(failure(f"the task {task.name} at step {state.step}", done))
         else:
@@ -45,15 +45,15 @@ def answer_tasks(job: Job, state: TrainState, crew: Crew, log: Log) -> None:
             log.say(f"step {state.step}: {task.name} {done:.3f} ({_file(job.directory, task.name, state.step)})")
 
 
-def _answer(job: Job, state: TrainState, crew: Crew, task: EvaluationTask) -> float:
+def _answer(job: Job, state: TrainState, group: HostGroup, task: EvaluationTask) -> float:
     """Returns the mean score."""
-    asked = crew.first(lambda: [_asked(job, one) for one in questions(task)])
+    asked = group.first(lambda: [_asked(job, one) for one in questions(task)])
     answers = []
     try:
         for number, (*_, ids, end, closing) in enumerate(asked):
             seed, prompt = job.recipe.run.seed + number, Prompt(ids, end, closing)
             sampling = Sampling(task.max_new_tokens, task.temperature, seed, job.tokenizer.eot_id)
-            answers.append(answer(state.parts, job.tokenizer, prompt, sampling, job.device, crew.first))
+            answers.append(answer(state.parts, job.tokenizer, prompt, sampling, job.device, group.first))
     finally:
         techniques.after_inference(state.parts, job.plan)
 
@@ -68,7 +68,7 @@ def _answer(job: Job, state: TrainState, crew: Crew, task: EvaluationTask) -> fl
         write_whole(file, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
         return fmean(line["score"] for line in lines)
 
-    return crew.first(keep)
+    return group.first(keep)
 
 
 Asked = tuple[str, str | None, list[int], int | None, str]

@@ -12,7 +12,7 @@ from shardwise.spec.methods import LOSSES, LossName
 from shardwise.spec.optimizers import OPTIMIZERS, OptimizerName
 from shardwise.spec.pipelines import PIPELINES, PipelineSpec
 from shardwise.spec.pipelines import ScheduleName as ScheduleName
-from shardwise.spec.place import stages_of
+from shardwise.spec.rank_kind import stages_of
 from shardwise.spec.records import ENTROPY, MethodSpec, OptimizerSpec
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]

@@ -1,12 +1,11 @@
 """The sheet: a model on paper. Tensors and operations, not totals.
 
-A *unit* is a piece of the model that runs in one go: the stem (embedding, rotation tables), a block, the tail (last
-norm, output layer, loss). It lists its operations forward and backward; each says what it allocates and what is free
-once it has run, as they were seen when the real modules ran on fake tensors (planner/trace.py). Sizes are products of
-symbols: one traced unit serves every model with the same features, and a model binds its numbers to the symbols
+A *unit* is a piece of the model that runs in one go: the embedding (embedding, rotation tables), a block, the head
+(last norm, output layer, loss). It lists its operations forward and backward; each says what it allocates and what is
+free once it has run, as they were seen when the real modules ran on fake tensors (planner/trace.py). Sizes are products
+of symbols: one traced unit serves every model with the same features, and a model binds its numbers to the symbols
 (:meth:`Sheet.bound`), all but the micro-batch ``b`` and the sequence length ``s``. Techniques rewrite a sheet with
-their ``cost``; nothing in a sheet knows a peak or a second: planner/schedule.py tells those.
-"""
+their ``cost``; nothing in a sheet knows a peak or a second: planner/schedule.py tells those."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from functools import lru_cache
 from math import prod
 from typing import Literal, NamedTuple
 
-from shardwise.spec.place import Place, Stage
 from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.rank_kind import RankKind, Stage
 
 Tier = Literal["device", "host", "disk"]
 """Where bytes are."""
@@ -122,12 +121,12 @@ class Tensor:
         """Bytes of the whole tensor."""
         return self.numel(b, s) * BYTES[self.dtype]
 
-    def local_numel(self, place: Place, padded: bool) -> int:
-        """Elements at ``place``. Each cut gives every rank ceil(size / n) rows but the last ones, which get what is
+    def local_numel(self, rank_kind: RankKind, padded: bool) -> int:
+        """Elements on ``rank_kind``. Each cut gives every rank ceil(size / n) rows but the last ones, which get what is
         left, perhaps none; ``padded`` counts the full ceil(size / n), which is what FSDP2 allocates."""
         shape = [dim if isinstance(dim, int) else 1 for dim in self.shape]
         for group, dim in self.shards:
-            start, stop = (0, place.share(shape[dim], group)) if padded else place.part(shape[dim], group)
+            start, stop = (0, rank_kind.share(shape[dim], group)) if padded else rank_kind.part(shape[dim], group)
             shape[dim] = stop - start
         return prod(shape)
 
@@ -260,37 +259,37 @@ class Unit:
         return replace(changed, forward=forward, forward_plain=plain, backward=backward)
 
 
-NO_TAIL = Unit("tail")
+NO_HEAD = Unit("head")
 
 
-def read_behind(stem: Unit) -> int:
+def read_behind(embedding: Unit) -> int:
     """Return the tensor that the unit before the blocks makes beside its output for a block that predicts a further
     token."""
-    made = {tensor for op in stem.forward for tensor in op.allocates}
-    shape = stem.tensors[stem.output].shape
-    return next(tensor for tensor in sorted(stem.saved & made) if stem.tensors[tensor].shape == shape)
+    made = {tensor for op in embedding.forward for tensor in op.allocates}
+    shape = embedding.tensors[embedding.output].shape
+    return next(tensor for tensor in sorted(embedding.saved & made) if embedding.tensors[tensor].shape == shape)
 
 
 @lru_cache(maxsize=KEPT_UNITS)
-def tables_alone(stem: Unit) -> Unit:
+def tables_alone(embedding: Unit) -> Unit:
     """Return the part of the unit before the blocks that makes the rotation tables, which every stage does for
     itself."""
-    freed = {tensor for op in stem.forward for tensor in op.frees}
-    used = {tensor for op in stem.backward for tensor in (*op.reads, *op.frees)}
-    wanted = {tensor for op in stem.forward for tensor in op.allocates} - freed - used - {stem.output}
+    freed = {tensor for op in embedding.forward for tensor in op.frees}
+    used = {tensor for op in embedding.backward for tensor in (*op.reads, *op.frees)}
+    wanted = {tensor for op in embedding.forward for tensor in op.allocates} - freed - used - {embedding.output}
     kept = list[int]()
-    for i, op in reversed([*enumerate(stem.forward)]):
+    for i, op in reversed([*enumerate(embedding.forward)]):
         if not op.weight and not wanted.isdisjoint((*op.allocates, *op.writes)):
             wanted.update(op.reads)
             kept.append(i)
-    made = {tensor for i in kept for tensor in stem.forward[i].allocates}
+    made = {tensor for i in kept for tensor in embedding.forward[i].allocates}
     forward, plain = (
         tuple(ops[i].freeing(tuple(t for t in ops[i].frees if t in made)) for i in reversed(kept))
-        for ops in (stem.forward, stem.forward_plain)
+        for ops in (embedding.forward, embedding.forward_plain)
     )
-    saved = stem.saved & made
+    saved = embedding.saved & made
     return replace(
-        stem, weights=(), forward=forward, forward_plain=plain, backward=(), weight_gradients=(), saved=saved
+        embedding, weights=(), forward=forward, forward_plain=plain, backward=(), weight_gradients=(), saved=saved
     )
 
 
@@ -298,18 +297,18 @@ def tables_alone(stem: Unit) -> Unit:
 class Sheet:
     """``blocks`` are the kinds of block there are; ``order`` gives the kind of each block in forward order. ``capped``:
     the loss caps its logits. ``vocabulary`` and ``key_heads`` are those of the whole model; ``heads_apart``: norms of
-    queries and keys are of a head; ``narrow``: tokens are made narrow before heads are computed. ``place``: whose sheet
-    it is; ``inside``: the plan that acted inside its units; ``plan``: that by which it has been rewritten. Of a
-    pipeline: a place that lacks an end of the model has a unit without weights in its stead; ``copied``: embedding and
+    queries and keys are of a head; ``narrow``: tokens are made narrow before heads are computed. ``rank_kind``: whose
+    sheet it is; ``inside``: the plan that acted inside its units; ``plan``: that by which it has been rewritten. Of a
+    pipeline: a rank that lacks an end of the model has a unit without weights in its stead; ``copied``: embedding and
     output layer are copies of one weight; ``trained``: of each stage, whether any of its weights is. ``counts``: how
     many numbers a step tells of experts (runtime/balance.py). ``per_token``: how many hidden states of each token the
     output layer reads: two where a block predicts a further token."""
 
     model: str
-    stem: Unit
+    embedding: Unit
     blocks: tuple[Unit, ...]
     order: tuple[int, ...]
-    tail: Unit
+    head: Unit
     tied: bool
     step: tuple[Collective, ...] = ()
     capped: bool = False
@@ -317,7 +316,7 @@ class Sheet:
     key_heads: int = 0
     heads_apart: bool = True
     narrow: bool = True
-    place: Place = Place()
+    rank_kind: RankKind = RankKind()
     inside: Plan | None = None
     plan: Plan | None = None
     copied: bool = False
@@ -327,24 +326,30 @@ class Sheet:
 
     @property
     def output(self) -> Tensor:
-        """The weight of the output layer, [V,d], where the place has it."""
-        return self.stem.weights[0] if self.tied else self.tail.weights[-1]
+        """The weight of the output layer, [V,d], where the rank has it."""
+        return self.embedding.weights[0] if self.tied else self.head.weights[-1]
 
     def of_stage(self, stage: Stage) -> Sheet:
-        """The part of the sheet that is one of its place's stages."""
-        first = sum(len(other.blocks) for other in self.place.stages if other.number < stage.number)
-        place = replace(self.place, blocks=stage.blocks, stem=stage.stem, head=stage.head, stages=())
+        """The part of the sheet that is one of its rank's stages."""
+        first = sum(len(other.blocks) for other in self.rank_kind.stages if other.number < stage.number)
+        rank_kind = replace(self.rank_kind, blocks=stage.blocks, embedding=stage.embedding, head=stage.head, stages=())
         order = self.order[first : first + len(stage.blocks)]
-        return replace(self, order=order, place=place).with_ends(stem=stage.stem, head=stage.head)
+        return replace(self, order=order, rank_kind=rank_kind).with_ends(embedding=stage.embedding, head=stage.head)
 
-    def with_ends(self, *, stem: bool, head: bool) -> Sheet:
-        """The sheet where of the stem only the rotation tables are left, unless it is held, and of the tail nothing."""
-        return replace(self, stem=self.stem if stem else tables_alone(self.stem), tail=self.tail if head else NO_TAIL)
+    def with_ends(self, *, embedding: bool, head: bool) -> Sheet:
+        """The sheet where of the embedding only the rotation tables are left, unless it is held, and of the head
+        nothing."""
+        return replace(
+            self,
+            embedding=self.embedding if embedding else tables_alone(self.embedding),
+            head=self.head if head else NO_HEAD,
+        )
 
-    def at(self, place: Place, plan: Plan | None = None) -> Sheet:
-        """The sheet at ``place``, to be rewritten by ``plan``. Not by ``replace``, which takes five times as long."""
+    def at(self, rank_kind: RankKind, plan: Plan | None = None) -> Sheet:
+        """The sheet of ``rank_kind``, to be rewritten by ``plan``. Not by ``replace``, which takes five times as
+        long."""
         made = object.__new__(Sheet)
-        vars(made).update(vars(self), place=place, plan=plan)
+        vars(made).update(vars(self), rank_kind=rank_kind, plan=plan)
         return made
 
     def check(self, plan: Plan) -> None:
@@ -356,14 +361,14 @@ class Sheet:
     @property
     def units(self) -> tuple[Unit, ...]:
         """Every kind of unit once."""
-        return (self.stem, *self.blocks, self.tail)
+        return (self.embedding, *self.blocks, self.head)
 
     def repeated(self) -> list[tuple[Unit, int]]:
         """Every kind of unit with how often it occurs."""
         blocks = [(block, self.order.count(kind)) for kind, block in enumerate(self.blocks)]
-        return [(self.stem, 1), *blocks, (self.tail, 1)]
+        return [(self.embedding, 1), *blocks, (self.head, 1)]
 
     def rewritten(self, rewrite: Callable[[Unit], Unit]) -> Sheet:
         """The sheet with every kind of unit replaced by ``rewrite`` of it."""
         blocks = tuple(rewrite(block) for block in self.blocks)
-        return replace(self, stem=rewrite(self.stem), blocks=blocks, tail=rewrite(self.tail))
+        return replace(self, embedding=rewrite(self.embedding), blocks=blocks, head=rewrite(self.head))

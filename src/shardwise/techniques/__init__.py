@@ -15,7 +15,7 @@ plan. Whether its code takes another path at other sizes, one of two says, and `
 
 What it does, these say, of which it has those that it needs:
 
-    traced    (made, spec, plan, place) -> made         what it does inside a unit: its part of the unit's variant
+    traced    (made, spec, plan, rank_kind) -> made     what it does inside a unit: its part of the unit's variant
     cost      (sheet, plan) -> sheet                    what it makes of the units, on paper
     apply     (parts, plan, meshes) -> parts            its effect on the model's parts
 
@@ -50,8 +50,8 @@ from shardwise.models import kernels
 from shardwise.models.config import ModelSpec, learnt_positions, parameter_shapes
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import cut
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Tier, Unit, Within
 from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, offload, optim, pp, precision, remat, shard, tp
@@ -223,10 +223,10 @@ def regimes(spec: ModelSpec, plan: Plan, order: Sequence[ModuleType] | None = No
     return found
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
     """Return what the whole plan makes of a unit of a model: a template becomes the variant that is to be traced."""
     for technique in acting(plan, "traced"):
-        before, made = made.variant, technique.traced(made, spec, plan, place)
+        before, made = made.variant, technique.traced(made, spec, plan, rank_kind)
         if made.variant != before:
             made = made.told(code=(*made.variant.code, *technique.INSIDE))
     return made
@@ -258,7 +258,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     another plan has acted inside its units."""
     if plan.model not in ("", sheet.model) or sheet.inside not in (None, inside(plan)):
         raise ValueError(f"a sheet of {sheet.model} was made for another plan, or the plan for another model")
-    sheet = sheet.at(sheet.place, plan)
+    sheet = sheet.at(sheet.rank_kind, plan)
     for technique in acting(plan, "cost"):
         sheet = technique.cost(sheet, plan)
     return sheet
@@ -275,8 +275,8 @@ def between(log: EventLog, sheet: Sheet, plan: Plan, stage: int = 0) -> tuple[We
 
 
 def held(sheet: Sheet, plan: Plan) -> Mapping[tuple[Tier, str], int]:
-    """Return the bytes that are there all the time at the sheet's place, by tier and category: weights and moments on
-    the device, and what is kept elsewhere."""
+    """Return the bytes that are there all the time on the sheet's kind of rank, by tier and category: weights and
+    moments on the device, and what is kept elsewhere."""
     state, elsewhere = (optim.state_bytes(each, plan) for each in (sheet, tiers.elsewhere(sheet)))
     return tiers.held(sheet, plan, state, elsewhere["moments"], in_flight(sheet, plan))
 

@@ -13,7 +13,7 @@ Direction = Literal["forward", "backward", "leaving"]
 """Of a pass of a unit; what leaves after all passes comes last, unit by unit."""
 OUTPUT, GRADIENT = "output", "gradient of output"
 """Keys of a unit's output, and of its gradient."""
-UnitName = int | Literal["stem", "tail"]
+UnitName = int | Literal["embedding", "head"]
 """A block's number, or an end of the model."""
 TO_HOST, TO_DEVICE, ON_HOST, DISK = "to host", "to device", "host", "disk"
 """Streams beside the device's: copies each way over the bus, what the host computes, and what goes to files and from
@@ -21,7 +21,7 @@ there."""
 
 
 class TensorKey(NamedTuple):
-    """A tensor of the pass of a unit, whose number in its stage is counted from the model's stem, 0."""
+    """A tensor of the pass of a unit, whose number in its stage is counted from the model's embedding, 0."""
 
     stage: int
     micro_batch: int

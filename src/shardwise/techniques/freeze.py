@@ -22,8 +22,8 @@ from shardwise.models.blocks import canonical
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_counted
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Lora, Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques.states import adapted, frozen
@@ -90,11 +90,11 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     return {"blocks before the first trained weight": _first_trained(spec, plan.frozen, plan.lora) > 0}
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
     """Tell which of the unit's weights are frozen, and whether anything before it is trained."""
     if made.variant.plan.lora is None:  # else all but the adapters
         made = made.applied(frozen=tuple(told for name, told in made.names(spec).items() if frozen(name, plan)))
-    if made.unit == "stem":
+    if made.unit == "embedding":
         return made
     first = _first_trained(spec, plan.frozen, plan.lora)
     here = made.unit if isinstance(made.unit, int) else spec.num_hidden_layers
@@ -105,7 +105,7 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
 def _first_trained(spec: ModelSpec, patterns: tuple[str, ...], lora: Lora | None) -> int:
     """The first block with a trained weight, or an adapter; -1: something before the blocks is."""
     for unit in range(-1, spec.num_hidden_layers):
-        names = parameters(spec, "stem" if unit < 0 else f"layers.{unit}.")
+        names = parameters(spec, "embedding" if unit < 0 else f"layers.{unit}.")
         if lora is not None and any(adapted(name, lora) or lora.saves(name) for name in names):
             return unit
         held = (is_counted(name) or any(fnmatchcase(name, pattern) for pattern in patterns) for name in names)
@@ -118,12 +118,12 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Leave the rotation tables unsaved where no block's backward rotates."""
     if any(_rotates_back(block) for block in sheet.blocks):
         return sheet
-    return dataclasses.replace(sheet, stem=_without_tables(sheet.stem))
+    return dataclasses.replace(sheet, embedding=_without_tables(sheet.embedding))
 
 
 @lru_cache(maxsize=KEPT_UNITS)
-def _without_tables(stem: Unit) -> Unit:
-    return dataclasses.replace(stem, saved=frozenset())
+def _without_tables(embedding: Unit) -> Unit:
+    return dataclasses.replace(embedding, saved=frozenset())
 
 
 @lru_cache(maxsize=KEPT_UNITS)

@@ -21,8 +21,8 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.mixers import mixers_of
 from shardwise.models.roles import is_adapter, is_counted, role
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Dtype, Matmul, Plan, Precision
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques.dtypes import chosen_dtype, compute_dtype, stored_dtype, torch_dtype
@@ -102,7 +102,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
 
 
 def _beyond_llama(spec: ModelSpec) -> bool:
-    """Return whether blocks, stem or tail have operations that no test has seen under ``precision.modules``."""
+    """Return whether blocks, embedding or head have operations that no test has seen under ``precision.modules``."""
     multipliers = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
     norms = spec.attention.qk_norm is not None or spec.norm_plus_one or spec.norm_placement != "before"
     mixers = {mixer.name for mixer in mixers_of(spec)} != {"softmax"} or spec.attention.attention_sinks
@@ -111,7 +111,7 @@ def _beyond_llama(spec: ModelSpec) -> bool:
     return norms or set(multipliers) != {1.0} or other
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
     """The dtypes of a unit: what is computed in, and what its weights come in. FSDP2 hands them out as they are used;
     otherwise they are cast in the unit."""
     names, compute = made.names(spec), plan.precision.compute
@@ -139,7 +139,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     if not plan.sharded:
         return sheet
     own, frozen = plan.precision.weights, stored_dtype(plan, "layers.")
-    ends = {"stem": stored_dtype(plan, "embed.weight"), "tail": stored_dtype(plan, "head.weight")}
+    ends = {"embedding": stored_dtype(plan, "embed.weight"), "head": stored_dtype(plan, "head.weight")}
     return sheet.rewritten(lambda unit: _stored(unit, own, ends.get(unit.name, frozen)))
 
 

@@ -85,7 +85,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     treated_kinds = tuple(_recomputing(block, selective=plan.remat.mode == "selective") for block in sheet.blocks)
-    each = zip(sheet.order, sheet.place.blocks, strict=True)
+    each = zip(sheet.order, sheet.rank_kind.blocks, strict=True)
     order = tuple(kind + len(sheet.blocks) if plan.remat.treats(number) else kind for kind, number in each)
     return dataclasses.replace(sheet, blocks=sheet.blocks + treated_kinds, order=order)
 

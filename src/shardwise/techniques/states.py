@@ -17,8 +17,8 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.mixers import MIXERS, narrows
 from shardwise.models.roles import is_adaptable, is_adapter, is_counted, is_expert, role
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Lora, Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.sheet import Sheet, Tensor
 
 Use = Literal["outputs", "inputs", "own", "stream"]
@@ -185,12 +185,13 @@ def one_of_each(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, .
     return {name: shapes[name] for name in kinds.values()}
 
 
-def piece(name: str, shape: tuple[int, ...], of: tuple[Division, Plan], place: Place) -> tuple[int, ...]:
-    """The shape of what the rank at ``place`` holds of a parameter of a plan, of which ``of`` has the division too."""
+def piece(name: str, shape: tuple[int, ...], of: tuple[Division, Plan], rank_kind: RankKind) -> tuple[int, ...]:
+    """The shape of what the rank of ``rank_kind`` holds of a parameter of a plan, of which ``of`` has the division
+    too."""
     sizes = list(shape)
     for group, held in states(name, len(shape), *of).items():
         if held.dim is not None:
-            start, stop = place.part(sizes[held.dim], group)
+            start, stop = rank_kind.part(sizes[held.dim], group)
             sizes[held.dim] = stop - start
     return tuple(sizes)
 

@@ -1,9 +1,8 @@
 """The name of a traced unit: which model's, and what acted inside it. No torch.
 
-A unit (stem, block, tail) is traced after techniques were applied to it, with a prime in the place of every number that
-only sizes something, so that each size that is seen can be read as a product of symbols (planner/symbols.py). Models
-and plans whose variant is the same share the unit; each binds its own numbers to the symbols.
-"""
+A unit (embedding, block, head) is traced after techniques were applied to it, with a prime in the place of every number
+that only sizes something, so that each size that is seen can be read as a product of symbols (planner/symbols.py).
+Models and plans whose variant is the same share the unit; each binds its own numbers to the symbols."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ ODD_ROWS = 1_061
 """The prime that stands for the rows of a micro-batch where ranks have unlike shares of its tokens: each rank's,
 rounded up, are then a prime too."""
 
-What = Literal["stem", "block", "tail"]
+What = Literal["embedding", "block", "head"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Variant:
 @dataclass(frozen=True)
 class Traced:
     """A unit of a model as a plan makes it: its variant, the ``numbers`` of the variant's symbols, and the dtypes for
-    which others stand in it. ``unit``: ``stem``, ``tail`` or a block's number."""
+    which others stand in it. ``unit``: ``embedding``, ``head`` or a block's number."""
 
     variant: Variant
     unit: int | str
@@ -95,9 +94,9 @@ class Traced:
 
 @lru_cache(maxsize=4096)
 def parameters(spec: ModelSpec, unit: str) -> tuple[str, ...]:
-    """The names of a unit's own parameters: of ``stem``, ``tail``, or with a prefix such as ``layers.3.``."""
+    """The names of a unit's own parameters: of ``embedding``, ``head``, or with a prefix such as ``layers.3.``."""
     names = list(parameter_shapes(spec))
     middle = [i for i, name in enumerate(names) if name.startswith("layers.")]
-    if unit in ("stem", "tail"):
-        return tuple(names[: middle[0]] if unit == "stem" else names[middle[-1] + 1 :])
+    if unit in ("embedding", "head"):
+        return tuple(names[: middle[0]] if unit == "embedding" else names[middle[-1] + 1 :])
     return tuple(name for name in names if name.startswith(unit))

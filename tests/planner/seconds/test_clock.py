@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.planner.seconds.clock import StepClock
 from shardwise.planner.seconds.constants import shipped
-from shardwise.planner.seconds.wires import wires_of
+from shardwise.planner.seconds.network import network_of
 from shardwise.planner.spans import Span, fold
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
@@ -22,7 +22,7 @@ MS = 1_000_000
 
 
 def clock(contention: float = 0.0, hidden: float = 0.0) -> StepClock:
-    made = StepClock(PLAIN, wires_of(LAYOUT, parse_cluster("8xH100")), hidden)
+    made = StepClock(PLAIN, network_of(LAYOUT, parse_cluster("8xH100")), hidden)
     made.contention = contention
     return made
 
@@ -64,7 +64,7 @@ def test_each_way_over_the_bus_has_a_rate_of_its_own() -> None:
 
 def test_a_collective_that_is_over_in_time_is_hidden() -> None:
     made = clock()
-    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    took_s = made.network.seconds("all_gather", "fsdp", 10**9)
     made.add(gather())
     made.record("gather", "there")
     made.play(computed(1e3 * took_s + 5), None)
@@ -75,7 +75,7 @@ def test_a_collective_that_is_over_in_time_is_hidden() -> None:
 
 def test_what_is_left_of_a_collective_is_exposed() -> None:
     made = clock()
-    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    took_s = made.network.seconds("all_gather", "fsdp", 10**9)
     made.add(gather())
     made.record("gather", "there")
     made.play(computed(1), None)
@@ -86,7 +86,7 @@ def test_what_is_left_of_a_collective_is_exposed() -> None:
 
 def test_collectives_of_a_stream_follow_one_another_and_wait_for_what_they_are_told() -> None:
     made = clock()
-    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    took_s = made.network.seconds("all_gather", "fsdp", 10**9)
     made.play(computed(3), None)
     made.record("compute", "ready")
     made.wait("gather", "ready")
@@ -97,7 +97,7 @@ def test_collectives_of_a_stream_follow_one_another_and_wait_for_what_they_are_t
 
 def replicas() -> StepClock:
     """Two nodes, each with a copy of the weights: slices are gathered in a node, and summed between the two."""
-    made = StepClock(PLAIN, wires_of(Layout(dp_replicate=2, dp_shard=8, ranks_per_node=8), TWO_NODES))
+    made = StepClock(PLAIN, network_of(Layout(dp_replicate=2, dp_shard=8, ranks_per_node=8), TWO_NODES))
     made.contention = 0.0
     return made
 
@@ -106,8 +106,8 @@ def replicas() -> StepClock:
 def test_a_gather_and_a_reduction_over_the_same_links_follow_one_another(layout: Layout) -> None:
     """One communicator does one thing at a time, whatever the streams: both take the sum of their times, as they were
     given, in a node and between two."""
-    made = StepClock(PLAIN, wires_of(layout, TWO_NODES if layout.world == 16 else ONE_NODE))
-    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    made = StepClock(PLAIN, network_of(layout, TWO_NODES if layout.world == 16 else ONE_NODE))
+    took_s = made.network.seconds("all_gather", "fsdp", 10**9)
     made.add(gather())
     made.add(Send("reduce_scatter", "fsdp", "gradients", 10**9, "reduce"))
     assert made.now.at_s["gather"] == pytest.approx(took_s)
@@ -129,9 +129,9 @@ def test_what_is_sent_between_nodes_runs_beside_what_is_sent_in_them() -> None:
 def test_blocks_whose_traffic_takes_longer_than_they_compute_take_its_sum() -> None:
     """ZeRO-3, backward: a block is gathered while the one before is computed, and its gradients are scattered after it.
     Ten blocks of 1 ms, gathered and scattered in 2.3 ms each, take ten of both, and the first is computed between."""
-    made = StepClock(PLAIN, wires_of(LAYOUT, ONE_NODE))
+    made = StepClock(PLAIN, network_of(LAYOUT, ONE_NODE))
     made.contention = 0.0
-    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    took_s = made.network.seconds("all_gather", "fsdp", 10**9)
     assert took_s > 2e-3
     made.add(gather())
     made.record("gather", ("gathered", 0))
@@ -153,7 +153,7 @@ def test_blocks_whose_traffic_takes_longer_than_they_compute_take_its_sum() -> N
 def test_data_parallel_sums_are_hidden_but_for_the_last() -> None:
     """DDP in a node: buckets are summed while backward computes what takes longer; the device waits for the last."""
     made = clock()
-    took_s = made.wires.seconds("all_reduce", "fsdp", 10**8)
+    took_s = made.network.seconds("all_reduce", "fsdp", 10**8)
     for bucket in range(4):
         made.play(computed(2e3 * took_s), None)
         made.record("compute", bucket)
@@ -179,7 +179,7 @@ def test_what_was_sent_while_the_device_waited_slows_nothing_afterwards() -> Non
 def test_a_hidden_collective_slows_the_kernels_beside_it() -> None:
     """By a share of its own time, and of theirs at most."""
     made = clock(contention=0.2)
-    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    took_s = made.network.seconds("all_gather", "fsdp", 10**9)
     made.add(gather())
     made.play(computed(1e3 * took_s * 10), None)
     assert made.now.at_s["compute"] == pytest.approx(10 * took_s + 0.2 * took_s, rel=1e-2)
@@ -192,7 +192,7 @@ def test_a_hidden_collective_slows_the_kernels_beside_it() -> None:
 @pytest.mark.parametrize("hidden", [0.0, 0.75])
 def test_what_is_sent_between_kernels_is_waited_for(hidden: float) -> None:
     made = clock(hidden=hidden)
-    took_s = made.wires.seconds("all_gather", "fsdp", 10**9)
+    took_s = made.network.seconds("all_gather", "fsdp", 10**9)
     made.play(fold([Compute(1, MS), gather("compute"), gather("compute")]), None)
     assert made.now.at_s["compute"] == pytest.approx(1e-3 + 2 * (1 - hidden) * took_s, rel=1e-2)
     assert sum(made.now.exposed_s.values()) == pytest.approx(2 * (1 - hidden) * took_s)
@@ -216,6 +216,6 @@ def test_time_may_go_on_as_it_went_between_two_moments() -> None:
     assert made.now.busy_s["products"] == pytest.approx(13e-3)
 
 
-def test_a_clock_needs_no_more_than_rates_and_wires() -> None:
-    cpu = StepClock(replace(PLAIN, cuda=False), wires_of(LAYOUT, parse_cluster("8xCPU")))
+def test_a_clock_needs_no_more_than_rates_and_a_network() -> None:
+    cpu = StepClock(replace(PLAIN, cuda=False), network_of(LAYOUT, parse_cluster("8xCPU")))
     assert cpu.contention == 0.0

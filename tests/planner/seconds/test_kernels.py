@@ -155,15 +155,15 @@ def test_replicas_cast_their_weights_in_every_pass() -> None:
 
 def test_only_blocks_are_compiled() -> None:
     """The ends of the model are not."""
-    tail, compiled = sheet().tail, replace(QUIET, blocks="compiled")
-    assert durations(tail, "forward", compiled, B, S) == durations(tail, "forward", QUIET, B, S)
+    head, compiled = sheet().head, replace(QUIET, blocks="compiled")
+    assert durations(head, "forward", compiled, B, S) == durations(head, "forward", QUIET, B, S)
     fused = replace(QUIET, blocks="fused")
-    assert total_s(tail, "forward", "pointwise", fused) < total_s(tail, "forward", "pointwise")
+    assert total_s(head, "forward", "pointwise", fused) < total_s(head, "forward", "pointwise")
 
 
 def test_the_embedding_reads_the_rows_that_it_looks_up() -> None:
-    stem = sheet().stem
-    look_up = durations(stem, "forward", QUIET, B, S)[0].device_ns / 1e9
+    embedding = sheet().embedding
+    look_up = durations(embedding, "forward", QUIET, B, S)[0].device_ns / 1e9
     assert look_up == pytest.approx(2 * 2 * B * S * 2048 / 1e12, rel=1e-3)
 
 

@@ -11,10 +11,10 @@ import pytest
 from shardwise.models.config import model_spec
 from shardwise.models.further import with_predictor
 from shardwise.models.load import load_spec
+from shardwise.planner.seconds.network import network_of
 from shardwise.planner.seconds.pipeline import border_bytes, pipeline_times
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.planner.seconds.step import timed
-from shardwise.planner.seconds.wires import wires_of
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.trace import traced_here
 from shardwise.spec.cluster import parse_cluster
@@ -150,10 +150,10 @@ def test_messages_between_nodes_share_their_cards() -> None:
     """256 MiB at the rate of 8 cards of 50 GB/s a node, as the constants reach it: eight pipelines cross it, or one."""
     cluster = parse_cluster("2x8xH100+3.2Tb/node")
     for layout, sharing in ((Layout(pp=2, tp=8, ranks_per_node=8), 8), (Layout(pp=2, ranks_per_node=1), 1)):
-        wires = wires_of(layout, cluster, share=1.0)
-        assert wires.message_s(2**28) == pytest.approx(2**28 / (400e9 / sharing), rel=0.05)
-    inside = wires_of(Layout(pp=2, tp=4, ranks_per_node=8), cluster)
-    assert inside.message_s(2**28) < wires_of(Layout(pp=2, tp=8, ranks_per_node=8), cluster).message_s(2**28)
+        network = network_of(layout, cluster, share=1.0)
+        assert network.message_s(2**28) == pytest.approx(2**28 / (400e9 / sharing), rel=0.05)
+    inside = network_of(Layout(pp=2, tp=4, ranks_per_node=8), cluster)
+    assert inside.message_s(2**28) < network_of(Layout(pp=2, tp=8, ranks_per_node=8), cluster).message_s(2**28)
 
 
 @pytest.mark.parametrize("chained", [False, True])

@@ -26,7 +26,7 @@ H100S = parse_cluster("8xH100")
 PLAN = Plan(
     Layout(dp_shard=8, ranks_per_node=8), Batch(1, 1, 4096, 1024), Shard("zero3"), Precision("bf16"), compile=True
 )
-DIALS = {
+SHARDINGS = {
     "ddp": replace(PLAN, layout=Layout(dp_replicate=8, ranks_per_node=8), shard=Shard("ddp")),
     "zero1": replace(PLAN, shard=Shard("zero1")),
     "zero2": replace(PLAN, shard=Shard("zero2")),
@@ -40,10 +40,10 @@ def of(plan: Plan, cluster: Cluster = H100S) -> Seconds:
     return seconds(timed(ONE_B, price(ONE_B, plan, cluster), cluster))
 
 
-@pytest.mark.parametrize("dial", DIALS)
-def test_the_parts_add_up(dial: str) -> None:
-    cluster = parse_cluster("2x4xH100+400Gb/node") if dial == "hybrid" else H100S
-    found = of(DIALS[dial], cluster)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_the_parts_add_up(sharding: str) -> None:
+    cluster = parse_cluster("2x4xH100+400Gb/node") if sharding == "hybrid" else H100S
+    found = of(SHARDINGS[sharding], cluster)
     parts = found.compute_s + sum(found.exposed_s.values()) + found.optimizer_s + found.host_s
     assert found.step_s == pytest.approx(parts) and found.low_s < found.step_s < found.high_s
     kinds = found.products_s + found.attention_s + found.pointwise_s
@@ -51,12 +51,12 @@ def test_the_parts_add_up(dial: str) -> None:
     assert all(found.exposed_s.get(axis, 0) <= sent * (1 + 1e-9) for axis, sent in found.sent_s.items())
 
 
-@pytest.mark.parametrize("dial", DIALS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 6, 9])
 def test_micro_batches_that_are_left_out_are_as_those_that_are_played(
-    dial: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+    sharding: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = replace(DIALS[dial], batch=replace(PLAN.batch, accumulation=micro_batches))
+    plan = replace(SHARDINGS[sharding], batch=replace(PLAN.batch, accumulation=micro_batches))
     few = of(plan)
     monkeypatch.setattr(step, "PLAYED", 100)
     all_ = of(plan)
@@ -98,8 +98,8 @@ def test_the_optimizer_moves_its_state(name: str, moments: str | None, moved: in
 
 
 def test_adapters_leave_little_to_update() -> None:
-    plan = replace(DIALS["ddp"], lora=Lora(16, frozen="bf16"))
-    assert of(plan).optimizer_s < 0.1 * of(DIALS["ddp"]).optimizer_s
+    plan = replace(SHARDINGS["ddp"], lora=Lora(16, frozen="bf16"))
+    assert of(plan).optimizer_s < 0.1 * of(SHARDINGS["ddp"]).optimizer_s
 
 
 def test_the_band() -> None:

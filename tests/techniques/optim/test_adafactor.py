@@ -64,8 +64,8 @@ def test_the_formula(rate: float, scaled: bool, piece: int, monkeypatch: pytest.
 
 def test_what_is_kept_and_sent_is_what_was_planned() -> None:
     """Of each matrix a number a row and a column; two sums a step, where ranks hold rows."""
-    for dial in ("ddp", "zero1", "zero3", "hsdp-zero3"):
-        plan = plan_of(dial, 8, batch=Batch(2, 2, 32, 40), optim=Optim(NAME))
+    for sharding in ("ddp", "zero1", "zero3", "hsdp-zero3"):
+        plan = plan_of(sharding, 8, batch=Batch(2, 2, 32, 40), optim=Optim(NAME))
         check(plan, ranks=(7,))
         check(replace(plan, lora=Lora(4, 8.0)), ranks=(7,))
     check(plan_of("zero3", 8, batch=Batch(2, 1, 32, 40), optim=Optim(NAME), precision=Precision("bf16")), ranks=(0,))

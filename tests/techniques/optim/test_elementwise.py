@@ -88,8 +88,8 @@ def test_in_bf16_it_is_computed_in_fp32(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_kept_and_sent_is_what_was_planned(name: str) -> None:
-    for dial in ("ddp", "zero1", "zero3"):
-        plan = plan_of(dial, 8, batch=Batch(2, 2, 32, 40), optim=Optim(name))
+    for sharding in ("ddp", "zero1", "zero3"):
+        plan = plan_of(sharding, 8, batch=Batch(2, 2, 32, 40), optim=Optim(name))
         check(plan, ranks=(7,))
         check(replace(plan, lora=Lora(4, 8.0)), ranks=(7,))
     check(plan_of("zero3", 8, batch=Batch(2, 1, 32, 40), optim=Optim(name), precision=Precision("bf16")), ranks=(7,))

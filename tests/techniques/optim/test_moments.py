@@ -169,9 +169,9 @@ def test_what_is_quantised() -> None:
 
 
 @pytest.mark.matrix(3)
-@pytest.mark.parametrize("dial", ["ddp", "zero1", "zero3", "hsdp-zero2"])
-def test_bytes(dial: str) -> None:
-    plan = replace(plan_of(dial, 8), optim=Optim("adamw8bit"))
+@pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero3", "hsdp-zero2"])
+def test_bytes(sharding: str) -> None:
+    plan = replace(plan_of(sharding, 8), optim=Optim("adamw8bit"))
     for rank in (0, 7):
         assert not drift(SPEC, plan, rank).differences()
 

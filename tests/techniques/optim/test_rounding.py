@@ -193,12 +193,12 @@ def test_a_small_model_trains_as_with_fp32_moments() -> None:
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize(
-    ("dial", "weights", "moments"),
+    ("sharding", "weights", "moments"),
     [("ddp", "fp32", "bf16"), ("zero3", "bf16", "bf16"), ("hsdp-zero2", "fp32", "bf16"), ("zero1", "bf16", "fp32")],
 )
-def test_bytes(dial: str, weights: str, moments: str) -> None:
+def test_bytes(sharding: str, weights: str, moments: str) -> None:
     precision = Precision("bf16", weights)  # type: ignore[arg-type]
-    asked = replace(plan_of(dial, 8), optim=Optim(moments=moments), precision=precision)  # type: ignore[arg-type]
+    asked = replace(plan_of(sharding, 8), optim=Optim(moments=moments), precision=precision)  # type: ignore[arg-type]
     for rank in (0, 7):
         assert not drift(SPEC, asked, rank).differences()
 

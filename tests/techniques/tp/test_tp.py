@@ -17,8 +17,8 @@ from shardwise.models.load import load_spec
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.place import place_of
 from shardwise.spec.plan import Dtype, Lora, Optim, Plan, Precision
+from shardwise.spec.rank_kind import rank_kind_of
 from shardwise.techniques import lora, tp
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.states import Division, State, division, state, whole_shape
@@ -175,7 +175,7 @@ def test_the_whole_shape_of_a_piece_on_paper() -> None:
     """Of every weight of a sheet as it is cut for the last rank of eight, adapters and an odd vocabulary among them."""
     spec = replace(LLAMA, num_hidden_layers=1, vocab_size=128_257)
     plan = Plan(Layout(tp=8), lora=Lora(4, 8.0))
-    sheet = sheet_of(spec, plan, place_of(7, plan.layout, [range(1)]))
+    sheet = sheet_of(spec, plan, rank_kind_of(7, plan.layout, [range(1)]))
     shapes = parameter_shapes(spec) | lora.adapters(spec, Lora(4, 8.0))
     found = {weight.name: whole_shape(weight, sheet, plan.layout) for unit in sheet.units for weight in unit.weights}
     assert found == {name.removeprefix("layers.0."): shape for name, shape in shapes.items()}

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from shardwise.planner.log import Folding
 from shardwise.planner.seconds.constants import shipped
+from shardwise.planner.seconds.network import Network
 from shardwise.planner.seconds.rates import Rates
-from shardwise.planner.seconds.wires import Wires
 from shardwise.planner.spans import Span
 from shardwise.spec.sheet import Tier
 from shardwise.techniques.events import Begin, Copy, Event, Key, Mark, Send
@@ -52,18 +52,18 @@ class Elapsed:
         return self.at_s, self.links_s, self.busy_s, self.exposed_s, self.sent_s
 
 
-def waited_s(send: Send, wires: Wires, hidden: float) -> float:
+def waited_s(send: Send, network: Network, hidden: float) -> float:
     """Return the seconds that the device waits for a message that is sent between kernels, of which a share is
     ``hidden`` behind others, or what is computed meanwhile is known."""
-    return max(0.0, (1 - hidden) * wires.seconds(send.kind, send.axis, send.bytes) - send.beside_ns / 1e9)
+    return max(0.0, (1 - hidden) * network.seconds(send.kind, send.axis, send.bytes) - send.beside_ns / 1e9)
 
 
 class StepClock(Folding):
     """``hidden``: the share of what is sent between kernels that others run beside."""
 
-    def __init__(self, rates: Rates, wires: Wires, hidden: float = 0.0) -> None:
+    def __init__(self, rates: Rates, network: Network, hidden: float = 0.0) -> None:
         super().__init__()
-        self.rates, self.wires, self.hidden = rates, wires, hidden
+        self.rates, self.network, self.hidden = rates, network, hidden
         self.now = Elapsed()
         self.at: dict[Hashable, tuple[float, str]] = {}  # when a mark is reached, and the axis last sent along
         self.axis: dict[str, str] = {}
@@ -109,17 +109,17 @@ class StepClock(Folding):
         now.at_s["compute"] = max(max(now.at_s["compute"], first_s) + device_s + slowed_s, now.host_s)
 
     def _send(self, send: Send, calls: int) -> None:
-        now, seconds = self.now, calls * self.wires.seconds(send.kind, send.axis, send.bytes)
-        axis = self.wires.layout.called(send.axis)
+        now, seconds = self.now, calls * self.network.seconds(send.kind, send.axis, send.bytes)
+        axis = self.network.layout.called(send.axis)
         now.sent_s[axis] += seconds
         if send.stream == "compute":
-            seconds = calls * waited_s(send, self.wires, self.hidden)
+            seconds = calls * waited_s(send, self.network, self.hidden)
             now.at_s["compute"] = max(now.at_s["compute"], now.host_s) + seconds
             now.exposed_s[axis] += seconds
             return
         begins_s = max(now.at_s[send.stream], now.host_s)
         if self.rates.cuda and seconds:
-            links = self.wires.links(send.axis)
+            links = self.network.links(send.axis)
             begins_s = max(begins_s, now.links_s[links])
             now.links_s[links] = begins_s + seconds
         now.at_s[send.stream] = begins_s + seconds

@@ -13,8 +13,8 @@ from shardwise.planner.passes import Passes
 from shardwise.planner.price import along_pipeline
 from shardwise.planner.schedule import Step
 from shardwise.planner.seconds.clock import Elapsed, StepClock
+from shardwise.planner.seconds.network import network_of
 from shardwise.planner.seconds.rates import Traits, rates_of
-from shardwise.planner.seconds.wires import wires_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet
@@ -46,7 +46,7 @@ class PipelineTimes:
     def elapsed(self, rank: int) -> Elapsed:
         """All that happens in a rank's passes, and what it sends along ``pp``."""
         total, count = Elapsed(), self.line.plan.batch.accumulation
-        own = {stage.number for stage in self.sheets[rank].place.stages}
+        own = {stage.number for stage in self.sheets[rank].rank_kind.stages}
         beside = {number + step for number in own for step in (-1, 1)} - own - {-1, len(self.passes)}
         total.sent_s["pp"] = count * len(beside) * self.line.message_s
         for number in own:
@@ -61,20 +61,20 @@ def pipeline_times(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits
     sheets, rates = tuple(along_pipeline(spec, plan)), rates_of(plan, cluster, traits)
     times, known = dict[int, object](), dict[object, tuple[techniques.StageTimes, StagePasses]]()
     for sheet in sheets:
-        for stage in sheet.place.stages:
+        for stage in sheet.rank_kind.stages:
             own, trained = sheet.of_stage(stage), sheet.trained[stage.number]
-            waits = traits.chained and sheet.place.coordinate("pp") > 0
-            units = own.stem, *(own.blocks[kind] for kind in own.order), own.tail
+            waits = traits.chained and sheet.rank_kind.coordinate("pp") > 0
+            units = own.embedding, *(own.blocks[kind] for kind in own.order), own.head
             alike = units, trained, waits
             if alike not in known:
-                wires = wires_of(plan.layout, cluster, traits.network if plan.sharded else None)
-                clock = StepClock(rates, wires, traits.hidden)
+                network = network_of(plan.layout, cluster, traits.network if plan.sharded else None)
+                clock = StepClock(rates, network, traits.hidden)
                 played = Step(clock, own, plan, Passes.of(own, plan, cluster.kind, rates), stage.number)
                 known[alike] = _stage_times(clock, played, plan, trained=trained, waits=waits)
             times[stage.number] = alike
     stages, passes = zip(*(known[times[number]] for number in sorted(times)), strict=True)
     parts = plan.layout.tp if traits.scattered and not plan.sequence_parallel else 1
-    message_s = wires_of(plan.layout, cluster).message_s(border_bytes(sheets[0], plan) // parts)
+    message_s = network_of(plan.layout, cluster).message_s(border_bytes(sheets[0], plan) // parts)
     line = techniques.PipelineReplay(plan, sheets[0].trained, stages, message_s, traits.chained and plan.sharded)
     return PipelineTimes(sheets, passes, line, *line.replayed())
 

@@ -18,9 +18,9 @@ from shardwise.planner.schedule import Step
 from shardwise.planner.seconds.clock import Elapsed, StepClock, waited_s
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.kernels import durations
+from shardwise.planner.seconds.network import Network, network_of
 from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import Rates, Traits, own_traits, rates_of
-from shardwise.planner.seconds.wires import Wires, wires_of
 from shardwise.planner.spans import Span, joined
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan, Seconds
@@ -38,7 +38,7 @@ def timed(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits | None =
         return replace(plan, estimate=replace(plan.estimate, seconds=piped(spec, plan, cluster, traits)))
     found: dict[tuple[tuple[Unit, ...], int], Seconds] = {}
     for costed in at_places(spec, plan):
-        alike = costed.units, costed.place.coordinate("ring")
+        alike = costed.units, costed.rank_kind.coordinate("ring")
         if alike not in found:
             found[alike] = seconds_of(costed, plan, cluster, traits)
     slowest = max(found.values(), key=lambda seconds: seconds.step_s)
@@ -87,7 +87,7 @@ def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seco
     now.exposed_s["pp"] += max(0.0, times.makespan_s - now.at_s["compute"])
     now.at_s["compute"] = max(now.at_s["compute"], times.makespan_s)
     last = max(times.sheets, key=lambda sheet: sum(sent.bytes for sent in sheet.step))
-    _send_last(now, last, wires_of(plan.layout, cluster))
+    _send_last(now, last, network_of(plan.layout, cluster))
     optimizer_s = max(optimizer(sheet, plan, rates, unfused=traits.unfused) for sheet in times.sheets)
     waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)
     left_s = max(sum(map(rates.moved_s, techniques.moved(sheet, plan).left)) for sheet in times.sheets)
@@ -139,14 +139,14 @@ def least(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> tuple[
     """Return what each kind of unit takes at least, for a micro-batch: all that is computed, and what is sent between
     kernels, without a wait."""
     rates = rates_of(plan, cluster, traits)
-    passes, wires = Passes.of(costed, plan, cluster.kind, rates), wires_of(plan.layout, cluster)
+    passes, network = Passes.of(costed, plan, cluster.kind, rates), network_of(plan.layout, cluster)
     found = []
     for unit in costed.units:
         device_s, host_ns = [], 0
         for which in (Passes.forward, Passes.backward):
             span = joined(piece for piece in folded_pass(which, passes, unit) if isinstance(piece, Span))
             host_ns += span.host_ns
-            waits_s = sum(n * waited_s(send, wires, traits.hidden) for send, n in span.sent.items())
+            waits_s = sum(n * waited_s(send, network, traits.hidden) for send, n in span.sent.items())
             device_s.append(sum(span.busy_ns.values()) / 1e9 + waits_s)
         later = put_off(unit)
         takes = durations(unit, "backward", rates, passes.b, passes.s) if later else ()
@@ -164,7 +164,7 @@ def once_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> float
 def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: Traits) -> Elapsed:
     """Return what the forward and backward passes of all micro-batches come to, with what is sent after them."""
     share = traits.network if plan.sharded else None
-    clock = StepClock(rates, wires_of(plan.layout, cluster, share), traits.hidden)
+    clock = StepClock(rates, network_of(plan.layout, cluster, share), traits.hidden)
     step = Step(clock, costed, plan, Passes.of(costed, plan, cluster.kind, rates))
     count = plan.batch.accumulation
     played = min(count, PLAYED)
@@ -178,15 +178,15 @@ def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: T
         late_s = now.at_s[TO_HOST] - now.at_s["compute"]
         now.goes_on(after[1], after[2], count - played)
         now.at_s[TO_HOST] = now.at_s["compute"] + late_s  # what leaves in the last backward, and in none before it
-    _send_last(now, costed, clock.wires)
+    _send_last(now, costed, clock.network)
     return now
 
 
-def _send_last(now: Elapsed, costed: Sheet, wires: Wires) -> None:
+def _send_last(now: Elapsed, costed: Sheet, network: Network) -> None:
     """Add what is sent once, after the last backward: the gradient of tied ends, between two ranks; and scalars."""
     for sent in costed.step:
         ends = sent.axis == "pp" and sent.category == "gradients"
-        seconds = wires.message_s(sent.bytes) if ends else wires.seconds(sent.kind, sent.axis, sent.bytes)
+        seconds = network.message_s(sent.bytes) if ends else network.seconds(sent.kind, sent.axis, sent.bytes)
         now.at_s["compute"] += seconds
         now.exposed_s["pp" if ends else "control"] += seconds
 

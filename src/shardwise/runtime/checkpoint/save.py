@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from shardwise.errors import DataError, OutputError, Problem, ShardwiseError
 from shardwise.models.tensorfile import NAMES
 from shardwise.runtime.checkpoint import commit, manifest
-from shardwise.runtime.checkpoint.crew import Crew, RankError
+from shardwise.runtime.checkpoint.host_group import HostGroup, RankError
 from shardwise.runtime.checkpoint.inflight import NOT_FINITE, InFlight, Kind, SaveResult
 from shardwise.runtime.checkpoint.locate import Signature, best, check_run, compare, locate, run_of, tell, to_resume
 from shardwise.runtime.checkpoint.manifest import Manifest, Rejected, step_name
@@ -69,7 +69,7 @@ class RunCheckpoints:
         self.run_id = run_id
         self.rejected: list[Problem] = []
         self._disk = disk
-        self.crew = Crew.of(process_group)
+        self.group = HostGroup.of(process_group)
         self._writer = ShardWriter(self.directory, run_id, disk, staged_on_disk)
         self._planner = ShardPlanner()
         self._planned: object = None
@@ -93,7 +93,7 @@ class RunCheckpoints:
         self.flight.end()
         begun = time.monotonic()
         layout = _layout(tensors)
-        votes = self.crew.minimum([int(finite), step, -step, int(layout is not None and layout == self._planned)])
+        votes = self.group.minimum([int(finite), step, -step, int(layout is not None and layout == self._planned)])
         if votes[1] != -votes[2]:
             raise ValueError(f"the ranks disagree on the step to save: {votes[1]} to {-votes[2]}")
         if not votes[0]:
@@ -117,7 +117,7 @@ class RunCheckpoints:
         if not self.settings.keep_best or not math.isfinite(loss):
             return False
         self.flight.end()
-        lowest = self.crew.first(lambda: best(self.directory))
+        lowest = self.group.first(lambda: best(self.directory))
         return lowest is None or loss < lowest[0]
 
     def copied(self) -> None:
@@ -142,11 +142,11 @@ class RunCheckpoints:
         the bytes of that room, on the first rank those of all, elsewhere 0. Raises OutputError (OUT002, OUT003) where
         the directory cannot be written."""
         try:
-            self.crew.first(self._claim)
+            self.group.first(self._claim)
             self._make_plan(tensors, _layout(tensors))
             self._planner.set_up_planner(dict(tensors))
-            given = self._plan, self._planner, self.crew.rank, self.crew.size
-            return sum(self.crew.each(lambda: self._writer.stage(*given)))
+            given = self._plan, self._planner, self.group.rank, self.group.size
+            return sum(self.group.each(lambda: self._writer.stage(*given)))
         except RankError as error:
             raise error.first from error
 
@@ -169,7 +169,7 @@ class RunCheckpoints:
         self.flight.end()
         self.rejected = []
         try:
-            found = self.crew.first(lambda: to_resume(self.directory, path))
+            found = self.group.first(lambda: to_resume(self.directory, path))
             for step, directory in found:
                 try:
                     facts = self._load(directory, tensors, kind, any_run=path is not None)
@@ -178,7 +178,7 @@ class RunCheckpoints:
                         raise
                     self.rejected.append(_problem(error.first, directory))
                     continue
-                if self.crew.rank == 0:
+                if self.group.rank == 0:
                     tell(log, directory, self.rejected, found[0][0] - step)
                 return facts
         except RankError as error:
@@ -189,7 +189,7 @@ class RunCheckpoints:
         fix = "restore one of them, or start over without them: --allow-fresh-start"
         if not allow_fresh_start:
             raise DataError(Problem("CKPT016", what, str(path or self.directory), fix), *self.rejected)
-        if self.crew.rank == 0:
+        if self.group.rank == 0:
             log("\n".join([f"warning[CKPT016]: {what}; starting afresh", *map(str, self.rejected)]))
         return None
 
@@ -206,16 +206,16 @@ class RunCheckpoints:
         self._planned = None
 
         def local() -> SavePlan:
-            self._planner.set_up_planner(dict(tensors), is_coordinator=self.crew.rank == 0)
+            self._planner.set_up_planner(dict(tensors), is_coordinator=self.group.rank == 0)
             return self._planner.create_local_plan()
 
-        plans = self.crew.each(local)
+        plans = self.group.each(local)
 
         def whole() -> list[SavePlan]:
             self._plans, self._metadata = self._planner.create_global_plan(plans)
             return self._plans
 
-        self._plan = self._planner.finish_plan(self.crew.deal(whole))
+        self._plan = self._planner.finish_plan(self.group.deal(whole))
         self._planned = layout
 
     def _copy(self, tensors: Tensors, facts: Mapping[str, Any], step: int, stream: torch.cuda.Stream | None) -> None:
@@ -224,22 +224,22 @@ class RunCheckpoints:
                 torch.cuda.set_device(stream.device)  # a thread begins on the first GPU, and makes a context there
             self._planner.set_up_planner(dict(tensors))
             self._writer.describe(step, json.dumps(facts, sort_keys=True, allow_nan=False).encode())
-            self._writer.stage(self._plan, self._planner, self.crew.rank, self.crew.size, stream)
+            self._writer.stage(self._plan, self._planner, self.group.rank, self.group.size, stream)
         finally:
             self._copied.set()
 
     def _write(self, step: int, begun: float, copy: Callable[[], None]) -> None:
-        crew, writer = self.crew, self._writer
+        group, writer = self.group, self._writer
 
         def commit_once() -> Path:
-            crew.first(self._claim)
-            path = crew.first(lambda: writer.begin(self._plans))
-            plan = dataclasses.replace(self._plan, storage_data=Target(path, crew.rank, crew.size))
-            results = crew.each(lambda: writer.write_data(plan, self._planner).wait())
-            return crew.first(lambda: writer.commit(self._metadata, results))
+            group.first(self._claim)
+            path = group.first(lambda: writer.begin(self._plans))
+            plan = dataclasses.replace(self._plan, storage_data=Target(path, group.rank, group.size))
+            results = group.each(lambda: writer.write_data(plan, self._planner).wait())
+            return group.first(lambda: writer.commit(self._metadata, results))
 
         try:
-            crew.each(copy)
+            group.each(copy)
             if not self.flight.wanted():
                 self.flight.results.append(SaveResult("skipped", step, self.flight.why_not))
                 writer.abandon()
@@ -256,7 +256,7 @@ class RunCheckpoints:
 
     def _tidy(self, step: int, target: Path) -> None:
         """Read the new checkpoint back, each rank what it wrote, and only then delete older ones."""
-        crew = self.crew
+        group = self.group
         last, every = self.settings.save_total_limit, self.settings.keep_every
         kind: Kind = "unverified"
 
@@ -265,18 +265,18 @@ class RunCheckpoints:
             return expire(self.directory, Keep(last, every, lowest and lowest[1]), step, self._disk)
 
         try:
-            record = crew.first(lambda: manifest.read(target))
-            mine = [name for number, name in enumerate(sorted(record.files)) if number % crew.size == crew.rank]
-            crew.each(lambda: manifest.check_files(target, record, mine, evict=True))
+            record = group.first(lambda: manifest.read(target))
+            mine = [name for number, name in enumerate(sorted(record.files)) if number % group.size == group.rank]
+            group.each(lambda: manifest.check_files(target, record, mine, evict=True))
             kind = "undeleted"
-            for old in crew.first(outdated):
+            for old in group.first(outdated):
                 self.flight.results.append(SaveResult("removed", old, step_name(old)))
         except BaseException as error:
             self.flight.results.append(SaveResult(kind, step, str(error)))
 
     def _load(self, directory: Path, wanted: Wanted, kind: Callable[..., object] | None, any_run: bool) -> Facts:
         """Load one checkpoint on all ranks, or raise RankError on all. Nothing is touched before all is verified."""
-        crew = self.crew
+        group = self.group
 
         def look() -> list[str]:
             record = manifest.read(directory)
@@ -286,16 +286,18 @@ class RunCheckpoints:
             return [name for name in record.tensors if name not in tensors]
 
         seen: list[tuple[Manifest, Tensors]] = []
-        others = crew.each(look)  # a rank may hold some layers of the model only
-        unwanted = crew.first(lambda: sorted(set.intersection(*map(set, others))))
+        others = group.each(look)  # a rank may hold some layers of the model only
+        unwanted = group.first(lambda: sorted(set.intersection(*map(set, others))))
         record, tensors = seen[0]
         known = {name: record.tensors[name] for name in record.tensors if name in tensors or name in unwanted}
-        names = sorted(record.files, key=lambda name: -record.files[name].bytes)[crew.rank :: crew.size]
-        crew.each(lambda: manifest.check_files(directory, record, names, hashes=False))  # or damage looks like a misfit
-        crew.each(lambda: compare(known, _signature(tensors), str(directory)))
-        crew.each(lambda: manifest.check_files(directory, record, names))
-        facts: Facts = crew.first(lambda: manifest.read_facts(directory, kind))
-        crew.each(lambda: fill(directory, record, tensors))
+        names = sorted(record.files, key=lambda name: -record.files[name].bytes)[group.rank :: group.size]
+        group.each(
+            lambda: manifest.check_files(directory, record, names, hashes=False)
+        )  # or damage looks like a misfit
+        group.each(lambda: compare(known, _signature(tensors), str(directory)))
+        group.each(lambda: manifest.check_files(directory, record, names))
+        facts: Facts = group.first(lambda: manifest.read_facts(directory, kind))
+        group.each(lambda: fill(directory, record, tensors))
         return facts
 
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.errors import ConfigError, DataError, Problem
 from shardwise.models.tensorfile import DTYPES, NAMES
-from shardwise.runtime.checkpoint.crew import Crew, RankError
+from shardwise.runtime.checkpoint.host_group import HostGroup, RankError
 
 LARGEST_BYTES = 16 << 20
 """Tensors in such a state may have at most this size: counters and generators fit, and JSON can hold them."""
@@ -98,7 +98,7 @@ class Objects:
             encode(each.state_dict(), name)
         self.objects, self.per_rank, self.optimizer = objects, frozenset(per_rank), optimizer
 
-    def collect(self, crew: Crew) -> dict[str, Any]:
+    def collect(self, host_group: HostGroup) -> dict[str, Any]:
         """The states as JSON; whole on the first rank. Those of each rank are gathered, so all ranks call this."""
         first = {name: encode(o.state_dict(), name) for name, o in self.objects.items() if name not in self.per_rank}
         if any(isinstance(each, LRScheduler) for each in self.objects.values()):
@@ -106,21 +106,21 @@ class Objects:
         if not self.per_rank:
             return {"first": first, "ranks": {}}
         try:
-            everyone = crew.each(lambda: {n: encode(self.objects[n].state_dict(), n) for n in self.per_rank})
+            everyone = host_group.each(lambda: {n: encode(self.objects[n].state_dict(), n) for n in self.per_rank})
         except RankError as error:
             raise error.first from error
         return {"first": first, "ranks": {name: [each[name] for each in everyone] for name in self.per_rank}}
 
-    def restore(self, kept: dict[str, Any] | None, crew: Crew) -> None:
+    def restore(self, kept: dict[str, Any] | None, host_group: HostGroup) -> None:
         """Restore the state of each object. Raises DataError OWN002 if the checkpoint holds the states of other
         objects, or of another number of ranks."""
         first, ranks = (dict(kept["first"]), kept["ranks"]) if kept else ({}, {})
         groups = decode(first.pop("$groups", []))
         for name in sorted({*self.objects, *first, *ranks}):
-            if problem := self._differs(name, first, ranks, crew.size):
+            if problem := self._differs(name, first, ranks, host_group.size):
                 raise DataError(problem)
         for name, each in self.objects.items():
-            each.load_state_dict(decode(ranks[name][crew.rank] if name in ranks else first[name]))
+            each.load_state_dict(decode(ranks[name][host_group.rank] if name in ranks else first[name]))
         for group, saved in zip(self.optimizer.param_groups, groups, strict=False):
             group.update(saved)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardwise import techniques
 from shardwise.data.store import TokenStore
-from shardwise.runtime.checkpoint.crew import Crew
+from shardwise.runtime.checkpoint.host_group import HostGroup
 from shardwise.runtime.generate import Sampling, generate, prompt_ids
 from shardwise.runtime.job import Job
 from shardwise.runtime.report.warn import failure, only_reports, warn
@@ -19,7 +19,7 @@ SAMPLE = Sampling(max_new_tokens=48, temperature=0.6)
 """Above 0, because always taking the most likely token makes a little-trained model repeat itself."""
 
 
-def sample(job: Job, state: TrainState, crew: Crew) -> str:
+def sample(job: Job, state: TrainState, group: HostGroup) -> str:
     """The recipe's prompt (else one of the held-out data), a bar, and what the model writes after it. If that fails:
     empty, with a warning, because a sample must not end a run."""
 
@@ -30,12 +30,12 @@ def sample(job: Job, state: TrainState, crew: Crew) -> str:
         ids = given or first_prompt(job.prepared.validation or job.prepared.train)
         begun = tokenizer.decode(ids) if prompt is None else prompt
         try:
-            written = generate(state.parts, ids, ending, job.device, first=crew.first)
+            written = generate(state.parts, ids, ending, job.device, first=group.first)
         finally:
             techniques.after_inference(state.parts, job.plan)
         return f"{begun}|{tokenizer.decode(written)}"
 
-    written = crew.spared(write, job.recipe.run.timeout_s / 2)
+    written = group.spared(write, job.recipe.run.timeout_s / 2)
     if isinstance(written, Exception):
         if job.rank == 0:
             warn(failure(f"the sample at step {state.step}", written))
@@ -52,10 +52,10 @@ def first_prompt(store: TokenStore) -> list[int]:
     return store.read(0, asked if 1 < asked <= MOST_TOKENS else PROMPT_TOKENS).tolist()
 
 
-def keep_first_sample(job: Job, state: TrainState, crew: Crew) -> None:
+def keep_first_sample(job: Job, state: TrainState, group: HostGroup) -> None:
     """Store a sample of the model before training, for the report; a resumed run reads it. Not of random weights: they
     write noise, and it would take up to half of the time before the first step."""
-    text = sample(job, state, crew)
+    text = sample(job, state, group)
     if job.rank == 0:
         with only_reports("keeping the first sample"):
             (job.directory / "sample-before.txt").write_text(text, encoding="utf-8")

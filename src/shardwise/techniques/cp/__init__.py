@@ -26,8 +26,8 @@ from shardwise.models.config import ModelSpec, layer_kinds, with_fields
 from shardwise.models.mixers import DELTA, mixers_of
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import divisors
-from shardwise.spec.place import Place
 from shardwise.spec.plan import CpKind, Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.rows import RowShare, WholeRows, held, hops, needs, parts_of, sights
 from shardwise.spec.sheet import At, Op, Within
@@ -184,7 +184,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     }
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
     """Give a block its symbols: ``c`` ranks of a ring, ``u`` that exchange heads; other symbols are of one rank."""
     layout, exchanging = plan.layout, 1
     if made.variant.what != "block":

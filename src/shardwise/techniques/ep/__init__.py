@@ -26,8 +26,8 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, with_fields
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import divisors, least_dp_shard
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.variant import Traced
@@ -126,7 +126,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     return {"ranks with the same experts": same > 1, "ranks that all have other experts": same == 1}
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
     """Give a block with experts its symbols: ``x`` ranks, of which each has ``E`` experts and gets ``R`` rows, as many
     as it sends."""
     ranks, model = plan.layout.ep, made.variant.model

@@ -24,8 +24,8 @@ from shardwise.models.families import FAMILIES
 from shardwise.models.family import Stack
 from shardwise.models.roles import STACKED, is_adaptable, is_stacked, role
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Dtype, Lora, Plan, Precision
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import LoraSection, Recipe
 from shardwise.spec.sheet import At, Op, Within
 from shardwise.techniques.dtypes import chosen_dtype
@@ -189,7 +189,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     return {"norms of rows in rounds": dora and any(nf4_rows_at_once(*shape) < shape[0] for shape in shapes)}
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
     """Say which layers of a block have adapters, and of what kind; their rank is a symbol."""
     lora = plan.lora
     if lora is None or made.variant.what != "block":

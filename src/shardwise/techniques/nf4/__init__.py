@@ -19,8 +19,8 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_adaptable, is_expert, is_stacked, router_of
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Place
 from shardwise.spec.plan import Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import At, Op, Within
 from shardwise.techniques.quantised import (
@@ -105,7 +105,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     }
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
     """Count the groups of each matrix of a block, which are as many as its codes make: a sum, and no product. A plan's
     adapters say the rest."""
     lora = made.variant.plan.lora

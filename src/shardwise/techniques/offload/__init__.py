@@ -135,10 +135,10 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
     moved = tuple(narrowed(one, compute, sharded=sharded) for one in sheet.blocks) if narrows(plan) else sheet.blocks
     if plan.offload.optimizer_fraction == 1:
         return replace(sheet, blocks=moved)
-    each = zip(sheet.order, sheet.place.blocks, strict=True)
+    each = zip(sheet.order, sheet.rank_kind.blocks, strict=True)
     order = tuple(kind if plan.offload.moves(number) else kind + len(sheet.blocks) for kind, number in each)
     blocks = (*moved, *map(staying, sheet.blocks))
-    return replace(sheet, stem=staying(sheet.stem), blocks=blocks, order=order, tail=staying(sheet.tail))
+    return replace(sheet, embedding=staying(sheet.embedding), blocks=blocks, order=order, head=staying(sheet.head))
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:

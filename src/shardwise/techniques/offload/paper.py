@@ -38,8 +38,8 @@ class LeavingGradients(Gradients):
 
     def __init__(self, log: EventLog, sheet: Sheet, plan: Plan) -> None:
         self.staying: set[UnitName] = {i for i, kind in enumerate(sheet.order) if sheet.blocks[kind].stays}
-        if sheet.stem.stays:
-            self.staying.add("stem")
+        if sheet.embedding.stays:
+            self.staying.add("embedding")
         self.log, self.on_host = log, plan.offload.optimizer != "none"
         self.early, self.sums = leave_early(plan), plan.offload.sums == "host"
         self.leaves: dict[Hashable, tuple[UnitName, int | None]] = {}  # of each its unit, and what of it is copied
@@ -110,9 +110,9 @@ class ComingWeights(Between):
         self.returned: dict[UnitName, tuple[int, int]] = {}  # bytes that are copied, and that the host casts
         if return_beside(plan):
             units = elsewhere(sheet).units
-            each = [trained_of(unit, sheet.place, plan.precision.weights)[3:] for unit in units]
+            each = [trained_of(unit, sheet.rank_kind, plan.precision.weights)[3:] for unit in units]
             ends = (each[0][0] + each[-1][0], each[0][1] + each[-1][1])
-            self.returned = {"stem": ends, **{number: each[1 + kind] for number, kind in enumerate(sheet.order)}}
+            self.returned = {"embedding": ends, **{number: each[1 + kind] for number, kind in enumerate(sheet.order)}}
 
     def before_forward(self, name: UnitName, at: TensorKey) -> None:
         if name in self.returned and at.micro_batch == 0:
@@ -123,7 +123,7 @@ class ComingWeights(Between):
             self._come(name + 1)
 
     def _return(self, name: UnitName) -> None:
-        if name == "stem":
+        if name == "embedding":
             self.log.record("compute", "weights updated")
             for stream in (ON_HOST, TO_DEVICE):
                 self.log.wait(stream, "weights updated")

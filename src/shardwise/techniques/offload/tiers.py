@@ -9,8 +9,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Dtype, Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Tier, Unit
 from shardwise.techniques.events import TO_DEVICE, Copy
 from shardwise.techniques.offload.legal import return_beside
@@ -41,8 +41,8 @@ def _moved(unit: Unit) -> Unit:
 
 
 class Trained(NamedTuple):
-    """Trained weights at a place, without padding: how many, their numbers, and those of the largest; the bytes that
-    are copied to the device when the host has updated them, and that it reads and writes where it casts them."""
+    """Trained weights on a kind of rank, without padding: how many, their numbers, and those of the largest; the bytes
+    that are copied to the device when the host has updated them, and that it reads and writes where it casts them."""
 
     weights: int
     numbers: int
@@ -52,9 +52,9 @@ class Trained(NamedTuple):
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def trained_of(unit: Unit, place: Place, updated: Dtype) -> Trained:
+def trained_of(unit: Unit, rank_kind: RankKind, updated: Dtype) -> Trained:
     """Return the trained weights of a unit. ``updated``: the dtype that they are updated in."""
-    each = [(weight.local_numel(place, padded=False), weight.dtype) for weight in unit.weights if weight.trained]
+    each = [(weight.local_numel(rank_kind, padded=False), weight.dtype) for weight in unit.weights if weight.trained]
     return Trained(
         weights=len(each),
         numbers=sum(count for count, _ in each),
@@ -65,9 +65,9 @@ def trained_of(unit: Unit, place: Place, updated: Dtype) -> Trained:
 
 
 def trained(sheet: Sheet, plan: Plan, *, ends: bool = False) -> Trained:
-    """Return the trained weights at the sheet's place; of the ``ends`` of the model alone, if so asked."""
-    units = [(sheet.stem, 1), (sheet.tail, 1)] if ends else sheet.repeated()
-    each = [(times, trained_of(unit, sheet.place, plan.precision.weights)) for unit, times in units]
+    """Return the trained weights on the sheet's kind of rank; of the ``ends`` of the model alone, if so asked."""
+    units = [(sheet.embedding, 1), (sheet.head, 1)] if ends else sheet.repeated()
+    each = [(times, trained_of(unit, sheet.rank_kind, plan.precision.weights)) for unit, times in units]
     weights, numbers, _, returned, cast = (sum(times * one[i] for times, one in each) for i in range(5))
     return Trained(weights, numbers, max(one.largest for _, one in each), returned, cast)
 
@@ -93,19 +93,19 @@ class WaitingBytes(NamedTuple):
 
 
 def waiting(sheet: Sheet, plan: Plan) -> list[WaitingBytes]:
-    """Return the weights that wait of each block in their order, at the sheet's place; of none, where all are on the
-    device."""
+    """Return the weights that wait of each block in their order, on the sheet's kind of rank; of none, where all are on
+    the device."""
     if plan.offload.weights == "none":
         return []
-    each = [_waiting(block, sheet.place, plan.offload.optimizer != "none") for block in sheet.blocks]
+    each = [_waiting(block, sheet.rank_kind, plan.offload.optimizer != "none") for block in sheet.blocks]
     return [each[kind] for kind in sheet.order]
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _waiting(block: Unit, place: Place, trained: bool) -> WaitingBytes:
+def _waiting(block: Unit, rank_kind: RankKind, trained: bool) -> WaitingBytes:
     weights = [weight for weight in block.weights if trained or not weight.trained]
     padded, exact = (
-        [weight.local_numel(place, padded=padded) * BYTES[weight.dtype] for weight in weights]
+        [weight.local_numel(rank_kind, padded=padded) * BYTES[weight.dtype] for weight in weights]
         for padded in (True, False)
     )
     return WaitingBytes(sum(padded), sum(exact), sum(map(whole_pages, exact)))
@@ -124,22 +124,23 @@ def leaving(blocks: Sequence[Unit], plan: Plan, *, first_stays: bool) -> dict[in
 
 
 def inputs(sheet: Sheet, plan: Plan) -> list[list[int]]:
-    """Return the bytes of the inputs of blocks that leave the device in a forward at the sheet's place, one by one, of
-    each of its stages."""
+    """Return the bytes of the inputs of blocks that leave the device in a forward on the sheet's kind of rank, one by
+    one, of each of its stages."""
     found, blocks = list[list[int]](), [sheet.blocks[kind] for kind in sheet.order]
-    for stage in sheet.place.stages or (sheet.place,):
+    for stage in sheet.rank_kind.stages or (sheet.rank_kind,):
         own, blocks = blocks[: len(stage.blocks)], blocks[len(stage.blocks) :]
-        found.append([size for size, _ in leaving(own, plan, first_stays=not stage.stem).values()])
+        found.append([size for size, _ in leaving(own, plan, first_stays=not stage.embedding).values()])
     return found
 
 
 def held(
     sheet: Sheet, plan: Plan, state: Mapping[str, int], moments: int, flying: Sequence[int]
 ) -> Mapping[tuple[Tier, str], int]:
-    """Return the bytes that are kept all the time at the sheet's place, by tier and category: of its ``state``, weights
-    and moments, what is not outside the device; and there of each trained weight a copy and its gradient, and the
-    ``moments`` of these, with a count of 4 bytes a weight. On NVMe gradients and counts stay in memory, and the blocks
-    that are on their way. ``flying``: of each stage, how many forwards are in flight at most, whose inputs wait."""
+    """Return the bytes that are kept all the time on the sheet's kind of rank, by tier and category: of its ``state``,
+    weights and moments, what is not outside the device; and there of each trained weight a copy and its gradient, and
+    the ``moments`` of these, with a count of 4 bytes a weight. On NVMe gradients and counts stay in memory, and the
+    blocks that are on their way. ``flying``: of each stage, how many forwards are in flight at most, whose inputs
+    wait."""
     outside, found, waits = plan.offload, Counter[tuple[Tier, str]](), waiting(sheet, plan)
     moved, back = trained(elsewhere(sheet), plan), returning(sheet, plan)
     wide, exact = BYTES[plan.precision.weights], sum(one.exact for one in waits)
@@ -176,7 +177,7 @@ def _staged_bytes(sheet: Sheet, waits: Sequence[WaitingBytes]) -> int:
     """Return the memory of the host through which weights come from files, one a stage: whole pages for its largest
     block."""
     total, begin = 0, 0
-    for stage in sheet.place.stages or (sheet.place,):
+    for stage in sheet.rank_kind.stages or (sheet.rank_kind,):
         own = waits[begin : begin + len(stage.blocks)]
         total += STAGED_BLOCKS * (max((one.pages for one in own), default=0) + PAGE_BYTES)
         begin += len(stage.blocks)
@@ -184,7 +185,7 @@ def _staged_bytes(sheet: Sheet, waits: Sequence[WaitingBytes]) -> int:
 
 
 class Moved(NamedTuple):
-    """What is copied at a place.
+    """What is copied on a kind of rank.
 
     left     gradients, in the last backward
     back     weights that have been updated, of which one is rounded while the one before it is copied
@@ -201,8 +202,8 @@ class Moved(NamedTuple):
 
 
 def moved(sheet: Sheet, plan: Plan) -> Moved:
-    """Return what is copied in a step at the sheet's place: of inputs of blocks, each way, and of weights from the
-    host, of each block for its forward, and for its backward, but for the last where it stays. From NVMe updated
+    """Return what is copied in a step on the sheet's kind of rank: of inputs of blocks, each way, and of weights from
+    the host, of each block for its forward, and for its backward, but for the last where it stays. From NVMe updated
     weights come while others are read."""
     left, back, late = list[Copy](), list[Copy](), not return_beside(plan)
     if plan.offload.optimizer != "none":
@@ -233,7 +234,7 @@ class Updated(NamedTuple):
 
 
 def updated(sheet: Sheet, plan: Plan) -> Updated:
-    """Return what is updated at the sheet's place, and where."""
+    """Return what is updated on the sheet's kind of rank, and where."""
     whole, moved = trained(sheet, plan), 0
     if plan.offload.optimizer != "none":
         moved = trained(elsewhere(sheet), plan).numbers

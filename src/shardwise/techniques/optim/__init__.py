@@ -25,8 +25,8 @@ from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec
 from shardwise.models.roles import role
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Optim, Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.spec.schedules import SCHEDULES, WARMUPS
 from shardwise.spec.sheet import CONTROL_BYTES, KEPT_UNITS, Collective, Sheet, Unit
@@ -117,8 +117,8 @@ def _sums(sheet: Sheet, plan: Plan) -> Iterator[Collective]:
 
 
 def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
-    """Return the bytes of weights and moments at the sheet's place, wherever moments are. FSDP2 pads weights; moments
-    are not padded. Each trained weight has a step count of 4 bytes."""
+    """Return the bytes of weights and moments on the sheet's kind of rank, wherever moments are. FSDP2 pads weights;
+    moments are not padded. Each trained weight has a step count of 4 bytes."""
     spec, found = plan.optim.spec, []
     number = spec.kept * BYTES[plan.optim.moments or plan.precision.weights]
     for unit, times in sheet.repeated():
@@ -126,20 +126,22 @@ def state_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
         if spec.packed:
             shapes = {weight.name: whole_shape(weight, sheet, plan.layout) for weight in unit.weights}
             packed = frozenset(name for name, shape in shapes.items() if quantised(shape))
-        found.append([times * size for size in _state_bytes(unit, sheet.place, number, packed, spec.factored)])
+        found.append([times * size for size in _state_bytes(unit, sheet.rank_kind, number, packed, spec.factored)])
     weights, moments = map(sum, zip(*found, strict=True))
     return {"weights": weights, "moments": moments}
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _state_bytes(unit: Unit, place: Place, number: int, packed: frozenset[str], factored: bool) -> tuple[int, int]:
+def _state_bytes(
+    unit: Unit, rank_kind: RankKind, number: int, packed: frozenset[str], factored: bool
+) -> tuple[int, int]:
     """Count the bytes of one unit; ``number``: bytes of the moments of an element, but of those of ``packed``
     weights."""
     weights = moments = 0
     for weight in unit.weights:
-        weights += weight.local_numel(place, padded=True) * BYTES[weight.dtype]
+        weights += weight.local_numel(rank_kind, padded=True) * BYTES[weight.dtype]
         if weight.trained:
-            mine, shape = weight.local_numel(place, padded=False), tuple(map(int, weight.shape))
+            mine, shape = weight.local_numel(rank_kind, padded=False), tuple(map(int, weight.shape))
             if factored and len(shape) > 1:
                 mine = mine // shape[1] + shape[1]
             moments += 4 + (moment_bytes(shape, mine) if weight.name in packed else mine * number)

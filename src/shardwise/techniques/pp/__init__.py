@@ -23,8 +23,8 @@ from shardwise.models.blocks import spec_of
 from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.pipelines import PIPELINES, ScheduleName
-from shardwise.spec.place import Place, place_of
 from shardwise.spec.plan import BYTES, Pipeline, Plan
+from shardwise.spec.rank_kind import RankKind, rank_kind_of
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import torch_dtype
@@ -178,11 +178,11 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
     """Add the sum of the gradients of tied ends, where two ranks have one each. What a step sends between stages, the
     order of its actions says."""
-    ends = [unit.weights for unit in (sheet.stem, sheet.tail) if unit.weights]
+    ends = [unit.weights for unit in (sheet.embedding, sheet.head) if unit.weights]
     if not sheet.copied or plan.layout.v_shaped or not ends or not (weight := ends[0][-1]).trained:
         return sheet
     cut = weight.cut(*weight.shards, ("fsdp", 0)) if plan.sharded else weight
-    size = cut.local_numel(sheet.place, padded=False) * BYTES[plan.precision.reduce]
+    size = cut.local_numel(sheet.rank_kind, padded=False) * BYTES[plan.precision.reduce]
     return replace(sheet, step=(*sheet.step, Collective("all_reduce", "pp", "gradients", size)))
 
 
@@ -200,7 +200,7 @@ class Line:
 
     plan: Plan
     meshes: Meshes
-    place: Place
+    rank_kind: RankKind
     later: WeightGradients | None
 
 
@@ -222,14 +222,14 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 
     [whole] = parts
     assert isinstance(whole, Decoder)
-    place = place_of(meshes.rank, plan.layout, plan.stages(whole.spec.num_hidden_layers))
+    rank_kind = rank_kind_of(meshes.rank, plan.layout, plan.stages(whole.spec.num_hidden_layers))
     stages: list[nn.Module] = []
-    for stage in place.stages:
+    for stage in rank_kind.stages:
         with torch.device("meta"):
-            part = Decoder(whole.spec, stage.blocks, stem=stage.stem, head=stage.head)
+            part = Decoder(whole.spec, stage.blocks, embedding=stage.embedding, head=stage.head)
         part.kernel = whole.kernel
         stages.append(part)
-    line = Line(plan, meshes, place, WeightGradients() if plan.pipeline.spec.splits_backward else None)
+    line = Line(plan, meshes, rank_kind, WeightGradients() if plan.pipeline.spec.splits_backward else None)
     for own in stages:
         _LINES[own] = line
         if line.later:

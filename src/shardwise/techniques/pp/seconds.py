@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from shardwise.spec.layout import stage_rank
-from shardwise.spec.place import stages_of
 from shardwise.spec.plan import Plan
+from shardwise.spec.rank_kind import stages_of
 from shardwise.spec.sheet import Sheet
 from shardwise.techniques.between import StageTimes
 from shardwise.techniques.pp import orders
@@ -125,9 +125,9 @@ def alive_before(plan: Plan) -> int:
 def in_flight(sheet: Sheet, plan: Plan) -> list[int]:
     """Return for each stage of a sheet's place how many forwards wait for their backward at once, at most."""
     if plan.layout.pp == 1 or plan.offload.activations == "none":
-        return [1] * max(1, len(sheet.place.stages))
-    order, found = orders(plan, sheet.trained)[sheet.place.coordinate("pp")], list[int]()
-    for stage in sheet.place.stages:
+        return [1] * max(1, len(sheet.rank_kind.stages))
+    order, found = orders(plan, sheet.trained)[sheet.rank_kind.coordinate("pp")], list[int]()
+    for stage in sheet.rank_kind.stages:
         kinds = [action.kind for action in order if action.stage == stage.number and action.kind in "FBI"]
         found.append(max(accumulate(1 if kind == "F" else -1 for kind in kinds)))
     return found

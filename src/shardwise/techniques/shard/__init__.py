@@ -31,8 +31,8 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.roles import is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import divisors, least_dp_shard
-from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan, Shard
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
@@ -54,8 +54,8 @@ def units(part: nn.Module) -> list[list[nn.Module]]:
     """The technique's one fact: the units, each gathered and reduced as one: the modules before the blocks, each block,
     the modules after them, and last the root with everything else. Where the two ends cannot be separated, both belong
     to the root."""
-    stem, tail = ends(part)
-    return [unit for unit in (stem, *([block] for block in blocks(part)), tail, [part]) if unit]
+    embedding, head = ends(part)
+    return [unit for unit in (embedding, *([block] for block in blocks(part)), head, [part]) if unit]
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
@@ -128,9 +128,10 @@ def _cut_over_ranks(unit: Unit, *, spread: bool) -> Unit:
 def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
     """Return what does not divide into slices, and how gradients of replicas fill buckets."""
     layout, of = plan.layout, (division(spec, plan), plan)
-    last = Place(layout, layout.rank({"dp_shard": layout.dp_shard - 1, "cp": layout.cp - 1}))
+    last = RankKind(layout, layout.rank({"dp_shard": layout.dp_shard - 1, "cp": layout.cp - 1}))
     every = one_of_each({**parameter_shapes(spec), **trained} if plan.sharded else {})
-    ends = [[prod(piece(name, shape, of, place)) for place in (Place(layout), last)] for name, shape in every.items()]
+    kinds = RankKind(layout), last
+    ends = [[prod(piece(name, shape, of, kind)) for kind in kinds] for name, shape in every.items()]
     bits, limit = BYTES[plan.precision.weights], plan.shard.bucket_bytes
     alone = plan.sharded or layout.size("loss") == 1
     sizes = {} if alone else {name: prod(piece(name, shape, of, last)) * bits for name, shape in trained.items()}
@@ -198,15 +199,15 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
     outside = torch_dtype(plan.precision.compute)
     # FSDP2 must not cast a block's inputs: rotation tables may be in fp32, under every strategy.
     policy = MixedPrecisionPolicy(outside, reduce, cast_forward_inputs=False)
-    stem, tail = ends(part)
+    embedding, head = ends(part)
     spread = plan.layout.ep > 1
     expert_mesh = meshes.expert_mesh("dp_replicate", "expert_fsdp") if spread else dp_mesh
-    once = [*stem, *(block for block in _without_backward(part) if id(block) not in whole)]  # backward reads none of it
+    once = [*embedding, *(block for block in _without_backward(part) if id(block) not in whole)]  # not for backward
     for name, module in part.named_modules():
         dtype = compute_dtype(plan.precision, name)
         if dtype != plan.precision.compute and next(module.parameters(recurse=False), None) is not None:
             own = MixedPrecisionPolicy(torch_dtype(dtype), reduce, output_dtype=outside)
-            # After the blocks it is kept after forward, as the tail is.
+            # After the blocks it is kept after forward, as the head is.
             inner = reshard if name.startswith("layers.") else bool(reshard) and module in once
             own_mesh, inner = (expert_mesh, bool(inner)) if spread and is_expert(f"{name}.") else (dp_mesh, inner)
             # What a product with a bias returns is a view, of which torch warns; nothing here writes to it in place.
@@ -220,18 +221,18 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
         after: bool | int | None = reshard
         if unit == [part]:
             after = None if reshard else False  # None lets FSDP2 keep the root, whose weights backward needs first
-        elif unit == tail or unit[0] in (*once, *apart):
+        elif unit == head or unit[0] in (*once, *apart):
             after = bool(reshard) and unit[0] in once
         if members:
             fully_shard(members, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=after, ignored_params=uncut)
     for module in [inner for one in once for inner in one.modules() if isinstance(inner, FSDPModule)]:
         # Otherwise the backward of the next unit would prefetch it, or the experts in it, for nothing.
         module.set_unshard_in_backward(False)
-    for module in stem:
-        # Only itself; by default it would prefetch what ran before it: the tail of the previous micro-batch.
+    for module in embedding:
+        # Only itself; by default it would prefetch what ran before it: the head of the previous micro-batch.
         module.set_modules_to_backward_prefetch([module])  # type: ignore[operator]
     if plan.layout.pp > 1 or spread:  # micro-batches take turns: what ran before a unit may be of another one
-        leading = [unit[0] for unit in (stem, *([block] for block in blocks(part)), tail) if unit]
+        leading = [unit[0] for unit in (embedding, *([block] for block in blocks(part)), head) if unit]
         sharded = [module for module in leading if isinstance(module, FSDPModule)]
         for before, module in zip(sharded[:1] + sharded, sharded, strict=False):
             within, ahead = (_spread_experts(one) if spread else [] for one in (module, before))
@@ -260,9 +261,9 @@ def _without_backward(part: nn.Module) -> list[nn.Module]:
     """The leading blocks of which every weight, and every weight before them, is frozen."""
     from shardwise.models.layers import Part
 
-    stem = list(takewhile(lambda named: not named[0].startswith("layers."), part.named_parameters()))
-    reached = part.input_trained if isinstance(part, Part) else not stem
-    if reached or any(parameter.requires_grad for _, parameter in stem):
+    embedding = list(takewhile(lambda named: not named[0].startswith("layers."), part.named_parameters()))
+    reached = part.input_trained if isinstance(part, Part) else not embedding
+    if reached or any(parameter.requires_grad for _, parameter in embedding):
         return []
     return list(takewhile(lambda block: not any(p.requires_grad for p in block.parameters()), blocks(part)))
 

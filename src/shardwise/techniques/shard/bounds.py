@@ -68,7 +68,7 @@ CopySeconds = Callable[[float], float]
 
 class Sizes(NamedTuple):
     """Sizes that plans have in common that differ in the strategy, in their micro-batches and in what they compute
-    again: of all weights, of those in blocks, in the tail and in the last block. ``experts`` that other ranks have than
+    again: of all weights, of those in blocks, in the head and in the last block. ``experts`` that other ranks have than
     those of ``fsdp`` are told apart, all of them and the last block's. ``stays``: how many numbers the device updates
     where the host updates others; ``ahead``: what is gathered of the smallest block, if there are several."""
 
@@ -76,7 +76,7 @@ class Sizes(NamedTuple):
     blocks: Own
     stays: int
     experts: Own
-    tail: Own
+    head: Own
     last_block: Own
     last_experts: Own
     ahead: int
@@ -94,7 +94,7 @@ class Sizes(NamedTuple):
             blocks=own((unit, times) for unit, times in units if unit.name == "block"),
             stays=own((unit, times) for unit, times in units if unit.stays).trained,
             experts=own(units, experts=True),
-            tail=own([(sheet.tail, 1)]),
+            head=own([(sheet.head, 1)]),
             last_block=own(last),
             last_experts=own(last, experts=True),
             ahead=min(own([(block, 1)]).gathered for block in sheet.blocks) if len(sheet.order) > 1 else 0,
@@ -125,17 +125,17 @@ class Sizes(NamedTuple):
     def passes_bytes(self, passes: PassBytes, plan: Plan, gradients: int, *, early: bool) -> int:
         """Return what the last micro-batch holds at least of a plan without stages, besides its state: when the loss
         is computed, when the last block's backward begins, for which its forward may have run again, and when the
-        gradients of that block, or of its experts before them, have been copied to be reduced. By then what the tail
+        gradients of that block, or of its experts before them, have been copied to be reduced. By then what the head
         has gathered and added up may be gone. ``gradients``: of a rank; they may leave ``early``."""
         strategy, precision, several = plan.shard.strategy, plan.precision, plan.batch.accumulation > 1
         block, experts, each_time, stays = self.last_block, self.last_experts, strategy == "zero3", _stays(plan)
-        tail = added = 0  # of the gradients of other micro-batches, the tail's and those of the block's experts
+        head = added = 0  # of the gradients of other micro-batches, the head's and those of the block's experts
         ahead, again = 0, False  # again: to those of other micro-batches autograd adds
         if strategy == "ddp":
             whole = ends = 0
             block = experts = Own()
         elif each_time:
-            whole = ends = self.tail.gathered
+            whole = ends = self.head.gathered
             ahead = 0 if plan.frozen else self.ahead
         else:
             whole = self.whole.gathered + self.experts.gathered
@@ -143,27 +143,27 @@ class Sizes(NamedTuple):
         before = gradients if several else 0
         if several and strategy == "zero1":
             each = BYTES[precision.reduce]
-            before, tail = (self.whole.trained + self.experts.trained) * each, self.tail.trained * each
+            before, head = (self.whole.trained + self.experts.trained) * each, self.head.trained * each
             added, again = experts.trained * each, precision.reduce == precision.compute
         elif several and plan.layout.dp_replicate > 1:  # each replica's part, as it is reduced
             before = before * min(BYTES[precision.reduce], BYTES[precision.weights]) // BYTES[precision.weights]
         elif early:
-            tail = min(before, self.tail.trained * BYTES[precision.weights])
+            head = min(before, self.head.trained * BYTES[precision.weights])
         reads = block.gathered * each_time + passes.saved
         apart = experts.reduced(precision.reduce, added=again)
         apart += block.gathered * each_time - experts.gathered * stays
         whole_block = block.reduced(precision.reduce, added=again) - (block.gathered + experts.gathered) * stays - added
-        behind = before - tail + whole - ends + ahead + passes.kept - passes.last  # besides the last block's
+        behind = before - head + whole - ends + ahead + passes.kept - passes.last  # besides the last block's
         return max(before + whole + passes.kept + passes.loss, behind + max(reads, apart, whole_block))
 
-    def sent_s(self, plan: Plan, spec: ModelSpec, wires: Links) -> float:
+    def sent_s(self, plan: Plan, spec: ModelSpec, network: Links) -> float:
         """Return the seconds of a step for which a strategy keeps the links of its weights busy; on GPUs, gathers and
         reductions share them."""
         layout, each = plan.layout, BYTES[plan.precision.reduce]
         reduced, experts = self.whole.trained * each, self.experts.trained * each
         if plan.shard.strategy == "ddp":
-            summed_s = wires.seconds("all_reduce", "loss", reduced)
-            return max(summed_s, wires.seconds("all_reduce", "expert_loss", experts)) if experts else summed_s
+            summed_s = network.seconds("all_reduce", "loss", reduced)
+            return max(summed_s, network.seconds("all_reduce", "expert_loss", experts)) if experts else summed_s
         (gathers, again, reduces), blocks = _rounds(plan), spec.num_hidden_layers
         gathered = (gathers * self.whole.gathered + again * self.blocks.gathered) // (gathers + again)
         of_experts = sum(map(spec.has_experts, range(blocks)))
@@ -173,13 +173,14 @@ class Sizes(NamedTuple):
             ("expert_fsdp", of_experts, self.experts.gathered, experts),
         ):
             if size:
-                gathered_s = (gathers + again) * wires.least_s("all_gather", group, size, calls)
-                reduced_s = reduces * wires.least_s("reduce_scatter", group, summed, calls if _all_trained(plan) else 1)
-                busy[wires.links(group)] += gathered_s + reduced_s
+                gathered_s = (gathers + again) * network.least_s("all_gather", group, size, calls)
+                summing = calls if _all_trained(plan) else 1
+                reduced_s = reduces * network.least_s("reduce_scatter", group, summed, summing)
+                busy[network.links(group)] += gathered_s + reduced_s
                 ways["gather"] += gathered_s
                 ways["reduce"] += reduced_s
-        most_s = max((busy if wires.cluster.kind == "cuda" else ways).values())
-        return max(most_s, wires.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp))
+        most_s = max((busy if network.cluster.kind == "cuda" else ways).values())
+        return max(most_s, network.seconds("all_reduce", "dp_replicate", reduced // layout.fsdp))
 
     def copied_s(self, plan: Plan, copy_s: CopySeconds) -> float:
         """Return the seconds of a step, without stages, for which the device copies weights out of what was gathered,
@@ -211,7 +212,7 @@ class BlockSeconds(NamedTuple):
     replicas: float = 0.0
 
     @classmethod
-    def of(cls, sizes: Sizes, plan: Plan, spec: ModelSpec, wires: Links, copy_s: CopySeconds) -> BlockSeconds:
+    def of(cls, sizes: Sizes, plan: Plan, spec: ModelSpec, network: Links, copy_s: CopySeconds) -> BlockSeconds:
         """Return those of a block of the mean size; of a stage, whose blocks may differ, of the smallest."""
         count, staged = spec.num_hidden_layers, plan.layout.pp > 1
         mean = sizes.blocks.gathered / count
@@ -219,14 +220,14 @@ class BlockSeconds(NamedTuple):
         each = BYTES[plan.precision.reduce] * _all_trained(plan)
         reduced = gathered * sizes.whole.trained * each / max(1, sizes.whole.gathered)
         if not plan.sharded:  # in buckets of many blocks, perhaps
-            return cls(reduced=wires.seconds("all_reduce", "loss", reduced * count) / count * (reduced > 0))
+            return cls(reduced=network.seconds("all_reduce", "loss", reduced * count) / count * (reduced > 0))
         even = not staged or all(map(spec.has_experts, range(count)))
         spread, spread_reduced = (
             even * size / count for size in (sizes.experts.gathered, sizes.experts.trained * each)
         )
 
         def each_s(kind: str, group: str, size: float) -> float:
-            return wires.least_s(kind, group, size * count, count) / count
+            return network.least_s(kind, group, size * count, count) / count
 
         apart = each_s("all_gather", "expert_fsdp", spread), each_s("reduce_scatter", "expert_fsdp", spread_reduced)
         parts = reduced / plan.layout.fsdp, spread_reduced / plan.layout.size("expert_fsdp")

@@ -31,7 +31,7 @@ class StrategyWeights(Weights):
     def __init__(self, log: EventLog, sheet: Sheet, plan: Plan, gradients: Gradients) -> None:
         self.log, self.plan, self.gradients = log, plan, gradients
         self.tied = sheet.tied
-        ends = sheet.stem.weights[:1] if sheet.tied else sheet.tail.weights[-1:]
+        ends = sheet.embedding.weights[:1] if sheet.tied else sheet.head.weights[-1:]
         self.output = ends[0] if ends else None
         self.last = True
         self.half = False
@@ -107,15 +107,15 @@ class Gathers:
     def __init__(self, log: EventLog, sheet: Sheet, plan: Plan) -> None:
         self.log, self.plan, self.groups = log, plan, groups(sheet, plan)
         self.resharded = plan.shard.reshard_after_forward if plan.shard.strategy == "zero3" else False
-        order: list[UnitName] = ["stem", *range(len(sheet.order)), "tail"]
+        order: list[UnitName] = ["embedding", *range(len(sheet.order)), "head"]
         self.before = dict(zip(order[1:], order, strict=False))
-        self.group_of: dict[UnitName, Group] = {name: name if name in self.groups else "tail" for name in order}
+        self.group_of: dict[UnitName, Group] = {name: name if name in self.groups else "head" for name in order}
         self.buffers: list[Group] = []  # groups whose gathered buffer is there; one, or two as the next arrives
-        # What backward does not read: of the stem, a lookup's does not.
-        self.once = {"stem", *(i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward)}
+        # What backward does not read: of the embedding, a lookup's does not.
+        self.once = {"embedding", *(i for i, kind in enumerate(sheet.order) if not sheet.blocks[kind].backward)}
 
     def begin_forward(self, name: UnitName) -> None:
-        if name == "stem":  # the optimizer has written the slices that are gathered
+        if name == "embedding":  # the optimizer has written the slices that are gathered
             self.log.follow("gather", "start of forward")
         self.copy_out_for_forward(self.group_of[name])
 
@@ -153,7 +153,7 @@ class Gathers:
 
     def reshard(self, group: Group) -> None:
         """Free the weights of a group after its forward, unless backward finds them there."""
-        if self.resharded is False or group == "tail":
+        if self.resharded is False or group == "head":
             return
         if self.resharded is not True and group not in self.once and not isinstance(group, ExpertsOf):
             self.log.make(("post forward", group), "gathered", self.groups[group].kept_bytes)
@@ -200,8 +200,8 @@ class Gathers:
 
 
 class Sharded(StrategyWeights):
-    """Every rank holds a slice, as FSDP2 does it. Where stem and tail are one group, it is ``tail``: gathered before
-    the stem's forward and reduced after its backward."""
+    """Every rank holds a slice, as FSDP2 does it. Where embedding and head are one group, it is ``head``: gathered
+    before the embedding's forward and reduced after its backward."""
 
     def __init__(self, log: EventLog, sheet: Sheet, plan: Plan, gradients: Gradients) -> None:
         super().__init__(log, sheet, plan, gradients)
@@ -223,13 +223,13 @@ class Sharded(StrategyWeights):
         self.gathers.begin_forward(name)
 
     def after_forward(self, name: UnitName, at: TensorKey) -> None:
-        if name == "tail":
+        if name == "head":
             self.gathers.let_go([*self.gathers.buffers])
         else:
             self.gathers.reshard(self.group_of[name])
 
     def before_backward(self, name: UnitName, at: TensorKey) -> None:
-        if name != "stem":
+        if name != "embedding":
             self.gathers.begin_backward(name)
 
     def experts(self, run: ExpertsRun, name: UnitName) -> None:
@@ -250,10 +250,10 @@ class Sharded(StrategyWeights):
             size = prod(map(int, self.output.shape)) * BYTES[self.plan.precision.compute]
             self.log.make(HEAD, "accumulated gradients", size)
         else:
-            self.unreduced["tail"].add(self.output)
+            self.unreduced["head"].add(self.output)
 
     def after_backward(self, name: UnitName) -> None:
-        if name != "tail" or "stem" in self.groups:
+        if name != "head" or "embedding" in self.groups:
             self._end_backward(self.group_of[name])
 
     def _end_backward(self, group: Group) -> None:
@@ -327,6 +327,6 @@ class Sharded(StrategyWeights):
             self.log.drop(("partial", group))
             self.log.hold(("grad", group), "gradients", size.gradient_bytes)
             block = group.block if isinstance(group, ExpertsOf) else group
-            unit: UnitName = block if isinstance(block, int) else "stem"
+            unit: UnitName = block if isinstance(block, int) else "embedding"
             self.gradients.whole(unit, ("grad", group), size.unpadded_bytes, last=self.last, summed=self.reduced)
         self.log.free(("scattered", group))

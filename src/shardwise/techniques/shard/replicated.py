@@ -20,11 +20,13 @@ from shardwise.techniques.states import summed_over
 def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
     """Bytes of each trained weight's gradient, by canonical name, in the model's order."""
     own = BYTES[plan.precision.weights]
-    stem, *kinds, tail = ([(w.name, w.numel(1, 1) * own) for w in unit.weights if w.trained] for unit in sheet.units)
-    sizes = dict(stem)
+    embedding, *kinds, head = (
+        [(w.name, w.numel(1, 1) * own) for w in unit.weights if w.trained] for unit in sheet.units
+    )
+    sizes = dict(embedding)
     for index, kind in enumerate(sheet.order):
         sizes |= {f"layers.{index}.{name}": size for name, size in kinds[kind]}
-    return sizes | dict(tail)
+    return sizes | dict(head)
 
 
 def period(sheet: Sheet, plan: Plan, order: tuple[int, ...]) -> int:
@@ -71,14 +73,14 @@ class Replicated(StrategyWeights):
         if isinstance(name, int):
             self._arrived(f"layers.{name}.{weight.name}", name)
         else:
-            self._arrived(weight.name, "stem")
+            self._arrived(weight.name, "embedding")
 
     def head_gradient(self) -> None:
         if self.tied:
             assert self.output is not None
             self.log.make(HEAD, "gradients", self.size[self.output.name])
         else:
-            self._arrived("head.weight", "stem")
+            self._arrived("head.weight", "embedding")
 
     def _arrived(self, name: str, unit: UnitName) -> None:
         self.log.hold(("grad", name), "gradients", self.size[name])

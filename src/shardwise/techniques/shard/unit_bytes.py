@@ -8,8 +8,8 @@ from math import ceil
 from typing import NamedTuple
 
 from shardwise.models.roles import is_expert
-from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.sheet import Sheet, Tensor
 from shardwise.techniques.states import is_cut, slices_over
 
@@ -70,12 +70,12 @@ def groups(sheet: Sheet, plan: Plan) -> dict[Hashable, UnitBytes]:
     """The units of a sharded plan: blocks by number, their experts, and the two ends."""
     found: dict[Hashable, UnitBytes] = {}
     kinds = [_apart(block.weights, plan) for block in sheet.blocks]
-    sizes = [[_group(weights, plan, sheet.place) for weights in kind] for kind in kinds]
+    sizes = [[_group(weights, plan, sheet.rank_kind) for weights in kind] for kind in kinds]
     for index, kind in enumerate(sheet.order):
         found[index] = sizes[kind][0]
         if kinds[kind][1]:
             found[ExpertsOf(index)] = sizes[kind][1]
-    return found | {name: _group(weights, plan, sheet.place) for name, weights in _ends(sheet).items()}
+    return found | {name: _group(weights, plan, sheet.rank_kind) for name, weights in _ends(sheet).items()}
 
 
 def _apart(weights: tuple[Tensor, ...], plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -87,16 +87,17 @@ def _apart(weights: tuple[Tensor, ...], plan: Plan) -> tuple[tuple[Tensor, ...],
 
 
 def _ends(sheet: Sheet) -> dict[str, tuple[Tensor, ...]]:
-    """The weights of ``stem`` and of ``tail``; all under ``tail``, where models/blocks.py leaves both to the root."""
-    tables = all(op.name == "aten.embedding" for op in sheet.stem.forward if op.weight)
+    """The weights of ``embedding`` and of ``head``; all under ``head``, where models/blocks.py leaves both to the
+    root."""
+    tables = all(op.name == "aten.embedding" for op in sheet.embedding.forward if op.weight)
     if tables and not sheet.tied:
-        return {"stem": sheet.stem.weights, "tail": sheet.tail.weights}
-    return {"tail": sheet.stem.weights + sheet.tail.weights}
+        return {"embedding": sheet.embedding.weights, "head": sheet.head.weights}
+    return {"head": sheet.embedding.weights + sheet.head.weights}
 
 
-def _group(weights: tuple[Tensor, ...], plan: Plan, place: Place) -> UnitBytes:
+def _group(weights: tuple[Tensor, ...], plan: Plan, rank_kind: RankKind) -> UnitBytes:
     precision = plan.precision
-    padded = {weight.name: weight.local_numel(place, padded=True) for weight in weights}
+    padded = {weight.name: weight.local_numel(rank_kind, padded=True) for weight in weights}
     trained = [weight for weight in weights if weight.trained]
     gathers, regathers, gradients, kept = [], [], [], 0
     for over, call in _calls(weights, plan):
@@ -115,7 +116,8 @@ def _group(weights: tuple[Tensor, ...], plan: Plan, place: Place) -> UnitBytes:
         regathers=tuple(regathers),
         gradients=tuple(gradients),
         gradient_bytes=sum(padded[weight.name] for weight in trained) * BYTES[precision.weights],
-        unpadded_bytes=sum(weight.local_numel(place, padded=False) for weight in trained) * BYTES[precision.weights],
+        unpadded_bytes=sum(weight.local_numel(rank_kind, padded=False) for weight in trained)
+        * BYTES[precision.weights],
         cast_bytes=sum(
             padded[weight.name] * BYTES[weight.used_as] for weight in weights if weight.dtype != weight.used_as
         ),

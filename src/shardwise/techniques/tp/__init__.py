@@ -28,8 +28,8 @@ from shardwise.models.mixers import mixer_of
 from shardwise.models.roles import is_adaptable, is_counted, is_expert
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout, cut, divisors, missing
-from shardwise.spec.place import Place
 from shardwise.spec.plan import BYTES, Plan
+from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
@@ -123,22 +123,22 @@ def _names(spec: ModelSpec, adapted: bool) -> list[str]:
     return names + [layer + word for layer in linear for word in added]
 
 
-def traced(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
     """A rank's part of the unit: whether each has all tokens, or its own (as many on all, or rounded up), and whether
     key heads are fewer than ranks. ``t`` is the ranks and ``n`` a rank's own tokens; other symbols are of one rank."""
     ranks, b, s = plan.layout.tp, plan.batch.micro_batch_size, plan.row_tokens
-    made = _own_sizes(made, spec, plan, place)
+    made = _own_sizes(made, spec, plan, rank_kind)
     made = made.told(atoms=(*made.variant.atoms, ("t", RANKS))).bound(t=ranks)
     made = made.spread(b * s, ranks, RANKS) if plan.sequence_parallel else made
     return made.applied(layout=Layout(tp=RANKS), sequence_parallel=plan.sequence_parallel)
 
 
-def _own_sizes(made: Traced, spec: ModelSpec, plan: Plan, place: Place) -> Traced:
+def _own_sizes(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
     """The numbers of one rank, and a model of which each of ``RANKS`` has the variant's part. As for a whole model, a
     rank's single head is no symbol: of it torch makes fewer copies."""
     ranks, model, is_block = plan.layout.tp, made.variant.model, made.variant.what == "block"
     heads, key_heads = spec.attention.num_attention_heads, spec.attention.num_key_value_heads
-    few, (start, stop) = key_heads < ranks, place.part(spec.vocab_size, "tp")
+    few, (start, stop) = key_heads < ranks, rank_kind.part(spec.vocab_size, "tp")
     held, group = key_heads if few else key_heads // ranks, heads // max(ranks, key_heads)
     one = is_block and (few or held == 1)
     prime_held = 1 if is_block and held == 1 else FEW if is_block and few else model.attention.num_key_value_heads
@@ -179,7 +179,7 @@ def _last_sums(sheet: Sheet, plan: Plan) -> list[Collective]:
         for weight in unit.weights:
             if weight.trained and _summed(weight.name, how, plan):
                 slices = weight.cut(("fsdp", 0)) if plan.sharded else weight
-                size = slices.local_numel(sheet.place, padded=False) * each
+                size = slices.local_numel(sheet.rank_kind, padded=False) * each
                 if travels_alone(size, plan):
                     sizes += times * [size]
                 else:
@@ -199,7 +199,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     ranks, how = plan.layout.tp, division(spec, plan)
     heads = {own_head(ranks, spec.attention.num_key_value_heads, index) for index in range(ranks)}
     held = [
-        piece(name, shape, (how, plan), Place(plan.layout))
+        piece(name, shape, (how, plan), RankKind(plan.layout))
         for name, shape in one_of_each(trained).items()
         if _summed(name, how, plan)
     ]

@@ -1,4 +1,4 @@
-"""What the tests of the crew run on each rank."""
+"""What the tests of the group run on each rank."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 
 import torch.distributed as dist
 
-from shardwise.runtime.checkpoint.crew import Crew
+from shardwise.runtime.checkpoint.host_group import HostGroup
 
 
 def spare(rank: int, world: int, together: bool) -> tuple[str, float]:
     """Rank 1 fails; the others have done their work, or (not ``together``) wait inside of it for rank 1. What comes of
     it on this rank, and after how many seconds."""
-    crew = Crew.of(None)
+    group = HostGroup.of(None)
 
     def work() -> str:
         if rank == 1:
@@ -23,7 +23,7 @@ def spare(rank: int, world: int, together: bool) -> tuple[str, float]:
 
     begun = time.monotonic()
     try:
-        found = crew.spared(work, patience_s=1.0)
+        found = group.spared(work, patience_s=1.0)
     except Exception as error:
         return f"raised {error}", time.monotonic() - begun
     return f"spared {found}", time.monotonic() - begun

@@ -28,7 +28,7 @@ UNKNOWN_LINK_BYTES_PER_S = 31e9
 
 
 @dataclass(frozen=True)
-class Wires:
+class Network:
     """The links of a cluster as the groups of a layout use them. ``network_share``: of the cards' rate, which sharded
     weights of 2021 did not reach."""
 
@@ -134,6 +134,6 @@ class Wires:
 
 
 @lru_cache(maxsize=4096)
-def wires_of(layout: Layout, cluster: Cluster, share: float | None = None) -> Wires:
+def network_of(layout: Layout, cluster: Cluster, share: float | None = None) -> Network:
     """``share``: of the network cards' rate, where a program reaches another than ours."""
-    return Wires(layout, cluster, shipped()["network"] if share is None else share)
+    return Network(layout, cluster, shipped()["network"] if share is None else share)

@@ -41,7 +41,7 @@ class RankError(Exception):
 
 
 @dataclass(frozen=True)
-class Crew:
+class HostGroup:
     """``group`` is None for a single process without torch.distributed."""
 
     group: dist.ProcessGroup | None

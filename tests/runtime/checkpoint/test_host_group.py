@@ -9,7 +9,7 @@ from tests.runtime.nursery import Ask
 
 @pytest.mark.prove
 def test_what_fails_on_one_rank_is_spared_on_all(ask: Ask) -> None:
-    children = ask("tests.runtime.checkpoint.crew_work:spare", 3, True)
+    children = ask("tests.runtime.checkpoint.host_group_work:spare", 3, True)
     assert [child.result[0] for child in children] == ["spared ValueError: rank 1 cannot"] * 3
 
 
@@ -17,7 +17,7 @@ def test_what_fails_on_one_rank_is_spared_on_all(ask: Ask) -> None:
 @pytest.mark.timeout(60)
 def test_a_rank_that_the_others_wait_for_ends_and_sets_them_free(ask: Ask) -> None:
     """They hang in a collective that it will never enter; nothing could go on after that."""
-    children = ask("tests.runtime.checkpoint.crew_work:spare", 2, False)
+    children = ask("tests.runtime.checkpoint.host_group_work:spare", 2, False)
     assert children[1].result[0] == "raised rank 1 cannot" and 0.9 < children[1].result[1] < 15
     assert children[0].result[0].startswith("raised ") and children[0].result[1] < 20
     assert "Connection closed by peer" in children[0].result[0]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.planner.seconds.constants import shipped
-from shardwise.planner.seconds.wires import CPU_LATENCY_S, Wires, wires_of
+from shardwise.planner.seconds.network import CPU_LATENCY_S, Network, network_of
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.measured import Measured, Sent
@@ -19,7 +19,7 @@ MB = 10**6
 def seconds(
     layout: Layout, group: str, kind: str = "all_gather", size: int = 800 * MB, cluster: Cluster = H100S
 ) -> float:
-    return wires_of(layout, cluster).seconds(kind, group, size)
+    return network_of(layout, cluster).seconds(kind, group, size)
 
 
 def test_in_a_node_a_ring_moves_all_but_a_ranks_own() -> None:
@@ -57,13 +57,13 @@ def test_between_nodes_all_passes_the_cards() -> None:
     ],
 )
 def test_on_how_many_nodes_a_group_is(layout: Layout, group: str, nodes: int) -> None:
-    assert wires_of(layout, H100S).nodes(group) == nodes
+    assert network_of(layout, H100S).nodes(group) == nodes
 
 
 def test_every_hop_between_nodes_waits() -> None:
     known = shipped()
     small = [
-        Wires(Layout(dp_shard=8 * n, ranks_per_node=8), parse_cluster(f"{n}x8xH100"), 1.0).seconds(
+        Network(Layout(dp_shard=8 * n, ranks_per_node=8), parse_cluster(f"{n}x8xH100"), 1.0).seconds(
             "all_gather", "fsdp", 8
         )
         for n in (2, 4, 8)
@@ -75,8 +75,8 @@ def test_every_hop_between_nodes_waits() -> None:
 def test_a_message_takes_as_long_whether_one_comes_or_not() -> None:
     """Around a ring each rank receives while it sends as much: what comes takes no time of its own."""
     for nodes in (1, 4):
-        wires = wires_of(Layout(cp=8 * nodes, ranks_per_node=8), parse_cluster(f"{nodes}x8xH100"))
-        assert wires.seconds("send", "cp", 700 * MB) > 0 == wires.seconds("recv", "cp", 700 * MB)
+        network = network_of(Layout(cp=8 * nodes, ranks_per_node=8), parse_cluster(f"{nodes}x8xH100"))
+        assert network.seconds("send", "cp", 700 * MB) > 0 == network.seconds("recv", "cp", 700 * MB)
 
 
 def test_cards_without_peer_to_peer_send_through_the_host() -> None:

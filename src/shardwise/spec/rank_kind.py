@@ -1,4 +1,4 @@
-"""A place: a kind of rank. What of the model such a rank holds, and where it stands on each axis.
+"""A kind of rank: what of the model such a rank holds, and where it stands on each axis.
 
 Ranks differ: the first stage of a pipeline has the embedding, the last the output layer, and of a dim that does not
 divide evenly the last ranks have less than the first, perhaps nothing. A plan is told at one rank of each kind. Along
@@ -17,25 +17,25 @@ from shardwise.spec.layout import Axis, Layout, cut, stage_rank
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a pipeline: its ``number``, in the order of the model, and its ``blocks``; ``stem`` and ``head`` as of
-    a place."""
+    """A stage of a pipeline: its ``number``, in the order of the model, and its ``blocks``; ``embedding`` and ``head``
+    as of a kind of rank."""
 
     number: int = 0
     blocks: range | tuple[int, ...] = ()
-    stem: bool = True
+    embedding: bool = True
     head: bool = True
 
 
 @dataclass(frozen=True)
-class Place:
-    """``rank`` is one of this kind; ``blocks`` are those that it holds, by their number in the whole model; ``stem``
-    and ``head``: whether it has the embedding, and the last norm with the output layer and the loss. ``stages``: those
-    of a pipeline that it holds; none where there is no pipeline."""
+class RankKind:
+    """``rank`` is one of this kind; ``blocks`` are those that it holds, by their number in the whole model;
+    ``embedding`` and ``head``: whether it has the embedding, and the last norm with the output layer and the loss.
+    ``stages``: those of a pipeline that it holds; none where there is no pipeline."""
 
     layout: Layout = Layout()
     rank: int = 0
     blocks: range | tuple[int, ...] = ()
-    stem: bool = True
+    embedding: bool = True
     head: bool = True
     stages: tuple[Stage, ...] = ()
 
@@ -69,14 +69,14 @@ def stages_of(split: Sequence[int]) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(ends)]
 
 
-def place_of(rank: int, layout: Layout, stages: Sequence[range | tuple[int, ...]]) -> Place:
+def rank_kind_of(rank: int, layout: Layout, stages: Sequence[range | tuple[int, ...]]) -> RankKind:
     """The place of ``rank``. ``stages``: the blocks of each stage of the pipeline, one where there is none. Raises
     ValueError where the ranks of the pipeline cannot have as many each."""
     last = len(stages) - 1
     if len(stages) % layout.pp or (layout.pp == 1 and last) or (layout.v_shaped and last + 1 != 2 * layout.pp):
         raise ValueError(f"blocks are given for {len(stages)} stages, and the layout has {layout.pp} ranks for them")
     if layout.pp == 1:
-        return Place(layout, rank, stages[0])
+        return RankKind(layout, rank, stages[0])
     mine = layout.coordinate(rank, "pp")
     own = tuple(
         Stage(number, blocks, number == 0, number == last)
@@ -84,17 +84,17 @@ def place_of(rank: int, layout: Layout, stages: Sequence[range | tuple[int, ...]
         if stage_rank(layout, number) == mine
     )
     blocks = tuple(block for stage in own for block in stage.blocks)
-    ends = any(stage.stem for stage in own), any(stage.head for stage in own)
-    return Place(layout, rank, blocks, *ends, own)
+    ends = any(stage.embedding for stage in own), any(stage.head for stage in own)
+    return RankKind(layout, rank, blocks, *ends, own)
 
 
-def places(
+def rank_kinds(
     layout: Layout,
     stages: Sequence[range | tuple[int, ...]],
     cuts: Mapping[str, Collection[int]],
     *,
     every_stage: bool = False,
-) -> list[Place]:
+) -> list[RankKind]:
     """The kinds of rank, rank 0's first: of the stages (if not of ``every_stage``), and of each group over which dims
     are cut, the first, a middle one and the last, but of ranks whose parts are as large one. ``cuts``: the sizes of the
     dims that are cut over a group, by its name (``fsdp``, ``tp``). So of a ring, whose ranks see others before them and
@@ -104,7 +104,7 @@ def places(
     of_stages = range(layout.pp) if every_stage else _ends(layout.pp)
     for stage, shard, tensor in product(of_stages, shards, _kinds(layout, "tp", cuts)):
         where: dict[Axis, int] = {"pp": stage, "dp_shard": shard // layout.cp, "cp": shard % layout.cp, "tp": tensor}
-        found.append(place_of(layout.rank(where), layout, stages))
+        found.append(rank_kind_of(layout.rank(where), layout, stages))
     return found
 
 
