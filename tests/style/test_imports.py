@@ -308,12 +308,6 @@ NAMED_BY_THE_RUNTIME = {
     "metrics.log": {"lora": "FLOPs follow from what is added"},
 }
 """By module of the runtime, the techniques that it names, and what for."""
-NAMED_BY_THE_PLANNER = {
-    "trace": {"cp": "into how many pieces a rank's tokens are cut, of which one is traced"},
-    "sheets": {"pp": "of which stages any weight is trained"},
-}
-"""By module of the planner, the techniques that it names, and what for. What ships was traced with these as they
-are: they ask through techniques/__init__.py when it is next traced."""
 BESIDE_TECHNIQUES = {"dtypes", "events", "quantised", "states", "variant"}
 """What stands beside the techniques and the planner reads: the words that both speak."""
 WITHIN_A_STEP = (
@@ -351,14 +345,11 @@ def test_the_planner_names_no_technique_and_no_strategy() -> None:
     is asked through techniques/__init__.py."""
     known = {technique.__name__.rpartition(".")[2] for technique in techniques.ORDER}
     planner = [source for source in sources() if source.name.startswith("shardwise.planner.")]
-    found, beside = dict[str, set[str]](), set[str]()
+    named = set[str]()
     for source in planner:
-        imported = {name.split(".")[2] for name in ours(source) if name.startswith("shardwise.techniques.")}
-        beside |= imported - known
-        if named := imported & known:
-            found[source.name.removeprefix("shardwise.planner.")] = named
-    assert found == {module: set(why) for module, why in NAMED_BY_THE_PLANNER.items()}
-    assert beside == BESIDE_TECHNIQUES
+        named |= {name.split(".")[2] for name in ours(source) if name.startswith("shardwise.techniques.")}
+    assert not named & known
+    assert named == BESIDE_TECHNIQUES
     words = re.compile(rf"\b({'|'.join((*techniques.STRATEGIES, 'hsdp'))})\b")
     wrong = [
         source.at(number, match.group())

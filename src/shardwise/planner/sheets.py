@@ -34,8 +34,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.rank_kind import RankKind, rank_kind_of
 from shardwise.spec.record import from_json
 from shardwise.spec.sheet import KEPT_UNITS, Dim, Op, Sheet, Tensor, Unit, grown
-from shardwise.techniques.pp.split import trained_stages
-from shardwise.techniques.states import frozen
+from shardwise.techniques.states import frozen, trained_stages
 from shardwise.techniques.variant import Traced, Variant
 
 CACHE = Path.home() / ".cache" / "shardwise" / "sheets"

@@ -35,8 +35,8 @@ from shardwise.planner.hf_units import Call, Start, hf_models
 from shardwise.planner.record import RecordedOp, Recorder, Stored
 from shardwise.planner.symbols import Symbols
 from shardwise.spec.layout import Layout
+from shardwise.spec.rows import pieces_of
 from shardwise.spec.sheet import ARRIVED, EXPERT_ROWS, GROUPED, GROUPED_OUTER, SEND, Dim, Op, Tensor, Unit
-from shardwise.techniques.cp.parts import pieces_of
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.variant import Variant, parameters
 

@@ -26,7 +26,7 @@ from shardwise.techniques import pp
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.pp.actions import Action, Message, Way, forward_actions
 from shardwise.techniques.pp.later import LaterProduct
-from shardwise.techniques.pp.split import trained_stages
+from shardwise.techniques.states import trained_stages
 
 Made = TypeVar("Made")
 Passed = tuple[Tensor, ...]

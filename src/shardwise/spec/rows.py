@@ -44,6 +44,11 @@ class Sight(NamedTuple):
     own: bool = False
 
 
+def pieces_of(ring: int) -> int:
+    """Return how many pieces of each row a rank has, of equal length, where states pass from one to the next."""
+    return 2 if ring > 1 else 1
+
+
 @dataclass(frozen=True)
 class WholeRows:
     """The rows of which a rank has some tokens: ``length`` tokens each. ``bounds``: where their documents end, counted

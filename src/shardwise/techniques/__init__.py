@@ -74,7 +74,6 @@ from shardwise.techniques.pp.seconds import PipelineReplay as PipelineReplay
 from shardwise.techniques.pp.seconds import alive_before as alive_before
 from shardwise.techniques.pp.seconds import in_flight
 from shardwise.techniques.pp.seconds import least_step_s as least_step_s
-from shardwise.techniques.pp.split import trained_stages as trained_stages
 from shardwise.techniques.settings import SCHEDULES as SCHEDULES
 from shardwise.techniques.settings import inside as inside
 from shardwise.techniques.settings import recomputation as recomputation
@@ -97,6 +96,7 @@ from shardwise.techniques.shard.paper import Sharded
 from shardwise.techniques.shard.replicated import Replicated
 from shardwise.techniques.shard.replicated import period as period
 from shardwise.techniques.states import frozen
+from shardwise.techniques.states import trained_stages as trained_stages
 from shardwise.techniques.variant import Traced
 from shardwise.techniques.widened import widened
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import prod
 from typing import Literal, NamedTuple
 
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.mixers import MIXERS, narrows
 from shardwise.models.roles import is_adaptable, is_adapter, is_counted, is_expert, role
 from shardwise.spec.layout import Layout
@@ -242,3 +243,26 @@ def whole_shape(weight: Tensor, sheet: Sheet, layout: Layout) -> tuple[int, ...]
         ids = weight.name.rpartition(".")[0] in VOCABULARY
         shape[cut] = sheet.vocabulary if ids else shape[cut] * ranks
     return tuple(shape)
+
+
+@lru_cache(maxsize=1024)
+def trained_stages(spec: ModelSpec, plan: Plan) -> tuple[bool, ...]:
+    """Return for each stage whether any of its weights is trained."""
+    stages = plan.stages(spec.num_hidden_layers)
+    if plan.lora is not None:
+        ends = {0: plan.lora.saves("embed.weight"), len(stages) - 1: plan.lora.saves("head.weight")}
+        return tuple(len(blocks) > 0 or ends.get(stage, False) for stage, blocks in enumerate(stages))
+    if not plan.frozen:
+        return (True,) * len(stages)
+    held = {number: stage for stage, blocks in enumerate(stages) for number in blocks}
+    tied, last = spec.tie_word_embeddings, len(stages) - 1
+    found = [False] * len(stages)
+    middle = False
+    for name in parameter_shapes(spec):
+        inside = name.startswith("layers.")
+        middle = middle or inside
+        trains = not frozen(name, plan)
+        found[held[int(name.split(".")[1])] if inside else last if middle else 0] |= trains
+        if tied and name == "embed.weight":
+            found[last] |= trains
+    return tuple(found)

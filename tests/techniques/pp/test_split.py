@@ -14,7 +14,8 @@ from shardwise.models.config import model_spec, with_fields
 from shardwise.models.load import load_spec
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Pipeline, Plan
-from shardwise.techniques.pp.split import split, trained_stages, work
+from shardwise.techniques.pp.split import split, work
+from shardwise.techniques.states import trained_stages
 
 SMALL = model_spec("small", 96, 32, 48, 8, 4, 2, 8)
 

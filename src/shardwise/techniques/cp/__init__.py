@@ -29,10 +29,10 @@ from shardwise.spec.layout import divisors
 from shardwise.spec.plan import CpKind, Plan
 from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.rows import RowShare, WholeRows, held, hops, needs, parts_of, sights
+from shardwise.spec.rows import RowShare, WholeRows, held, hops, needs, parts_of, pieces_of, sights
 from shardwise.spec.sheet import At, Op, Within
 from shardwise.techniques.cp import paper
-from shardwise.techniques.cp.parts import copies, pieces_of
+from shardwise.techniques.cp.parts import copies
 from shardwise.techniques.variant import Traced
 
 if TYPE_CHECKING:

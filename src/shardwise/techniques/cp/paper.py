@@ -9,9 +9,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from shardwise.models.delta_sizes import kept
-from shardwise.spec.rows import Hop, WholeRows, hops, needs
+from shardwise.spec.rows import Hop, WholeRows, hops, needs, pieces_of
 from shardwise.spec.sheet import At, Op, SentMeanwhile, Within, number
-from shardwise.techniques.cp.parts import ALL, Sees, parts, pieces_of
+from shardwise.techniques.cp.parts import ALL, Sees, parts
 
 
 def exchange(op: Op, at: At) -> Within:

@@ -40,11 +40,6 @@ def copies(key_heads: int, ranks: int) -> int:
     return ranks // key_heads if key_heads < ranks else 1
 
 
-def pieces_of(ring: int) -> int:
-    """Return how many pieces of each row a rank has, of equal length, where states pass from one to the next."""
-    return 2 if ring > 1 else 1
-
-
 @lru_cache(maxsize=1024)
 def parts(rows: WholeRows, count: int, ring: tuple[int, int], other: int, sees: Sees) -> tuple[KernelCall, ...]:
     """Return what rank ``ring[1]`` of ``ring[0]`` computes of ``count`` rows with the keys of an ``other`` rank, or of

@@ -27,8 +27,7 @@ from shardwise.models import delta
 from shardwise.models.delta import Chunks, Given, given_of, of_outputs
 from shardwise.models.delta_sizes import kept
 from shardwise.models.layers import accumulation_dtype
-from shardwise.spec.rows import RowShare, WholeRows
-from shardwise.techniques.cp.parts import pieces_of
+from shardwise.spec.rows import RowShare, WholeRows, pieces_of
 
 Place = tuple[int, int]
 """A rank, and which of its pieces of a row."""

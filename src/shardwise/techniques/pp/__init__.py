@@ -30,7 +30,8 @@ from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.pp.actions import Lists, actions, illegal
 from shardwise.techniques.pp.schedules import rounds_of
-from shardwise.techniques.pp.split import split, trained_stages
+from shardwise.techniques.pp.split import split
+from shardwise.techniques.states import trained_stages
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -188,7 +189,7 @@ def cost(sheet: Sheet, plan: Plan) -> Sheet:
 
 def orders(plan: Plan, trained: tuple[bool, ...]) -> Lists:
     """Return the actions of each rank of a pipeline in a step, in order. ``trained``: of each stage, whether any of its
-    weights is (split.trained_stages)."""
+    weights is (states.trained_stages)."""
     asked, ranks = plan.pipeline, plan.layout.pp
     return actions(asked.schedule, ranks, asked.stages_per_rank, plan.batch.accumulation, trained)
 

@@ -10,8 +10,6 @@ from math import prod
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes
 from shardwise.models.mixers import mixer_of
 from shardwise.models.roles import is_linear
-from shardwise.spec.plan import Plan
-from shardwise.techniques.states import frozen
 
 
 @lru_cache(maxsize=64)
@@ -78,26 +76,3 @@ def _stages_needed(blocks: Sequence[int], head: int, most: int) -> int:
             count, load = count + 1, 0
         load += size
     return count
-
-
-@lru_cache(maxsize=1024)
-def trained_stages(spec: ModelSpec, plan: Plan) -> tuple[bool, ...]:
-    """Return for each stage whether any of its weights is trained."""
-    stages = plan.stages(spec.num_hidden_layers)
-    if plan.lora is not None:
-        ends = {0: plan.lora.saves("embed.weight"), len(stages) - 1: plan.lora.saves("head.weight")}
-        return tuple(len(blocks) > 0 or ends.get(stage, False) for stage, blocks in enumerate(stages))
-    if not plan.frozen:
-        return (True,) * len(stages)
-    held = {number: stage for stage, blocks in enumerate(stages) for number in blocks}
-    tied, last = spec.tie_word_embeddings, len(stages) - 1
-    found = [False] * len(stages)
-    middle = False
-    for name in parameter_shapes(spec):
-        inside = name.startswith("layers.")
-        middle = middle or inside
-        trains = not frozen(name, plan)
-        found[held[int(name.split(".")[1])] if inside else last if middle else 0] |= trains
-        if tied and name == "embed.weight":
-            found[last] |= trains
-    return tuple(found)
