@@ -31,7 +31,7 @@ from pathlib import Path
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner import search
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import Cluster, parse_cluster

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwise.planner.seconds.devices import KINDS
+from shardwise.planner.seconds.device_rates import KINDS
 from shardwise.spec.cluster_file import load_cluster
 
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.slices import kept, local
 from shardwise.models.blocks import named
 from shardwise.models.config import ModelSpec

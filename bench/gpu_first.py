@@ -43,7 +43,7 @@ from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule
 from shardwise.models.config import model_spec, with_fields
 from shardwise.models.hf_model import model_of
-from shardwise.models.kernels import able
+from shardwise.models.kernel_choice import able
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.prove import parity

@@ -105,7 +105,7 @@ def _changed(node: ast.AST) -> bool:
 
 def subjects() -> dict[str, Any]:
     """Certificates of small plans that have most of the axes and techniques between them."""
-    from shardwise.models.load import load_spec
+    from shardwise.models.lookup import load_spec
     from shardwise.prove import certify
     from shardwise.spec.layout import Layout
     from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Precision, Remat, Shard

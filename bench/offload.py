@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.techniques.offload.host import PLACES, HostWeights
+from shardwise.techniques.offload.host_weights import PLACES, HostWeights
 from shardwise.techniques.offload.scratch import aligned
 from shardwise.techniques.offload.sizes import BLOCK_BYTES
 

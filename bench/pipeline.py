@@ -31,14 +31,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import meshes
 from shardwise.models import init
 from shardwise.models.attention import MaskSpec
 from shardwise.models.hf_model import model_of
 from shardwise.planner.search import choose
-from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import own_traits
+from shardwise.planner.seconds.stages import pipeline_times
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods.loss import Finish, Loss, Output
 from shardwise.models.config import model_spec

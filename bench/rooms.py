@@ -110,9 +110,9 @@ def walk(package: Path) -> Walk:
 
 def priced(package: Path) -> Walk:
     """That of one plan, which was not searched for."""
-    from shardwise.models.load import load_spec
+    from shardwise.models.lookup import load_spec
     from shardwise.planner.price import price
-    from shardwise.planner.seconds.step import timed
+    from shardwise.planner.seconds.step_seconds import timed
     from shardwise.spec.cluster import parse_cluster
     from shardwise.spec.layout import Layout
     from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 import versions
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import meshes
 from shardwise.models import hf, init
 from shardwise.models.config import model_spec, parameter_count, parameter_shapes, to_hf

@@ -15,9 +15,9 @@ from pathlib import Path
 from unittest import mock
 
 from shardwise.data import template, tokens
-from shardwise.data.bounds import bounded
-from shardwise.data.chat import Chat, Encoder
+from shardwise.data.conversations import Chat, Encoder
 from shardwise.data.formats import Conversation
+from shardwise.data.limits import bounded
 
 ROUNDS, EACH = 40, 40
 TURNS = [("user", "How do I do this? " * 10), ("assistant", "Like that, and so on. " * 20)] * 3

@@ -23,7 +23,7 @@ from shardwise.models.config import active_parameter_count
 from shardwise.models.mixers import mixer_of
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import Blocks, Traits
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.spec.files import read_regular
 
 LONG_TOKENS = 16_384

@@ -22,8 +22,8 @@ from shardwise.cli.app import main
 from shardwise.errors import ConfigError, DataError, MissingInputError, PolicyError
 from shardwise.models import hf, init, peft, tensorfile
 from shardwise.models.config import ModelSpec, from_hf, layer_kinds, parameter_count, parameter_shapes, problems, to_hf
-from shardwise.models.load import load_spec, read_spec
-from shardwise.planner import compare
+from shardwise.models.lookup import load_spec, read_spec
+from shardwise.planner import comparison
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Lora, Plan
 from shardwise.techniques import lora
@@ -202,7 +202,7 @@ def test_layers_are_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 @pytest.mark.prove
 def test_a_search_is_interrupted() -> None:
     """While it prices its fifth layout of 1,000 layers; it ends within a second of the processor's time."""
-    priced, interrupted = compare.price, []
+    priced, interrupted = comparison.price, []
 
     def interrupt(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float) -> Plan:
         interrupted.append(time.process_time())
@@ -211,7 +211,7 @@ def test_a_search_is_interrupted() -> None:
         return priced(spec, plan, cluster, most=most)
 
     words = [f"model.config.{key}={value}" for key, value in (SMALL | {"num_hidden_layers": 1000}).items()]
-    with patch.object(compare, "price", interrupt):
+    with patch.object(comparison, "price", interrupt):
         assert main(["plan", "--cluster", "8xH100", "data.path=x", "train.global_batch_size=8", *words]) == 130
     assert len(interrupted) == 5
     assert time.process_time() - interrupted[-1] < 1

@@ -27,11 +27,11 @@ import safetensors.torch
 import torch
 
 from bench.accuracy.score import rows_of, score
-from shardwise.cli.history import read_history
+from shardwise.cli.run_files import read_history
 from shardwise.cli.runs import Options as Runs
 from shardwise.cli.runs import run as list_runs
 from shardwise.data import prepare, remote, store, tokens
-from shardwise.data.chat import Chat, Encoder
+from shardwise.data.conversations import Chat, Encoder
 from shardwise.data.faults import Fault
 from shardwise.data.pack import open_windows
 from shardwise.data.portions import Portions
@@ -41,7 +41,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.launch import rundir
 from shardwise.models import hf, init, peft
 from shardwise.models.config import from_hf, parameter_shapes, to_hf
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner import sheets
 from shardwise.planner.seconds import history
 from shardwise.runtime import owner

@@ -19,7 +19,7 @@ from shardwise.cli import start
 from shardwise.cli.app import main
 from shardwise.cli.decide import plan_of
 from shardwise.errors import ConfigError, OutputError, Problem
-from shardwise.launch import keys, local, rundir
+from shardwise.launch import local, rundir, service_keys
 from shardwise.launch.local import Ended
 from shardwise.models.resolve import resolve
 from shardwise.runtime import owner
@@ -367,7 +367,7 @@ def test_a_run_that_wandb_cannot_follow_is_refused_before_it_starts(
 ) -> None:
     monkeypatch.setattr(start, "check_installed", lambda recipe: None)
     monkeypatch.setenv("HOME", str(Path().resolve()))
-    for name in (*keys.GIVEN, "WANDB_MODE", "NETRC"):
+    for name in (*service_keys.GIVEN, "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     code, _, err = shardwise("train", texts(), *SMALL, "run.trackers=wandb")
     assert code == 69 and "error[TRK003]: `run.trackers` names wandb" in err and "api.wandb.ai" in err

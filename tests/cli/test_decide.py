@@ -23,7 +23,7 @@ from shardwise.cli.decide import (
 from shardwise.cli.options import sort_words
 from shardwise.cli.render import title
 from shardwise.errors import ConfigError, UsageError
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.models.resolve import resolve
 from shardwise.planner.search import choose
 from shardwise.planner.seconds.history import About, remember

@@ -14,8 +14,8 @@ from shardwise.cli.app import main
 from shardwise.cli.kept_rates import DIRECTORY
 from shardwise.errors import ConfigError, Problem
 from shardwise.launch import local
-from shardwise.launch.doctor import ranks
-from shardwise.launch.doctor.ranks import Found
+from shardwise.launch.doctor import rank_work
+from shardwise.launch.doctor.rank_work import Found
 from shardwise.launch.worker import LAUNCHER, STORE, state_directory
 from shardwise.runtime.faults.outcome import read_exit
 from shardwise.spec.cluster import Cluster
@@ -53,7 +53,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, shardwise: Run) -> Run:
         assert directory.is_dir() and cluster.world == 1
         return FOUND
 
-    monkeypatch.setattr(ranks, "measure", measure)
+    monkeypatch.setattr(rank_work, "measure", measure)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     return shardwise
@@ -147,7 +147,7 @@ def test_a_rank_leaves_its_cause_for_the_launcher(
     def fail(*given: object) -> Found:
         raise error
 
-    monkeypatch.setattr(ranks, "measure", fail)
+    monkeypatch.setattr(rank_work, "measure", fail)
     monkeypatch.setattr(doctor, "die_with_launcher", lambda: None)
     monkeypatch.setattr(doctor.signal, "signal", lambda *given: None)
     places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", LAUNCHER: "1", STORE: f"{tmp_path}/store"}

@@ -16,7 +16,7 @@ from shardwise.data import tokens
 
 PROGRAM = """
 import sys
-from shardwise.data.chat import Encoder
+from shardwise.data.conversations import Encoder
 encode = Encoder.encode
 def begin(self, rendered):
     print("begun", file=sys.stderr, flush=True)

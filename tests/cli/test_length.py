@@ -22,9 +22,9 @@ from shardwise.data import rough
 from shardwise.data.prepare import already_prepared, prepare
 from shardwise.launch.worker import state_directory
 from shardwise.models.config import ModelSpec, parameter_count
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.models.resolve import data_of, resolve
-from shardwise.planner import compare
+from shardwise.planner import comparison
 from shardwise.planner.length import Length
 from shardwise.planner.seconds.history import FILE, past_runs, remember
 from shardwise.runtime import loop
@@ -50,7 +50,7 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     def in_two_seconds(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Plan:
         return replace(plan, estimate=replace(plan.estimate, seconds=SECONDS))
 
-    monkeypatch.setattr(compare, "timed", in_two_seconds)
+    monkeypatch.setattr(comparison, "timed", in_two_seconds)
 
     def run(*words: str) -> tuple[int, str, str]:
         code = main(list(words))

@@ -11,9 +11,9 @@ import pytest
 from shardwise.cli import planned as cli_planned
 from shardwise.cli.length import Asked
 from shardwise.cli.planned import Planned, change_parts, page_parts, planned
-from shardwise.models.load import load_spec
-from shardwise.planner import compare
-from shardwise.planner.compare import fits, seconds
+from shardwise.models.lookup import load_spec
+from shardwise.planner import comparison
+from shardwise.planner.comparison import fits, seconds
 from shardwise.planner.search import reasons
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.explain import label
@@ -87,7 +87,7 @@ def test_a_verdict_prices_and_plays_few_plans(
     done = Counter[str]()
 
     def counted(name: str) -> Callable[..., Any]:
-        known = getattr(compare, name)
+        known = getattr(comparison, name)
 
         def call(*words: object, **more: object) -> object:
             done[name] += 1
@@ -96,6 +96,6 @@ def test_a_verdict_prices_and_plays_few_plans(
         return call
 
     for name in ("price", "timed"):
-        monkeypatch.setattr(compare, name, counted(name))
+        monkeypatch.setattr(comparison, name, counted(name))
     planned(load_recipe(None, [f"model={model}"]), load_spec(model), parse_cluster(cluster), Asked(), here=False)
     assert 0 < done["price"] <= prices and 0 < done["timed"] <= plays, done

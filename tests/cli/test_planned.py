@@ -8,8 +8,8 @@ from shardwise.cli.length import Asked
 from shardwise.cli.planned import Planned, planned
 from shardwise.cli.render import change_lines, same_split
 from shardwise.launch.worker import state_directory
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import fits, kind, seconds, tokens_per_s
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import fits, kind, seconds, tokens_per_s
 from shardwise.planner.search import Search, strategies
 from shardwise.planner.seconds.history import remember
 from shardwise.spec.cluster import parse_cluster

@@ -10,7 +10,7 @@ import pytest
 from shardwise.cli.app import main
 from shardwise.cli.preview import mark
 from shardwise.data import tokens
-from shardwise.data.batch import collate
+from shardwise.data.micro_batch import collate
 from shardwise.data.pack import open_windows
 from shardwise.data.prepare import prepare
 from shardwise.models.resolve import data_of

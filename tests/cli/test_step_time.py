@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.cli.step_time import assumed_rates, bottleneck, mfu, parts, step_lines, time_lines
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import tokens_per_s
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import tokens_per_s
 from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.data.batch import MicroBatch, collate
+from shardwise.data.micro_batch import MicroBatch, collate
 from shardwise.data.pack import Sample
 from shardwise.spec.rows import RowShare
 

@@ -17,10 +17,10 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from shardwise.data import bounds, tokens
-from shardwise.data.bounds import bounded
-from shardwise.data.chat import Chat, Encoded, Encoder, Rendered
+from shardwise.data import limits, tokens
+from shardwise.data.conversations import Chat, Encoded, Encoder, Rendered
 from shardwise.data.formats import Conversation, Fault, parse
+from shardwise.data.limits import bounded
 from shardwise.data.prepare import check_records, prepare
 from shardwise.data.template import SHIPPED, WITH_TOOLS, RenderError, Template, find_template
 from shardwise.data.tokens import special_tokens
@@ -361,7 +361,7 @@ def test_a_message_that_the_template_leaves_out_is_not_lost_silently(make: Make)
     ],
 )
 def test_a_template_that_does_harm_is_stopped(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.data.bounds.LIMIT_S", 0.2)
+    monkeypatch.setattr("shardwise.data.limits.LIMIT_S", 0.2)
     with pytest.raises(PolicyError, match=message):
         Template(text, {}).render([HI], None)
 
@@ -386,7 +386,7 @@ def test_a_template_that_does_harm_is_stopped(text: str, message: str, monkeypat
 )
 def test_a_template_gets_no_more_than_its_share_of_memory(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
-    monkeypatch.setattr("shardwise.data.bounds.LIMIT_BYTES", 64 * MIB)
+    monkeypatch.setattr("shardwise.data.limits.LIMIT_BYTES", 64 * MIB)
     with pytest.raises(PolicyError, match=r"SEC009.*64 MiB of memory"):
         Template(text, {}).render([HI], None)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
@@ -417,7 +417,7 @@ def test_whatever_a_template_raises_is_a_fault_of_the_record(text: str) -> None:
 @pytest.mark.prove
 def test_the_limit_holds_while_constant_parts_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """jinja passes over every Exception that is raised then: this ran for a minute."""
-    monkeypatch.setattr("shardwise.data.bounds.LIMIT_S", 0.4)
+    monkeypatch.setattr("shardwise.data.limits.LIMIT_S", 0.4)
     begun = time.process_time()
     with pytest.raises(PolicyError, match=r"SEC009.*more than 0.4 s"):
         Template("{{ 'x' " + "| tojson " * 40 + "}}", {})
@@ -427,7 +427,7 @@ def test_the_limit_holds_while_constant_parts_are_computed(monkeypatch: pytest.M
 def test_a_tick_that_comes_while_a_template_is_being_left_is_no_second_error() -> None:
     """Raised after the block it would pass every handler, with the clock ticking on."""
     left = []
-    with pytest.raises(TimeoutError), bounds.timed():
+    with pytest.raises(TimeoutError), limits.timed():
         try:
             for _ in range(99):
                 os.kill(os.getpid(), signal.SIGVTALRM)
@@ -436,7 +436,7 @@ def test_a_tick_that_comes_while_a_template_is_being_left_is_no_second_error() -
                 os.kill(os.getpid(), signal.SIGVTALRM)
             left.append("all of it")
     assert left
-    assert bounds._Bounds.ticks is None
+    assert limits._Bounds.ticks is None
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
@@ -469,7 +469,7 @@ def test_half_a_character_in_a_template_of_the_recipe_is_not_utf8(tmp_path: Path
 @pytest.mark.prove
 def test_what_holds_for_a_record_holds_for_its_renderings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls into the system are made once for a record, and each rendering has its own time."""
-    monkeypatch.setattr("shardwise.data.bounds.LIMIT_S", 0.4)
+    monkeypatch.setattr("shardwise.data.limits.LIMIT_S", 0.4)
     slow = Template("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
     quick = Template("{% for a in range(90000) %}{{ a }}{% endfor %}", {})
     with bounded():
@@ -500,7 +500,7 @@ def test_a_handler_that_only_c_knows_of_is_no_hindrance(monkeypatch: pytest.Monk
     """Python cannot put it back: ``signal.signal`` refuses None."""
     before = signal.getsignal(signal.SIGVTALRM)
     with monkeypatch.context() as patched:
-        patched.setattr("shardwise.data.bounds.signal.getsignal", lambda number: None)
+        patched.setattr("shardwise.data.limits.signal.getsignal", lambda number: None)
         assert Template("{{ messages[0].content }}", {}).render([HI], None) == HI["content"]
     signal.signal(signal.SIGVTALRM, before)
 

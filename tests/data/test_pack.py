@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.data.batch import collate
+from shardwise.data.micro_batch import collate
 from shardwise.data.pack import IGNORE, Windows
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared, TokenStore

@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.cli.app import main
 from shardwise.data import tokens
-from shardwise.data.batch import collate
+from shardwise.data.micro_batch import collate
 from shardwise.data.pack import IGNORE, Packs, open_windows
 from shardwise.data.prepare import prepare
 from shardwise.data.store import Prepared

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.data import tokens
-from shardwise.data.bounds import check_growth
+from shardwise.data.limits import check_growth
 from shardwise.data.tokens import EOT, Tokenizer
 from shardwise.errors import DataError, MissingInputError, UnavailableError
 from tests.data.conftest import prose

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardwise.distributed.calls import COLLECTIVES, KINDS, SILENT
 from shardwise.distributed.fake_world import fake_world
-from shardwise.prove.world import WorldCounter
+from shardwise.prove.fake_run import WorldCounter
 from shardwise.runtime.metrics.measure import record_traffic
 from shardwise.spec.layout import Layout
 

@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.distributed.fake_world import fake_world
+from shardwise.prove.fake_run import WorldCounter
 from shardwise.prove.pool import RankPool
-from shardwise.prove.world import WorldCounter
 from shardwise.spec.layout import Layout
 from tests.distributed import collective_ranks as crossings
 

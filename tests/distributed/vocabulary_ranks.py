@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed import vocabulary
 from shardwise.distributed.collectives import enter, leave
 from shardwise.distributed.meshes import meshes

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import meshes
 from shardwise.distributed.slices import local
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
-from shardwise.prove.world import Sent, StepBytes
+from shardwise.prove.fake_run import Sent, StepBytes
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
 from shardwise.runtime.metrics.measure import Meter, state_bytes

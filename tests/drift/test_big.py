@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.prove.drift import PEAK_TOLERANCE, drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, Shard

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.models.config import ModelSpec, model_spec
 from shardwise.prove.drift import drift
-from shardwise.prove.world import measure
+from shardwise.prove.fake_run import measure
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from tests.covering import pairwise

@@ -11,10 +11,10 @@ from torch import nn
 from shardwise.models.blocks import ends
 from shardwise.models.config import ModelSpec, model_spec
 from shardwise.models.decoder import Decoder
-from shardwise.models.load import read_spec
+from shardwise.models.lookup import read_spec
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.trace import traced_here
-from shardwise.prove import world
+from shardwise.prove import fake_run
 from shardwise.prove.drift import drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
@@ -31,14 +31,14 @@ def order(spec: ModelSpec, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[
     """The collectives of a measured step one after another, kind and elements: fp32."""
     sent: list[tuple[str, int]] = []
 
-    class Ordered(world.WorldCounter):
+    class Ordered(fake_run.WorldCounter):
         def _sent(self, kind: str, args: Any, out: Any) -> None:
             before = self.sent.copy()
             super()._sent(kind, args, out)
             sent.extend((kind, size // 4) for axis, kind, size in self.sent - before if axis == "dp_shard")
 
-    monkeypatch.setattr(world, "WorldCounter", Ordered)
-    measured = world.measure(spec, plan, 0)
+    monkeypatch.setattr(fake_run, "WorldCounter", Ordered)
+    measured = fake_run.measure(spec, plan, 0)
     return sent[-sum(calls for (axis, *_), calls in measured.sent.items() if axis == "dp_shard") :]
 
 

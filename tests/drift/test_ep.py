@@ -18,7 +18,7 @@ from shardwise.planner.seconds.kernels import under_way
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.trace import traced_here
 from shardwise.prove.drift import drift, predict
-from shardwise.prove.world import WorldCounter, measure
+from shardwise.prove.fake_run import WorldCounter, measure
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.rank_kind import rank_kind_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.config import ModelSpec, model_spec, with_fields
-from shardwise.models.load import read_spec
+from shardwise.models.lookup import read_spec
 from shardwise.prove.drift import PEAK_FROM_BYTES, drift
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
 from tests.drift.test_drift import PRECISIONS, REMATS, SPEC, check, plan_of

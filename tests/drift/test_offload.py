@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.prove.drift import Drift, drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Precision, Remat, Shard

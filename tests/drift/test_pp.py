@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.models.config import ModelSpec, flat, model_spec, with_fields
 from shardwise.prove.drift import PEAK_TOLERANCE, drift, predict
-from shardwise.prove.world import measure
+from shardwise.prove.fake_run import measure
 from shardwise.spec.layout import Axis
 from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Precision, Shard
 from shardwise.techniques.pp.actions import SCHEDULES

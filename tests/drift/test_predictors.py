@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.config import model_spec
-from shardwise.models.further import with_predictor
+from shardwise.models.predictor import with_predictor
 from shardwise.prove.drift import drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Dtype, Pipeline, Plan, Precision, Remat, Shard

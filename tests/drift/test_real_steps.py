@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise import techniques
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import meshes
 from shardwise.models.config import model_spec
 from shardwise.planner.schedule import folded, schedule

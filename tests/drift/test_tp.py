@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from shardwise.models.config import ModelSpec, model_spec, with_fields
-from shardwise.planner import passes
+from shardwise.planner import unit_passes
 from shardwise.prove.drift import PEAK_TOLERANCE, drift
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Optim, Plan, Precision, Remat, Shard
@@ -169,10 +169,10 @@ def test_peak_of_a_tied_model(sequence: str) -> None:
 def test_gathers_that_recomputation_repeats_are_counted() -> None:
     """The proof sees a price without them."""
     plan = plan_of("ddp over 1", "sequence", remat=REMATS["full"])
-    real = passes.recomputed
+    real = unit_passes.recomputed
 
     def unsent(unit: Unit) -> tuple[Op, ...]:
         return tuple(replace(op, kind="view") if op.kind == SEND else op for op in real(unit))
 
-    with patch.object(passes, "recomputed", unsent):
+    with patch.object(unit_passes, "recomputed", unsent):
         assert any("all_gather" in line for line in drift(SPEC, plan).differences())

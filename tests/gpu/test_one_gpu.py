@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods.loss import Output, linear_cross_entropy, losses_and_gradient
-from shardwise.models import attention, blockwise, kernels
+from shardwise.models import attention, blockwise, kernel_choice
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blockwise import Rule, Saved
 from shardwise.models.config import ModelSpec, model_spec
@@ -88,8 +88,8 @@ def test_attention_is_that_of_the_reference(alone: torch.device, name: str, dtyp
     right_grads = blockwise.backward(grad.double(), Saved(*wide, right, right_lse), rule)
     attention.prepare(alone, "fa3")
     case = attention.case_of(q, rule)
-    serving = kernels.able(case, attention.present(alone, "cudnn"))
-    narrow = dtype in (torch.bfloat16, torch.float16) and case.capability >= kernels.AMPERE
+    serving = kernel_choice.able(case, attention.present(alone, "cudnn"))
+    narrow = dtype in (torch.bfloat16, torch.float16) and case.capability >= kernel_choice.AMPERE
     assert serving[-1] == "blockwise" and len(serving) > narrow
     for kernel in serving:
         told = replace(mask, documents=documents, sinks=sinks, longest=longest, kernel=kernel)
@@ -115,7 +115,7 @@ def test_attention_to_tokens_of_other_ranks(
     grad = torch.randn(right.shape, device=alone).to(dtype)
     right_grads = blockwise.backward(grad.double(), Saved(*wide, right, right_lse), rule)
     attention.prepare(alone, "fa3")
-    serving = kernels.able(attention.case_of(q, rule), attention.present(alone, "cudnn"))
+    serving = kernel_choice.able(attention.case_of(q, rule), attention.present(alone, "cudnn"))
     assert not {"cudnn", "flex"} & {*serving} and serving[-1] == "blockwise"
     for kernel in serving:
         out, lse = attention.attention(q, k, v, *rule._replace(kernel=kernel))

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.interop.imports import Imported, foreign, read_files
-from shardwise.interop.record import FATES, table
+from shardwise.interop.system import FATES, table
 from shardwise.interop.systems import SYSTEMS
 from shardwise.spec.keys import keys_of
 from shardwise.spec.load import dump_settings, load_recipe, read_settings, recipe_schema

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.distributed.meshes import meshes
 from shardwise.launch.doctor import compute, links
-from shardwise.launch.doctor.clock import Clock, Work
+from shardwise.launch.doctor.stopwatch import Clock, Work
 from shardwise.spec.layout import Layout
 from shardwise.spec.measured import Sent
 

@@ -21,7 +21,7 @@ from shardwise import techniques
 from shardwise.launch.doctor import compute, links
 from shardwise.launch.doctor.compute import ATTENTION, POINTWISE, PRODUCTS
 from shardwise.launch.doctor.machine import describe, machine_lines, obstacles
-from shardwise.launch.doctor.ranks import Found
+from shardwise.launch.doctor.rank_work import Found
 from shardwise.launch.doctor.verdict import (
     as_measured,
     attention_rate,
@@ -31,9 +31,9 @@ from shardwise.launch.doctor.verdict import (
     shortfalls,
     table,
 )
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.seconds.rates import own_traits, rates_of
-from shardwise.planner.seconds.step import optimizer
+from shardwise.planner.seconds.step_seconds import optimizer
 from shardwise.planner.sheets import sheet_of
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._inductor import config as inductor
 from torch.nn import functional as F
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.methods import pretrain
 from shardwise.methods.loss import Between, Output, linear_cross_entropy, losses_and_gradient
 from shardwise.runtime import passes

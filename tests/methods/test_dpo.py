@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from shardwise.data import tokens
-from shardwise.data.batch import MicroBatch, collate
+from shardwise.data.micro_batch import MicroBatch, collate
 from shardwise.data.pack import Packs, open_windows
 from shardwise.data.prepare import prepare
 from shardwise.data.stream import Share, evaluation

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.methods import loss as loss_module
 from shardwise.methods import pretrain
 from shardwise.methods.loss import Output, linear_cross_entropy, token_losses

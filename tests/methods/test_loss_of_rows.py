@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.distributed.fake_world import fake_world
 from shardwise.methods import head as paper
 from shardwise.methods.loss import Output, linear_cross_entropy, token_losses
+from shardwise.prove.fake_run import WorldCounter
 from shardwise.prove.pool import RankPool
-from shardwise.prove.world import WorldCounter
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.records import TOKEN_FIGURES

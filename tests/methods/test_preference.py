@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.batch import collate
+from shardwise.data.micro_batch import collate
 from shardwise.data.pack import Packs
 from shardwise.data.stream import Share, evaluation
 from shardwise.distributed.meshes import Meshes

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from shardwise.data import tokens
-from shardwise.data.batch import MicroBatch, collate
+from shardwise.data.micro_batch import MicroBatch, collate
 from shardwise.data.pack import Packs, Windows, open_windows
 from shardwise.data.prepare import prepare
 from shardwise.methods import pretrain

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.methods import pretrain
 from shardwise.methods.loss import Output, loss_and_figures, losses_and_gradient
 from shardwise.runtime import passes

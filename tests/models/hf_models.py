@@ -14,7 +14,7 @@ from shardwise.data import tokens
 from shardwise.models.config import ModelSpec
 from shardwise.models.hf_model import HFDecoder
 from shardwise.models.hf_names import name_in_model
-from shardwise.models.load import read_spec
+from shardwise.models.lookup import read_spec
 from shardwise.runtime.build import allocate
 
 SIZES: dict[str, Any] = {"vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

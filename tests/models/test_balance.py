@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from shardwise.models import balance
-from shardwise.models.balance import RowPlaces, Tally
+from shardwise.models import router_losses
 from shardwise.models.config import with_fields
 from shardwise.models.moe import MoE
+from shardwise.models.router_losses import RowPlaces, Tally
 from tests.parity.experts import MOE
 
 WIDTH = MOE.hidden_size
@@ -139,7 +139,7 @@ def test_e10_recomputation_counts_nothing_twice(what_is_trained: str, monkeypatc
 
     right = counted(False)
     assert torch.equal(counted(True), right)
-    monkeypatch.setattr(balance, "in_backward", lambda: False)
+    monkeypatch.setattr(router_losses, "in_backward", lambda: False)
     assert torch.equal(counted(True), 2 * right), "the planted fault: what counts does not know that it runs again"
 
 
@@ -148,7 +148,7 @@ def test_e11_the_routing_is_the_same_when_it_is_computed_again(monkeypatch: pyte
     seen: list[Tensor] = []
     route = module.route
 
-    def watched(x: Tensor) -> balance.Routing:
+    def watched(x: Tensor) -> router_losses.Routing:
         found = route(x)
         seen.append(found.ids)
         return found

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.models.balance import RowPlaces, Tally
 from shardwise.models.capacity import within_capacity
 from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.layers import GATES
 from shardwise.models.moe import Experts, MoE
 from shardwise.models.room import expert_room
+from shardwise.models.router_losses import RowPlaces, Tally
 from tests.parity.experts import MOE
 from tests.parity.mixtures import GPT_OSS
 

@@ -22,7 +22,7 @@ from shardwise.models.config import (
     with_fields,
 )
 from shardwise.models.kinds import GroupedRouting
-from shardwise.models.load import load_spec, read_spec
+from shardwise.models.lookup import load_spec, read_spec
 from tests.models.llama import random_config
 
 # Parameters as the models' pages on the Hub give them.
@@ -298,7 +298,7 @@ def test_models_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_a_config_is_read_without_torch() -> None:
-    code = "import sys; from shardwise.models.load import load_spec as load; load('Llama-3-8B'); print(*sys.modules)"
+    code = "import sys; from shardwise.models.lookup import load_spec as load; load('Llama-3-8B'); print(*sys.modules)"
     environment = {"PYTHONPATH": str(Path(known.__file__).parents[2])}
     command = [sys.executable, "-c", code]
     modules = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()

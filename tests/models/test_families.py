@@ -32,7 +32,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.families import FAMILIES, FULL, SLIDING
 from shardwise.models.hf_names import to_hf_name
 from shardwise.models.kinds import DeltaSpec, LatentSpec
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.models.rope import RopeScaling
 from tests.models.families import (
     CONFIGS,

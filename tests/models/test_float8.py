@@ -17,12 +17,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from shardwise.cli.app import main
 from shardwise.errors import ConfigError, DataError
-from shardwise.models import float8, hf, storage, tensorfile
+from shardwise.models import float8, hf, quantization, tensorfile
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_names import Location
-from shardwise.models.load import load_spec, read_spec
+from shardwise.models.lookup import load_spec, read_spec
 from shardwise.models.stored import StoredParameter, StoredRows
 from tests.models import hf_models
 from tests.models.families import config_of, in_memory, random_model, spec_of
@@ -59,7 +59,7 @@ def meant(stored: Tensor, scales: Tensor, height: int, width: int) -> Tensor:
     return found
 
 
-def parameter(path: Path, location: Location, blocks: tuple[storage.Block, ...]) -> StoredParameter:
+def parameter(path: Path, location: Location, blocks: tuple[quantization.Block, ...]) -> StoredParameter:
     """What rows of a tensor in a file are as a parameter."""
     found = tensorfile.entries(path)
     scales, problems = float8.scales_of({location.tensor: found[location.tensor]}, found, blocks, "here")
@@ -121,7 +121,7 @@ def test_what_compressed_tensors_wrote_is_what_it_reads(kind: str) -> None:
     weights |= {"block": {"block_structure": [16, 32]}, "group": {"group_size": 24}}.get(kind, {})
     weights |= {"strategy": "group", "group_size": 32} if kind == "mxfp8" else {}
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
-    blocks = storage.blocks({"quantization_config": config})
+    blocks = quantization.blocks({"quantization_config": config})
     read = parameter(file, Location(0, 44, f"{kind}.weight", shape), blocks)
     found = read.read_finite((slice(0, 44), slice(0, shape[1])))
     assert torch.equal(found.bfloat16(), held[f"{kind}.values"])

@@ -18,7 +18,7 @@ from shardwise.models import hf, tensorfile
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import parameter_shapes, with_fields
 from shardwise.models.hf_names import locations, tensors, to_hf_name
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from tests.models.growth import grown
 from tests.models.llama import pair, random_config, random_model, tokens
 from tests.models.test_decoder import SPEC

@@ -23,7 +23,7 @@ from shardwise.errors import ConfigError, DataError, PolicyError
 from shardwise.models import hf, hf_model, hf_names, init
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.load import load_spec, read_spec
+from shardwise.models.lookup import load_spec, read_spec
 from shardwise.models.resolve import resolve
 from shardwise.models.roles import role
 from shardwise.spec.cluster import parse_cluster

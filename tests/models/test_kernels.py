@@ -16,10 +16,10 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.models import attention as module
-from shardwise.models import blockwise, efficient, flash, flex, kernels
+from shardwise.models import blockwise, efficient, flash, flex, kernel_choice
 from shardwise.models.blockwise import Rule, Saved
 from shardwise.models.config import ModelSpec, with_fields
-from shardwise.models.kernels import Case, choose
+from shardwise.models.kernel_choice import Case, choose
 from shardwise.models.layers import accumulation_dtype
 from tests.parity.cases import FLASH, GEMMA, SEQ_LEN
 
@@ -117,7 +117,7 @@ LOCAL = with_fields(GEMMA, head_dim=256, sliding_window=4096)
     ],
 )
 def test_a_run_says_what_computes_its_attention(spec: ModelSpec, case: Case, seq_len: int, expected: str) -> None:
-    assert kernels.described(kernels.cases(spec, case, seq_len), "auto", frozenset({"cudnn"})) == expected
+    assert kernel_choice.described(kernel_choice.cases(spec, case, seq_len), "auto", frozenset({"cudnn"})) == expected
 
 
 def test_bf16_on_several_gpus_is_proved_with_the_kernel_that_runs() -> None:

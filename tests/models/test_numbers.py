@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.errors import ConfigError, DataError
 from shardwise.models.config import to_hf
-from shardwise.models.load import load_spec, read_spec
+from shardwise.models.lookup import load_spec, read_spec
 from shardwise.models.resolve import resolve
 from shardwise.spec.load import load_recipe
 from tests.models import families, hf_models

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, PreTrainedModel
 
-from shardwise.data.batch import MicroBatch, collate
+from shardwise.data.micro_batch import MicroBatch, collate
 from shardwise.data.pack import IGNORE
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods.loss import Further
 from shardwise.models.config import from_hf
-from shardwise.models.further import with_predictor
+from shardwise.models.predictor import with_predictor
 from shardwise.prove.workload import job_of, texts
 from shardwise.runtime import passes
 from shardwise.runtime.passes import StepRules, finish_of

@@ -10,12 +10,12 @@ import pytest
 
 from shardwise.errors import ConfigError, DataError, MissingInputError
 from shardwise.models import resolve as resolving
+from shardwise.models.added_rows import with_added
 from shardwise.models.config import to_hf, with_fields
 from shardwise.models.families import FAMILIES
 from shardwise.models.known import configs
-from shardwise.models.load import load_spec, read_spec
+from shardwise.models.lookup import load_spec, read_spec
 from shardwise.models.resolve import data_of, resolve
-from shardwise.models.rows import with_added
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Data, Model, Recipe, TokenizerSection
 from tests.models.families import config_of

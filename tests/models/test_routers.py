@@ -24,11 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from shardwise.errors import DataError
 from shardwise.models import hf, moe
 from shardwise.models.attention import MaskSpec
-from shardwise.models.balance import Routing, Tally
 from shardwise.models.config import ModelSpec, from_hf, parameter_shapes, problems, with_fields
 from shardwise.models.decoder import Decoder
 from shardwise.models.kinds import SigmoidRouting
 from shardwise.models.moe import MoE
+from shardwise.models.router_losses import Routing, Tally
 from tests.models.families import LENGTH, config_of, in_memory, mixtures, random_model
 from tests.models.llama import relative, tokens
 

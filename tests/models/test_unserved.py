@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.errors import ConfigError, MissingInputError
 from shardwise.models import known, unserved
-from shardwise.models.load import load_spec, read_spec
+from shardwise.models.lookup import load_spec, read_spec
 from shardwise.models.unserved import parameters_of, refuse_config, refuse_name
 
 DSA = "sparse attention that chooses keys by an indexer"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import collate
+from shardwise.data.micro_batch import collate
 from shardwise.distributed.meshes import meshes
 from shardwise.methods.loss import mask
 from shardwise.models.config import ModelSpec, model_spec, with_fields

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise import techniques
-from shardwise.data.batch import MicroBatch, collate
+from shardwise.data.micro_batch import MicroBatch, collate
 from shardwise.data.pack import Sample
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.models.config import ModelSpec

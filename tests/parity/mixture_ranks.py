@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from shardwise.models.balance import Routing
 from shardwise.models.config import ModelSpec
 from shardwise.models.moe import MoE
+from shardwise.models.router_losses import Routing
 from shardwise.prove import parity
 from shardwise.prove.workload import Setting, random_everywhere
 from shardwise.runtime import reduce

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.models.config import ModelSpec, with_fields
-from shardwise.models.further import with_predictor
+from shardwise.models.predictor import with_predictor
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Offload, Pipeline, Plan, Remat
 from tests.parity.cases import UNTIED

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
-from shardwise.prove.apart import directions
+from shardwise.prove.distance import directions
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora, Remat
 from tests.parity import test_frozen, test_lora

@@ -1,6 +1,6 @@
 """With a capacity the same choices are dropped in any layout, and what is left trains as one process does, in float64.
 
-The plain loop gives what is dropped no weight (prove/balance.py); ranks neither send nor compute it."""
+The plain loop gives what is dropped no weight (prove/plain_routers.py); ranks neither send nor compute it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import collate
+from shardwise.data.micro_batch import collate
 from shardwise.data.pack import IGNORE, Sample
 from shardwise.methods.loss import mask
 from shardwise.models import moe
-from shardwise.models.balance import Routing, RowPlaces
 from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoE
+from shardwise.models.router_losses import Routing, RowPlaces
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import Setting, Workload, job_of, random_everywhere, texts
-from shardwise.runtime.balance import layers_of
+from shardwise.runtime.expert_counts import layers_of
 from shardwise.runtime.step import StepStats
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Pipeline, Plan

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.models import blockwise
 from shardwise.models.config import with_fields
@@ -21,7 +21,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce, step
 from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.rows import RowShare, TokenRun, WholeRows
-from shardwise.techniques.cp import attention, exchange, states
+from shardwise.techniques.cp import delta_states, exchange, ring_attention
 from shardwise.techniques.cp import parts as calls
 from tests.parity import planted
 from tests.parity.cases import FP64
@@ -32,7 +32,7 @@ from tests.techniques import cp_ranks
 from tests.techniques.cp_ranks import Asked, dense, error
 
 parts, keys, cut, counts = calls.parts, exchange.RingExchange.keys, MicroBatch.cut, reduce.count_supervised
-part_attention, passed, places = attention.attention, states.passed_states, states.RowPieces.alike
+part_attention, passed, places = ring_attention.attention, delta_states.passed_states, delta_states.RowPieces.alike
 
 
 def ring(cp: int = 2, **more: Any) -> Plan:
@@ -78,7 +78,7 @@ def none_before(*args: Any) -> Tensor:
     return torch.zeros_like(passed(*args))
 
 
-def by_ranks(self: states.RowPieces) -> Iterator[tuple[slice, list[states.Place]]]:
+def by_ranks(self: delta_states.RowPieces) -> Iterator[tuple[slice, list[delta_states.Place]]]:
     for rows, order in places(self):
         yield rows, sorted(order)
 
@@ -106,7 +106,7 @@ def sunk_each_time() -> Iterator[None]:
         sinks = torch.linspace(-2, 3, out.shape[1], dtype=lse.dtype)
         return blockwise.with_sinks(out, lse, sinks)
 
-    with patch.object(attention, "attention", part):
+    with patch.object(ring_attention, "attention", part):
         yield
 
 
@@ -114,7 +114,7 @@ TWO, FOUR = ring(), ring(4)
 WINDOWED = with_fields(DENSE, sliding_window=30)
 FAULTS: dict[str, Fault] = {
     "a rank takes its pieces for others than it has": (
-        lambda: patch.object(attention, "parts", of_pieces_side_by_side),
+        lambda: patch.object(ring_attention, "parts", of_pieces_side_by_side),
         DENSE,
         TWO,
     ),
@@ -133,17 +133,29 @@ FAULTS: dict[str, Fault] = {
         DENSE,
         TWO,
     ),
-    "a document is seen across a border": (lambda: patch.object(attention, "parts", blind_to_documents), DENSE, TWO),
+    "a document is seen across a border": (
+        lambda: patch.object(ring_attention, "parts", blind_to_documents),
+        DENSE,
+        TWO,
+    ),
     "positions are those in the piece": (lambda: patch.object(MicroBatch, "cut", with_local_positions), DENSE, TWO),
-    "a window is measured from the piece": (lambda: patch.object(attention, "parts", from_the_piece), WINDOWED, TWO),
+    "a window is measured from the piece": (
+        lambda: patch.object(ring_attention, "parts", from_the_piece),
+        WINDOWED,
+        TWO,
+    ),
     "keys are those of the step before": (
         lambda: patch.object(exchange.RingExchange, "keys", a_step_late),
         DENSE,
         FOUR,
     ),
-    "log-sum-exps are joined in bf16": (lambda: patch.object(attention, "attention", rounded), DENSE, TWO),
-    "the state of the piece before is lost": (lambda: patch.object(states, "passed_states", none_before), NETS, TWO),
-    "states pass in the order of ranks": (lambda: patch.object(states.RowPieces, "alike", by_ranks), NETS, TWO),
+    "log-sum-exps are joined in bf16": (lambda: patch.object(ring_attention, "attention", rounded), DENSE, TWO),
+    "the state of the piece before is lost": (
+        lambda: patch.object(delta_states, "passed_states", none_before),
+        NETS,
+        TWO,
+    ),
+    "states pass in the order of ranks": (lambda: patch.object(delta_states.RowPieces, "alike", by_ranks), NETS, TWO),
 }
 OF_ATTENTION: dict[str, Planted] = {"sinks count once a step": sunk_each_time}
 

@@ -20,8 +20,8 @@ from shardwise.distributed import meshes
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.torch_private import in_backward
 from shardwise.models import moe
-from shardwise.models.balance import Routing
 from shardwise.models.moe import Experts, MoE
+from shardwise.models.router_losses import Routing
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import reduce

@@ -14,10 +14,10 @@ import torch
 
 from shardwise.models.config import ModelSpec, with_fields
 from shardwise.prove import parity
-from shardwise.prove.apart import apart
+from shardwise.prove.distance import apart
+from shardwise.prove.fake_run import WorldCounter, measure
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import OPTIM, Setting, random_everywhere
-from shardwise.prove.world import WorldCounter, measure
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from tests.parity import drawn, mixture_ranks

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.models import balance, moe
-from shardwise.models.balance import Routing, RowPlaces
+from shardwise.models import moe, router_losses
+from shardwise.models.router_losses import Routing, RowPlaces
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
-from shardwise.runtime import balance as steps
+from shardwise.runtime import router_losses as steps
 from shardwise.runtime.step import StepStats
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision
 from shardwise.spec.records import TOKEN_ACCURACY
 from shardwise.techniques import cp
-from shardwise.techniques.tp import rows
+from shardwise.techniques.tp import row_counts
 from tests.parity import drawn, experts, planted
 from tests.parity.experts import DEEP, FULL, MOE, PLANS, plan
 from tests.parity.planted import Fault
@@ -146,7 +146,7 @@ FAULTS: dict[str, Fault] = {
         plan(Layout(dp_replicate=2)),
     ),
     "E6: what autograd returned is thrown away": (lambda: patch.object(moe, "balanced", thrown_away), MOE, TP),
-    "E7: shares are of the tokens of one rank": (lambda: patch.object(rows, "summed", own_counts), MOE, UNEVEN),
+    "E7: shares are of the tokens of one rank": (lambda: patch.object(row_counts, "summed", own_counts), MOE, UNEVEN),
     "E7: tokens count for the rows of the first rank": (
         lambda: patch.object(RowPlaces, "of", from_the_first_row),
         MOE,
@@ -171,7 +171,7 @@ def counted_with_faults(rank: int, world: int) -> Mapping[str, list[StepStats]]:
     again = replace(UNEVEN, remat=FULL)
     with patch.object(RowPlaces, "of", with_padding):
         padding = experts.counted(rank, world, [UNEVEN])[0]
-    with patch.object(balance, "in_backward", lambda: False):
+    with patch.object(router_losses, "in_backward", lambda: False):
         doubled = experts.counted(rank, world, [again])[0]
     return {"right": experts.counted(rank, world, [again])[0], "padding": padding, "doubled": doubled}
 

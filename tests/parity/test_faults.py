@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.slices import local
 from shardwise.methods import loss as token_loss
 from shardwise.methods import pretrain
@@ -24,7 +24,7 @@ from shardwise.models import init
 from shardwise.models.attention import MaskSpec
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
-from shardwise.prove.apart import Worst
+from shardwise.prove.distance import Worst
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import Setting
 from shardwise.runtime import passes, reduce

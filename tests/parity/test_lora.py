@@ -13,7 +13,7 @@ from shardwise.models import init
 from shardwise.models.config import ModelSpec, parameter_shapes, with_fields
 from shardwise.models.roles import is_adapter, is_linear
 from shardwise.prove import parity
-from shardwise.prove.apart import directions
+from shardwise.prove.distance import directions
 from shardwise.prove.pool import RankPool
 from shardwise.spec.plan import Lora, Plan, Remat
 from shardwise.techniques.dtypes import torch_dtype

@@ -18,7 +18,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.techniques import states, tp
-from shardwise.techniques.cp import attention as cp_attention
+from shardwise.techniques.cp import ring_attention as cp_attention
 from tests.parity import drawn, planted, routers
 from tests.parity.mixers import CASES, DEEPSEEK, DENSE, NEXT, OF_LATENTS, PLANS, case
 from tests.parity.planted import Fault

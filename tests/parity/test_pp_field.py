@@ -10,7 +10,7 @@ import torch
 
 from shardwise import techniques
 from shardwise.prove import parity, workload
-from shardwise.prove.apart import differences
+from shardwise.prove.distance import differences
 from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods import pretrain
 from shardwise.methods.loss import Loss, Output

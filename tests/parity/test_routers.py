@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from shardwise.models import moe
-from shardwise.models.balance import Routing
 from shardwise.models.kinds import SigmoidRouting
 from shardwise.models.moe import MoE
+from shardwise.models.router_losses import Routing
 from shardwise.prove.pool import RankPool
-from shardwise.runtime import balance, step
+from shardwise.runtime import expert_counts, step
 from tests.parity import drawn, planted, routers
 from tests.parity.planted import Fault
 from tests.parity.routers import GLM, GROUPED, MODELS, PLANS
@@ -30,7 +30,7 @@ def test_ranks_are_one_process(ranks: RankPool, name: str, model: str) -> None:
     holds(drawn.prove(ranks, routers.model(model, of), [of], 3), [of])
 
 
-correct, by_sigmoids, choose = balance.correct, MoE.by_sigmoids, moe.choose
+correct, by_sigmoids, choose = expert_counts.correct, MoE.by_sigmoids, moe.choose
 
 
 def not_corrected(*given: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.models.config import ModelSpec
 from shardwise.prove import parity
-from shardwise.prove.apart import Worst
+from shardwise.prove.distance import Worst
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard

@@ -10,12 +10,12 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.bounds import LowerBounds
-from shardwise.planner.compare import peak_share, seconds
+from shardwise.planner.comparison import peak_share, seconds
 from shardwise.planner.price import price
 from shardwise.planner.search import Search
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import pytest
 
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import seconds
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import seconds
 from shardwise.planner.search import choose
 from shardwise.planner.seconds import rates
 from shardwise.planner.seconds.constants import shipped

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.candidates import candidates, chunk_of, splits
-from shardwise.planner.compare import fits
+from shardwise.planner.comparison import fits
 from shardwise.planner.search import choose
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Plan

@@ -9,13 +9,13 @@ import pytest
 
 from shardwise.cli.step_time import mfu, time_lines, tokens_per_s
 from shardwise.models.config import ModelSpec, model_spec, parameter_count
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import MARGIN, fits, kind, peak_share, seconds
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import MARGIN, fits, kind, peak_share, seconds
 from shardwise.planner.price import price
 from shardwise.planner.search import Search, best_of_kinds
 from shardwise.planner.seconds.network import network_of
 from shardwise.planner.seconds.rates import own_traits, shipped
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import Layout

@@ -7,7 +7,7 @@ import time
 from itertools import product
 
 from shardwise import techniques
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard

@@ -9,12 +9,12 @@ from random import Random
 import pytest
 
 from shardwise.models.config import ModelSpec
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.candidates import candidates
-from shardwise.planner.compare import MARGIN, TIE, fits, kind, name, peak_share, seconds, simplest
+from shardwise.planner.comparison import MARGIN, TIE, fits, kind, name, peak_share, seconds, simplest
 from shardwise.planner.price import price
 from shardwise.planner.search import Search, best_of_kinds
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe

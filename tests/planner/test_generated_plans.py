@@ -23,7 +23,7 @@ from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec, model_spec
 from shardwise.models.known import configs
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.price import price
 from shardwise.planner.schedule import folded
 from shardwise.planner.sheets import sheet_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import UsageError
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.length import Length, length_of, read_prices, read_tokens, with_reference
 from shardwise.planner.search import choose
 from shardwise.spec.cluster import Cluster, parse_cluster

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from shardwise import techniques
-from shardwise.models.load import load_spec
-from shardwise.planner.log import StepLog
-from shardwise.planner.passes import Passes
+from shardwise.models.lookup import load_spec
+from shardwise.planner.event_log import StepLog
 from shardwise.planner.schedule import Step, schedule
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import fold
+from shardwise.planner.unit_passes import Passes
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.spec.rank_kind import Stage

@@ -12,7 +12,7 @@ import torch
 from shardwise import techniques
 from shardwise.distributed.fake_world import fake_world
 from shardwise.models.config import ModelSpec, with_fields
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner import overhead
 from shardwise.planner.price import price
 from shardwise.planner.schedule import schedule

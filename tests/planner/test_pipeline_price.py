@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from shardwise.models.load import load_spec
-from shardwise.planner.log import StepLog
-from shardwise.planner.passes import Passes
+from shardwise.models.lookup import load_spec
+from shardwise.planner.event_log import StepLog
 from shardwise.planner.price import at_places, price
 from shardwise.planner.schedule import folded, micro_batches, schedule
 from shardwise.planner.schedule import staged as staged_on
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span, fold, same
+from shardwise.planner.unit_passes import Passes
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Precision, Remat, Shard

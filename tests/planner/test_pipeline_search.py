@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.bounds import LowerBounds
 from shardwise.planner.candidates import Pipelines, candidates
-from shardwise.planner.compare import TIE, fits, kind, name, peak_share, seconds, simplest
+from shardwise.planner.comparison import TIE, fits, kind, name, peak_share, seconds, simplest
 from shardwise.planner.price import price
 from shardwise.planner.search import Search, best_of_kinds, fastest_pipelines
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Recipe

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.config import with_fields
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.price import at_places, flops, most_rows, price
 from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.search import Search, choose

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import MARGIN, TIE, TIGHT, seconds, tokens_per_s
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import MARGIN, TIE, TIGHT, seconds, tokens_per_s
 from shardwise.planner.remedy import (
     MUCH_FASTER,
     _cluster_changes,

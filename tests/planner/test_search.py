@@ -14,8 +14,8 @@ from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.methods.head import forward_tensors
 from shardwise.models.config import ModelSpec
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import MARGIN, fits, kind, peak_share, seconds, smallest_ones
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import MARGIN, fits, kind, peak_share, seconds, smallest_ones
 from shardwise.planner.price import price
 from shardwise.planner.search import Search, best_of_kinds, choose
 from shardwise.planner.sheets import sheet_of
@@ -243,7 +243,7 @@ def test_a_plan_is_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     search = Search(recipe(), ONE_B, H100S)
     made = search.known.priced
     monkeypatch.setattr(
-        "shardwise.planner.compare.price",
+        "shardwise.planner.comparison.price",
         lambda spec, plan, cluster, most: priced.append(plan) or price(spec, plan, cluster, most=most),
     )
     assert fits(search.chosen) and best_of_kinds(search) and made(priced[0]) == made(priced[0])
@@ -264,7 +264,7 @@ def test_planning_a_known_model_needs_no_torch() -> None:
     code = (
         "import sys\n"
         "from shardwise.planner.search import choose\n"
-        "from shardwise.models.load import load_spec\n"
+        "from shardwise.models.lookup import load_spec\n"
         "from shardwise.spec.cluster import parse_cluster\n"
         "from shardwise.spec.recipe import Recipe\n"
         "choose(Recipe(), load_spec('meta-llama/Llama-3.1-8B'), parse_cluster('8xH100'))\n"

@@ -19,8 +19,8 @@ print(json.dumps({"s": used.ru_utime + used.ru_stime, "kib": int(held[0]), "torc
 would be its parent's, where that was larger when it started the process."""
 SEARCHED = """
 import sys
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import fits
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import fits
 from shardwise.planner.search import choose
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.recipe import Recipe

@@ -18,13 +18,13 @@ from shardwise import techniques
 from shardwise.cli.app import main
 from shardwise.models.config import ModelSpec, from_hf, model_spec, parameter_count, with_fields
 from shardwise.models.families import FAMILIES, FULL, SLIDING
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner import sheets, ship
 from shardwise.planner.apart import _ended, _process, traced_apart
 from shardwise.planner.schedule import folded
 from shardwise.planner.seconds.kernels import seen
 from shardwise.planner.sheets import key_of, name_of, pack_unit, sheet_of, unpack_unit, variant_of
-from shardwise.planner.shipped import SHIPPED, Shipped, written
+from shardwise.planner.shipped_units import SHIPPED, Shipped, written
 from shardwise.planner.trace import trace_once, traced_here
 from shardwise.planner.variants import chosen
 from shardwise.spec.layout import Layout

@@ -15,7 +15,7 @@ from hypothesis.strategies import builds, integers, just, lists, one_of, sampled
 from shardwise import techniques
 from shardwise.models.config import ModelSpec, model_spec
 from shardwise.models.families import FULL, SLIDING
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner import schedule as told
 from shardwise.planner import sheets
 from shardwise.planner.price import price

@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 
 from shardwise import techniques
-from shardwise.models.load import load_spec
-from shardwise.planner.log import StepLog
+from shardwise.models.lookup import load_spec
+from shardwise.planner.event_log import StepLog
 from shardwise.planner.schedule import schedule
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.layout import Layout

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import MARGIN, fits, kind, seconds
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import MARGIN, fits, kind, seconds
 from shardwise.planner.search import Search, best_of_kinds, choose
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.models.config import ModelSpec, with_fields
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.symbols import Symbols
 from shardwise.planner.trace import trace, trace_once
 from shardwise.planner.variants import GROWING, PRIMES, chosen

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import MARGIN, fits, name, seconds
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import MARGIN, fits, name, seconds
 from shardwise.planner.search import Search, reasons
 from shardwise.planner.why import difference
 from shardwise.spec.cluster import parse_cluster

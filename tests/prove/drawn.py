@@ -9,7 +9,7 @@ from typing import Any
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.models.known import configs
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout, least_dp_shard
 from shardwise.spec.pipelines import PIPELINES

@@ -12,13 +12,13 @@ from unittest.mock import patch
 from torch import Tensor
 
 from shardwise.models import attention, blockwise, delta
-from shardwise.models.balance import Routing
 from shardwise.models.config import ModelSpec
 from shardwise.models.layers import RMSNorm
 from shardwise.models.moe import MoE
+from shardwise.models.router_losses import Routing
 from shardwise.spec.plan import Plan, Shard
 from shardwise.techniques import cp
-from shardwise.techniques.cp import states
+from shardwise.techniques.cp import delta_states
 from tests.parity.cases import FP64, GEMMA, UNTIED
 from tests.parity.cases import plan as plan_of
 from tests.parity.experts import MOE
@@ -28,7 +28,7 @@ from tests.parity.test_cp_faults import blind_to_documents, ring
 
 kernel, visible, backward = attention._kernel, blockwise._visible, attention.attention_backward
 normed, route = RMSNorm.forward, MoE.route
-given, taps, across_pieces = delta.Given, delta._taps, states.across
+given, taps, across_pieces = delta.Given, delta._taps, delta_states.across
 ALONE = plan_of("ddp", 1, FP64)
 
 
@@ -99,7 +99,7 @@ LEAKS: dict[str, Leak] = {
     "a state is not reset at a start": Leak(lambda: patch.object(delta, "Given", without_starts), NETS, ALONE),
     "sums reach into the document before": Leak(lambda: patch.object(delta, "_taps", over_starts), NETS, ALONE),
     "a state passes across a start": Leak(
-        lambda: patch.object(states, "across", across_starts), NETS, ring(), False, ("cp 2",)
+        lambda: patch.object(delta_states, "across", across_starts), NETS, ring(), False, ("cp 2",)
     ),
     "weights of experts depend on other tokens": Leak(lambda: patch.object(MoE, "route", among_tokens), MOE, ALONE),
 }

@@ -18,7 +18,7 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
 from shardwise.models import grouped
 from shardwise.models.config import ModelSpec
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Shard
 from shardwise.techniques import tp

@@ -17,7 +17,7 @@ from shardwise.models import decoder, layers
 from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.families import FAMILIES
 from shardwise.models.known import configs
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.models.moe import MoE
 from shardwise.prove import beside, certify, slopes
 from shardwise.prove.certificate import mark, result

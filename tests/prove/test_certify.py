@@ -14,7 +14,7 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec, with_fields
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner import sheets, trace
 from shardwise.prove import certify
 from shardwise.prove.certify import Certification, Check

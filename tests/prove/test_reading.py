@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardwise.data import stream
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.data.order import Order
 from shardwise.data.pack import IGNORE, Packs, Sample, Windows
 from shardwise.data.stream import Share

@@ -10,7 +10,7 @@ import torch
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec, with_fields
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.models.rope import RopeScaling
 from shardwise.prove import certify, regimes
 from shardwise.prove.certificate import Certificate, Facts

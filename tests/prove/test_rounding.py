@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.prove import rounding
 from shardwise.prove.certify import subject_of
 from shardwise.prove.pool import RankPool

@@ -12,7 +12,7 @@ from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import layer_kinds, parameter_count, parameter_shapes, with_fields
 from shardwise.models.kinds import GroupedRouting, SigmoidRouting
-from shardwise.models.load import load_spec, read_spec
+from shardwise.models.lookup import load_spec, read_spec
 from shardwise.prove.shrink import THEIRS, real_name, shrink
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardwise.data.batch import collate
+from shardwise.data.micro_batch import collate
 from shardwise.data.pack import IGNORE, Sample
 from shardwise.models.config import parameter_shapes
 from shardwise.prove import workload

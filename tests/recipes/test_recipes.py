@@ -13,7 +13,7 @@ from shardwise import techniques
 from shardwise.cli.app import main
 from shardwise.models.config import to_hf
 from shardwise.models.resolve import resolve
-from shardwise.planner.compare import fits
+from shardwise.planner.comparison import fits
 from shardwise.planner.search import choose
 from shardwise.prove import certify
 from shardwise.prove.pool import RankPool

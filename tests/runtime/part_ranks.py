@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise import techniques
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.distributed.slices import local
 from shardwise.models.blocks import tie

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise import techniques
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import meshes
 from shardwise.distributed.slices import local, local_slice, put
 from shardwise.errors import DataError, ShardwiseError
 from shardwise.models import blocks
 from shardwise.models.config import ModelSpec
-from shardwise.runtime import agree, build, exchange, export, generate, reduce
+from shardwise.runtime import agree, build, export, generate, objects, reduce
 from shardwise.runtime.checkpoint.host_group import HostGroup
 from shardwise.runtime.end import until_asked
 from shardwise.runtime.faults.guard import StopRequest
@@ -255,7 +255,7 @@ def exchange_objects(rank: int, world: int) -> tuple[Any, Any, Any]:
     """What arrives of objects whose sizes differ."""
     mine = {"of": rank, "long": "x" * (1000 - rank)}
     dealt = HostGroup.of(None).deal(lambda: [("for", number, "y" * number) for number in range(world)])
-    return exchange.broadcast(mine), exchange.gather(mine), dealt
+    return objects.broadcast(mine), objects.gather(mine), dealt
 
 
 def validate_until_asked(rank: int, ranks: int, who: int, at: int) -> tuple[list[int], bool]:

@@ -18,10 +18,10 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoE
 from shardwise.prove import parity
 from shardwise.prove.workload import OPTIM, job_of
-from shardwise.runtime import balance, passes, reduce
-from shardwise.runtime.balance import Counts, spread, told
+from shardwise.runtime import expert_counts, passes, reduce
 from shardwise.runtime.begin import open_log
 from shardwise.runtime.build import build
+from shardwise.runtime.expert_counts import Counts, spread, told
 from shardwise.runtime.job import open_job
 from shardwise.runtime.step import accumulate
 from shardwise.spec.layout import Layout
@@ -46,7 +46,7 @@ def test_the_factors_are_those_of_the_whole_step(scale: float | None) -> None:
     """Two micro-batches of two rows on two data-parallel ranks are eight rows; three of four layers have experts; in
     fp16 gradients are scaled as those of the loss."""
     decoder = Decoder(DEEP)
-    with balance.counting([decoder], [BATCH, BATCH], PLAN, None if scale is None else torch.tensor(scale)):
+    with expert_counts.counting([decoder], [BATCH, BATCH], PLAN, None if scale is None else torch.tensor(scale)):
         for layer in layers(decoder):
             assert layer.tally is not None
             expected = [(scale or 1.0) * coefficient / (8 * 3) for coefficient in (2.0, 0.5)]
@@ -56,14 +56,14 @@ def test_the_factors_are_those_of_the_whole_step(scale: float | None) -> None:
 
 def test_after_a_step_that_fails_nothing_is_counted() -> None:
     decoder = Decoder(MOE)
-    with pytest.raises(RuntimeError, match="no memory"), balance.counting([decoder], [BATCH], PLAN, None):
+    with pytest.raises(RuntimeError, match="no memory"), expert_counts.counting([decoder], [BATCH], PLAN, None):
         raise RuntimeError("no memory")
     assert all(layer.tally is None for layer in layers(decoder))
 
 
 def test_a_model_without_experts_counts_nothing() -> None:
     spec = model_spec("dense", 67, 16, 32, 1, 4, 4, 4, router_aux_loss_coef=1.0)
-    with balance.counting([Decoder(spec)], [BATCH], PLAN, None) as numbers:
+    with expert_counts.counting([Decoder(spec)], [BATCH], PLAN, None) as numbers:
         assert numbers.shape == (0,) and spec.expert_counts == 0
     counts = Counts(spec, 8)
     assert counts.losses([]) == {} and counts.loads([]) == {} and told({}) == {}
@@ -72,7 +72,7 @@ def test_a_model_without_experts_counts_nothing() -> None:
 def test_each_layer_counts_in_its_own_row_of_the_whole_model() -> None:
     """Of a stage with layers 2 and 3: layer 1 has no experts."""
     part = Decoder(DEEP, [2, 3], embedding=False)
-    with balance.counting([part], [BATCH], PLAN, None) as numbers:
+    with expert_counts.counting([part], [BATCH], PLAN, None) as numbers:
         for layer, amount in zip(layers(part), (2.0, 3.0), strict=True):
             assert layer.tally is not None
             layer.tally.loads.fill_(amount)
@@ -82,7 +82,7 @@ def test_each_layer_counts_in_its_own_row_of_the_whole_model() -> None:
 def test_every_part_of_a_rank_counts() -> None:
     """Of a rank that has two stages of a pipeline."""
     parts = [Decoder(DEEP, [0], embedding=False), Decoder(DEEP, [3])]
-    with balance.counting(parts, [BATCH], PLAN, None) as numbers:
+    with expert_counts.counting(parts, [BATCH], PLAN, None) as numbers:
         for part in parts:
             [layer] = layers(part)
             assert layer.tally is not None
@@ -93,7 +93,7 @@ def test_every_part_of_a_rank_counts() -> None:
 @pytest.mark.parametrize(("sequence_parallel", "shares"), [(True, [1] * 8), (False, [1, 0, 0, 0] * 2)])
 def test_what_ranks_count_alike_is_taken_once(sequence_parallel: bool, shares: list[int]) -> None:
     plan = Plan(Layout(dp_shard=2, tp=4), sequence_parallel=sequence_parallel)
-    found = [float(balance.share(torch.ones(1), plan, Meshes(plan.layout, rank))) for rank in range(8)]
+    found = [float(expert_counts.share(torch.ones(1), plan, Meshes(plan.layout, rank))) for rank in range(8)]
     assert found == shares
 
 

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.errors import ConfigError, DataError, OutputError, Problem, ShardwiseError
 from shardwise.prove.pool import RankPool
-from shardwise.runtime import exchange
+from shardwise.runtime import objects
 from shardwise.runtime.checkpoint import host_group, storage
 from shardwise.runtime.checkpoint.commit import MaybeCommitted
 from shardwise.runtime.checkpoint.manifest import FileRecord, Manifest, Rejected, Slice, TensorRecord
@@ -39,7 +39,7 @@ class Code:
     [None, 3, float("inf"), "é", b"\x80", [1, (2, {"a": None})], Path("/a/b"), MANIFEST, torch.arange(3).tolist()],
 )
 def test_values_arrive_as_they_were(value: Any) -> None:
-    found = exchange.decode(exchange.encode(value))
+    found = objects.decode(objects.encode(value))
     assert type(found) is type(value) and found == value
 
 
@@ -48,9 +48,9 @@ def test_the_plans_of_a_checkpoint_arrive_as_they_were() -> None:
     planner = storage.ShardPlanner()
     planner.set_up_planner(dict(tensors), is_coordinator=True)
     plans, _ = planner.create_global_plan([planner.create_local_plan()])
-    assert exchange.decode(exchange.encode(plans)) == plans
+    assert objects.decode(objects.encode(plans)) == plans
     written = [storage.WriteResult(item.index, 4, storage.StoredSlice("f", RECORD, 8)) for item in plans[0].items]
-    assert exchange.decode(exchange.encode(written)) == written
+    assert objects.decode(objects.encode(written)) == written
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_plans_of_a_checkpoint_arrive_as_they_were() -> None:
 def test_errors_arrive_as_they_were(error: Exception) -> None:
     """Every kind that host_group._attempt lets through."""
     _, sent = host_group._attempt(lambda: throw(error))
-    found = exchange.decode(exchange.encode(sent))
+    found = objects.decode(objects.encode(sent))
     assert type(found) is type(sent) is type(error)
     assert (found.args, str(found)) == (sent.args, str(sent))
     if isinstance(error, DataError):
@@ -86,9 +86,9 @@ def throw(error: Exception) -> None:
 def test_code_is_refused(tmp_path: Path, protocol: int) -> None:
     made = tmp_path / "made"
     pickled = torch.frombuffer(bytearray(pickle.dumps(Code(made), protocol)), dtype=torch.uint8)
-    for data in (exchange.encode(Code(made)), exchange.encode([1, {"a": Code(made)}]), pickled):
+    for data in (objects.encode(Code(made)), objects.encode([1, {"a": Code(made)}]), pickled):
         with pytest.raises(pickle.UnpicklingError):
-            exchange.decode(data)
+            objects.decode(data)
     assert not made.exists()
 
 

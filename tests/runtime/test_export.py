@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from shardwise.data import tokens
 from shardwise.data.template import find_template
 from shardwise.distributed.fake_world import fake_world
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.runtime.export import ends_of, whole
 from shardwise.spec.layout import Layout
 

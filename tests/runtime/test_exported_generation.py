@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from shardwise.models import hf
 from shardwise.models.attention import MaskSpec
 from shardwise.models.decoder import Decoder
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.runtime.state import TrainState
 from tests.models.families import CONFIGS
 from tests.models.llama import relative

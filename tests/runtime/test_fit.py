@@ -12,7 +12,7 @@ from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.meshes import Meshes
 from shardwise.errors import TrainingError
 from shardwise.models.config import model_spec
-from shardwise.prove.world import WorldCounter
+from shardwise.prove.fake_run import WorldCounter
 from shardwise.runtime import fit
 from shardwise.runtime.build import build
 from shardwise.runtime.passes import finish_of

@@ -14,9 +14,9 @@ from shardwise.cli.app import main
 from shardwise.data.tokens import train_tokenizer
 from shardwise.errors import ConfigError
 from shardwise.models import hf
-from shardwise.models.further import with_predictor
 from shardwise.models.hf_names import copies
-from shardwise.models.load import load_spec, read_spec
+from shardwise.models.lookup import load_spec, read_spec
+from shardwise.models.predictor import with_predictor
 from shardwise.models.resolve import resolve
 from shardwise.runtime.export import kept_of
 from tests.models.families import config_of, random_model

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from shardwise.cli.app import main
 from shardwise.data.tokens import train_tokenizer
 from shardwise.models import hf
-from shardwise.models.load import load_spec, read_spec
+from shardwise.models.lookup import load_spec, read_spec
 from shardwise.runtime.export import kept_of
 from shardwise.runtime.loop import train
 from shardwise.spec.recipe import Recipe

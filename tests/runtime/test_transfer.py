@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.runtime.transfer import Figures, Upload
 from tests.runtime.rank_work import rows
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.interop.record import FATES, table
+from shardwise.interop.system import FATES, table
 from shardwise.interop.systems import SYSTEMS
 from shardwise.spec import elsewhere
 from shardwise.spec.keys import keys_of, other_names

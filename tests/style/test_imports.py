@@ -50,25 +50,25 @@ WITH_TORCH = {
     "shardwise.planner.hf_units",
     "shardwise.planner.trace",
     "shardwise.planner.tracer",
-    "shardwise.planner.record",
+    "shardwise.planner.recorder",
     "shardwise.planner.ship",
-    "shardwise.techniques.cp.attention",
+    "shardwise.techniques.cp.ring_attention",
     "shardwise.techniques.cp.exchange",
-    "shardwise.techniques.cp.states",
+    "shardwise.techniques.cp.delta_states",
     "shardwise.techniques.cp.ulysses",
     "shardwise.techniques.ep.dispatch",
     "shardwise.techniques.lora.joint",
     "shardwise.techniques.offload.activations",
     "shardwise.techniques.product",
     "shardwise.techniques.offload.weights",
-    "shardwise.techniques.offload.host",
+    "shardwise.techniques.offload.host_weights",
     "shardwise.techniques.offload.scratch",
     "shardwise.techniques.offload.streamed",
     "shardwise.techniques.offload.rooms",
     "shardwise.techniques.lora.adapter",
-    "shardwise.techniques.constants",
+    "shardwise.techniques.device_tables",
     "shardwise.techniques.tp.cut_norm",
-    "shardwise.techniques.tp.rows",
+    "shardwise.techniques.tp.row_counts",
     "shardwise.techniques.pp.later",
     "shardwise.techniques.lora.dora",
     "shardwise.techniques.lora.dropout",
@@ -272,7 +272,7 @@ def test_what_ranks_send_one_another_is_not_unpickled() -> None:
         and ast.unparse(node.func) == "torch.load"
         and not any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
     ]
-    report(wrong, "objects travel through shardwise.runtime.exchange")
+    report(wrong, "objects travel through shardwise.runtime.objects")
 
 
 def test_the_contract_of_independence_names_every_technique() -> None:

@@ -137,3 +137,22 @@ def flat(annotation: object) -> Iterator[object]:
             yield from flat(argument)
     else:
         yield annotation
+
+
+ALIKE = {
+    "bounds": "lower bounds, of a step and of what strategies add",
+    "export": "a command, and what it runs",
+    "generate": "a command, and what it runs",
+    "launchers": "their rows, and what they start",
+    "length": "of a run: found, and in words",
+    "paper": "what a technique does between units",
+    "plan": "a plan, and the command that makes one",
+    "rounding": "of low dtypes: a proof of it, and an optimizer with it",
+    "sizes": "those of a technique",
+}
+"""Modules whose name stands twice, and what it means each time."""
+
+
+def test_a_module_s_name_means_one_thing() -> None:
+    names = [path.stem for path in PACKAGE.rglob("*.py") if path.stem not in ("__init__", "__main__")]
+    assert {name for name in names if names.count(name) > 1} == set(ALIKE)

@@ -11,15 +11,15 @@ import torch
 
 from shardwise import techniques
 from shardwise.distributed import collectives
-from shardwise.models.balance import RowPlaces
 from shardwise.models.config import with_fields
 from shardwise.models.moe import MoE
+from shardwise.models.router_losses import RowPlaces
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan
 from shardwise.techniques import cp
-from shardwise.techniques.tp import rows
+from shardwise.techniques.tp import row_counts
 from tests.models.hf_models import spec_of
 from tests.parity.mixtures import MIXTRAL
 from tests.parity.rings import DENSE
@@ -167,11 +167,11 @@ def test_models_in_transformers_own_modules_are_refused_by_name() -> None:
 def test_counts_of_rows_are_summed_over_tp_and_cp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequence-parallel ranks in a ring each has a part of the same rows: both groups sum, one after the other."""
     monkeypatch.setattr(collectives, "summed", lambda counts, group: counts * 2 if group == "cp" else counts * 3)
-    monkeypatch.setattr(rows, "summed", collectives.summed)
+    monkeypatch.setattr(row_counts, "summed", collectives.summed)
     layout = Layout(cp=2, tp=2)
     meshes = SimpleNamespace(size=layout.size, index=lambda axis: 1, groups={"tp": "tp", "cp": "cp"})
     layer = MoE(MIXTRAL)
-    rows.share_rows(layer, (3, 10), meshes)  # type: ignore[arg-type]
+    row_counts.share_rows(layer, (3, 10), meshes)  # type: ignore[arg-type]
     cp._share_rows(layer, meshes)  # type: ignore[arg-type]
     assert layer.over_rows(torch.ones(1)) == 2 * 3
     assert layer.rows_of(torch.zeros(15, 1)) == RowPlaces(3, 10, 15, ranks=2)

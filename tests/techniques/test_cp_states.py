@@ -14,7 +14,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan
 from shardwise.spec.rows import RowShare, WholeRows
 from shardwise.techniques import cp
-from shardwise.techniques.cp.states import line_of
+from shardwise.techniques.cp.delta_states import line_of
 from tests.parity.mixers import NEXT
 from tests.techniques import cp_state_ranks
 from tests.techniques.cp_state_ranks import Cut, error

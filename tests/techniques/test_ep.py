@@ -14,7 +14,7 @@ from shardwise.models.config import ModelSpec, model_spec, with_fields
 from shardwise.planner.price import price
 from shardwise.planner.seconds.network import network_of
 from shardwise.planner.seconds.rates import own_traits, rates_of
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, load_recipe

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from shardwise import techniques
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import kept, put
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.bounds import LowerBounds
-from shardwise.planner.compare import fits, seconds
+from shardwise.planner.comparison import fits, seconds
 from shardwise.planner.price import price
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import Search, choose
-from shardwise.planner.seconds import step
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds import step_seconds
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.prove.parity import CPU
 from shardwise.runtime import begin
 from shardwise.runtime.build import build_parts
@@ -34,7 +34,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques.offload import check
-from shardwise.techniques.offload.host import HostWeights
+from shardwise.techniques.offload.host_weights import HostWeights
 from shardwise.techniques.offload.sizes import BUFFER_BYTES
 from shardwise.techniques.offload.weights import WaitingWeights
 from tests.parity.fetching import DENSE
@@ -95,13 +95,13 @@ def test_what_copies_take(m: int) -> None:
 def test_what_reading_takes(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what is computed no time, but for the first block of a micro-batch, which is read and then copied. From a
     disk that is slower than the computation, block after block is read without a pause."""
-    plan, known, bus = replace(ONE, batch=Batch(1, m, 8192)), step.rates_of, 0.8 * 63e9
+    plan, known, bus = replace(ONE, batch=Batch(1, m, 8192)), step_seconds.rates_of, 0.8 * 63e9
     plan = replace(plan, offload=Offload(weights="nvme"))
     cluster = replace(H100, device=replace(H100.device, host_link_bytes_per_s=63e9))
     found, computed = price(EIGHT_B, plan, cluster), seconds(timed(EIGHT_B, replace(plan, offload=Offload()), cluster))
     for rate in (63e9, 1e9):
         monkeypatch.setattr(
-            step, "rates_of", lambda *given, rate=rate: replace(known(*given), disk_bytes_per_s=(rate, 1))
+            step_seconds, "rates_of", lambda *given, rate=rate: replace(known(*given), disk_bytes_per_s=(rate, 1))
         )
         took = seconds(timed(EIGHT_B, found, cluster))
         assert took.copied_s == pytest.approx(m * 63 * BLOCK * (1 / bus + 1 / rate))
@@ -158,9 +158,11 @@ def test_trained_weights_by_hand(tier: str, weights: str, m: int) -> None:
 def test_sums_that_are_made_slowly_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all micro-batches but the first, two reads and a write a number; quick ones are hidden."""
     plan = replace(ONE, lora=None, batch=Batch(1, 4, 8192), offload=Offload("host", weights="host", sums="host"))
-    found, known, waited = price(EIGHT_B, plan, H100), step.rates_of, []
+    found, known, waited = price(EIGHT_B, plan, H100), step_seconds.rates_of, []
     for rate in (1e12, 1e9):
-        monkeypatch.setattr(step, "rates_of", lambda *given, rate=rate: replace(known(*given), host_bytes_per_s=rate))
+        monkeypatch.setattr(
+            step_seconds, "rates_of", lambda *given, rate=rate: replace(known(*given), host_bytes_per_s=rate)
+        )
         waited.append(seconds(timed(EIGHT_B, found, H100)).offload_s)
     added = 3 * 3 * (32 * 2 * BLOCK + STEM + TAIL) / 1e9
     assert waited[0] < added / 100 and waited[1] - waited[0] == pytest.approx(added, rel=0.1)

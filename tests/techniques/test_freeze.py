@@ -10,7 +10,7 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.models.config import parameter_shapes
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.search import choose
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster

@@ -18,16 +18,16 @@ from shardwise import techniques
 from shardwise.cli import decide
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec, parameter_count, parameter_shapes
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import TIGHT, fits, peak_share, seconds
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import TIGHT, fits, peak_share, seconds
 from shardwise.planner.price import price
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import Search, choose
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.prove import certify
+from shardwise.prove.fake_run import SMALL
 from shardwise.prove.pool import RankPool
 from shardwise.prove.shrink import shrink
-from shardwise.prove.world import SMALL
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.explain import memory_lines, verdict
 from shardwise.spec.layout import Layout
@@ -36,7 +36,7 @@ from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Pre
 from shardwise.spec.recipe import Data, Recipe
 from shardwise.spec.units import show_bytes
 from shardwise.techniques.offload import check, host_weights
-from shardwise.techniques.offload.host import HostWeights, _add
+from shardwise.techniques.offload.host_weights import HostWeights, _add
 from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.offload.rooms import Rooms
 from shardwise.techniques.offload.scratch import Scratch

@@ -14,14 +14,14 @@ import torch
 
 from shardwise import techniques
 from shardwise.cli import decide
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.errors import ConfigError
 from shardwise.methods.loss import logits
 from shardwise.models.config import model_spec, parameter_shapes
 from shardwise.models.decoder import Decoder
 from shardwise.planner import candidates, sheets
-from shardwise.planner.compare import MARGIN
+from shardwise.planner.comparison import MARGIN
 from shardwise.planner.search import Search, best_of_kinds, choose
 from shardwise.prove.drift import drift
 from shardwise.runtime import passes

@@ -10,7 +10,7 @@ import torch
 
 from shardwise import techniques
 from shardwise.distributed.meshes import Meshes
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan, Shard
 from shardwise.techniques import shard, tp

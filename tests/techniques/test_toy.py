@@ -11,7 +11,7 @@ from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import model_spec
 from shardwise.planner import candidates, sheets
-from shardwise.planner.compare import MARGIN
+from shardwise.planner.comparison import MARGIN
 from shardwise.planner.search import choose
 from shardwise.prove import parity
 from shardwise.prove.drift import drift

@@ -11,13 +11,13 @@ import pytest
 from shardwise import techniques
 from shardwise.cli import render
 from shardwise.errors import ConfigError
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import fits, seconds
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import fits, seconds
 from shardwise.planner.price import price
 from shardwise.planner.remedy import remedies
 from shardwise.planner.schedule import folded
 from shardwise.planner.search import Search, best_of_kinds, choose
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.planner.sheets import sheet_of
 from shardwise.runtime.report import header
 from shardwise.spec.cluster import parse_cluster

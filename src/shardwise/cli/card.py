@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.history import History, read_history
+from shardwise.cli.run_files import History, read_history
 from shardwise.data.remote import shown
 from shardwise.errors import Problem, UnavailableError, first_line
 from shardwise.spec.emit import emit

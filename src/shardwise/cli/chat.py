@@ -19,7 +19,7 @@ from shardwise.errors import DataError, Problem, ShardwiseError
 from shardwise.spec import document
 
 if TYPE_CHECKING:
-    from shardwise.data.chat import Chat
+    from shardwise.data.conversations import Chat
 
 COMMANDS = "/prompt shows what the model read, /tool TEXT gives the result of a tool, /reset begins anew, /exit ends"
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from shardwise.cli.history import History, read_history
 from shardwise.cli.options import Common, misused
+from shardwise.cli.run_files import History, read_history
 from shardwise.cli.show import note, print_json, say, visible
 from shardwise.spec.units import columns, show_bytes, show_seconds
 

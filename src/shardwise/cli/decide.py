@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.launch.compiler import compiler_lacks
 from shardwise.launch.worker import by_our_launcher, state_directory
 from shardwise.models.config import ModelSpec, parameter_count
-from shardwise.planner.compare import fits
+from shardwise.planner.comparison import fits
 from shardwise.planner.remedy import remedies
 from shardwise.planner.search import choose
 from shardwise.planner.seconds.history import About, calibrated, calibration, imbalance, past_runs

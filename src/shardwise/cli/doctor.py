@@ -128,7 +128,7 @@ def _measure(options: Options, recipe: Recipe, again: list[str]) -> int:
         rundir.check_new(options.out)
     set_up_torch(deterministic=False)
     from shardwise.launch.doctor.machine import describe, machine_lines, obstacles
-    from shardwise.launch.doctor.ranks import measure
+    from shardwise.launch.doctor.rank_work import measure
     from shardwise.launch.doctor.verdict import as_measured, compare, shortfalls, table
 
     directory = rundir.nearest(Path(recipe.run.out).absolute())

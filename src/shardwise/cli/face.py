@@ -20,7 +20,7 @@ from shardwise.cli.work import on_started, work
 from shardwise.errors import ConfigError, Problem, ShardwiseError, TrainingError
 from shardwise.launch.worker import is_worker, set_up_torch
 from shardwise.models.config import ModelSpec
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.cluster_file import LOCAL

@@ -18,8 +18,8 @@ from shardwise.cli.planned import Planned, planned
 from shardwise.errors import ConfigError, Problem
 from shardwise.interop.imports import FATES, Imported, foreign, read_files
 from shardwise.interop.programs import CHOICE
-from shardwise.interop.record import Taken
-from shardwise.planner.compare import seconds, tokens_per_s
+from shardwise.interop.system import Taken
+from shardwise.planner.comparison import seconds, tokens_per_s
 from shardwise.spec.document import read_text
 from shardwise.spec.explain import label
 from shardwise.spec.load import Loaded, load_recipe, read_recipe, read_settings

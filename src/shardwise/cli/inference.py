@@ -20,7 +20,7 @@ from shardwise.spec.recipe import LoraSection, Model, Recipe
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.data.chat import Prompt
+    from shardwise.data.conversations import Prompt
     from shardwise.models.hf_model import Model as Network
     from shardwise.runtime.generate import Sampling
 

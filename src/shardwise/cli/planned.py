@@ -15,12 +15,12 @@ from shardwise.cli.timeline import text
 from shardwise.interop.emit_files import named_elsewhere
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_spec import NOTICE
-from shardwise.planner.compare import TIE, fits, in_order, kind, same_program, seconds, tokens_per_s
+from shardwise.planner.comparison import TIE, fits, in_order, kind, same_program, seconds, tokens_per_s
 from shardwise.planner.length import Length
 from shardwise.planner.remedy import Remedy, alternatives, remedies
 from shardwise.planner.search import Search, best_of_kinds, explained, strategies
-from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import own_traits
+from shardwise.planner.seconds.stages import pipeline_times
 from shardwise.spec import finetune
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.explain import execution, label, memory_lines, traffic_lines, why_lines

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardwise.cli.show import coloured
 from shardwise.models.config import ModelSpec, active_parameter_count, parameter_count
-from shardwise.planner.compare import seconds, tokens_per_s
+from shardwise.planner.comparison import seconds, tokens_per_s
 from shardwise.planner.remedy import Remedy
 from shardwise.spec import explain
 from shardwise.spec.cluster import Cluster

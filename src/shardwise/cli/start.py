@@ -24,12 +24,12 @@ from shardwise.data.tasks import check_tasks
 from shardwise.data.tokens import check_vocabulary
 from shardwise.errors import OutputError, UnavailableError
 from shardwise.launch import rundir
-from shardwise.launch.keys import check_wandb
 from shardwise.launch.launchers import DEFAULT_PORT, Ended, Launch, launch
+from shardwise.launch.service_keys import check_wandb
 from shardwise.launch.worker import is_worker
+from shardwise.models.added_rows import adds_tokens
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve, with_adapter
-from shardwise.models.rows import adds_tokens
 from shardwise.runtime.metrics.trackers import check_installed
 from shardwise.runtime.owner import check_free
 from shardwise.spec import finetune

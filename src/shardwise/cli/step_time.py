@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.models.config import ModelSpec
-from shardwise.planner.compare import seconds, tokens_per_s
+from shardwise.planner.comparison import seconds, tokens_per_s
 from shardwise.planner.price import price
 from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.spec.cluster import Cluster

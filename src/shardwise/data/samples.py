@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data import formats, tokens
-from shardwise.data.bounds import bounded
-from shardwise.data.chat import Chat, Encoded, Encoder, Rendered, lay
+from shardwise.data.conversations import Chat, Encoded, Encoder, Rendered, lay
 from shardwise.data.faults import Fault, Faults
 from shardwise.data.fields import Fields
 from shardwise.data.formats import Conversation
+from shardwise.data.limits import bounded
 from shardwise.data.read import SourcePart, records
 from shardwise.data.template import Template, find_template
 from shardwise.spec.recipe import PREFERENCE

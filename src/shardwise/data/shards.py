@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardwise.data import binary, bins
-from shardwise.data.chat import Encoded
+from shardwise.data.conversations import Encoded
 from shardwise.data.faults import MOST, BadRecord, BadRecords, Faults
 from shardwise.data.read import SourcePart, pieces
 from shardwise.data.samples import SampleRules, encode, tokenizer_of

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from shardwise.data.batch import MicroBatch, collate
+from shardwise.data.micro_batch import MicroBatch, collate
 from shardwise.data.order import Order
 from shardwise.data.pack import Packs, Windows
 from shardwise.data.portions import Portions

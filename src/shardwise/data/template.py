@@ -2,7 +2,7 @@
 
 A template is a program that came with a tokenizer, so it is not trusted: attributes that begin with two underscores are
 refused when it is compiled, and compiling and each rendering are limited in seconds, in memory, in size, and in what
-one operator may build (bounds.py).
+one operator may build (limits.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shardwise.data.bounds import WHERE, refused, timed
 from shardwise.data.formats import REASONING
+from shardwise.data.limits import WHERE, refused, timed
 from shardwise.data.tokens import FILES, read_facts
 from shardwise.errors import DataError, Problem, ShardwiseError, first_line
 from shardwise.spec.files import NOTE_BYTES, read_regular

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from shardwise.data.bounds import check_growth
+from shardwise.data.limits import check_growth
 from shardwise.data.source import digest
 from shardwise.data.whole import once
 from shardwise.errors import DataError, MissingInputError, Problem, first_line

@@ -5,8 +5,8 @@ Rules: utils/dataclasses.py, utils/constants.py and parallelism_config.py of acc
 from __future__ import annotations
 
 from shardwise.interop.deepspeed import DEVICES, STAGES
-from shardwise.interop.record import Import, System, word
 from shardwise.interop.shared import DTYPES, fsdp_config, named_deepspeed
+from shardwise.interop.system import Import, System, word
 
 
 def settle(found: Import) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardwise.interop import shared
-from shardwise.interop.hf import four_bits, recompute, simpo
-from shardwise.interop.record import Import, System, show, word
+from shardwise.interop.system import Import, System, show, word
+from shardwise.interop.trainer import four_bits, recompute, simpo
 
 LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target_modules": "targets"}
 OF = "axolotl"

@@ -5,8 +5,8 @@ Rules: runtime/config.py and zero/config.py of DeepSpeed at edaa722."""
 
 from __future__ import annotations
 
-from shardwise.interop.record import Import, System, Taken, show, word
 from shardwise.interop.shared import betas, clipping, dp, optimizer, value_of
+from shardwise.interop.system import Import, System, Taken, show, word
 
 STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 DEVICES = {"cpu": "host", "nvme": "nvme"}

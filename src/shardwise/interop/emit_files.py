@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from shardwise.interop.record import lines_of
+from shardwise.interop.system import lines_of
 from shardwise.spec.document import resolve
 from shardwise.spec.keys import nested
 from shardwise.spec.load import dump_settings

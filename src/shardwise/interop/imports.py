@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.errors import ConfigError, Problem, ShardwiseError
-from shardwise.interop.documents import PROGRAMS, read_entries
-from shardwise.interop.record import MATHEMATICAL, OFF, READ, Import, Said, System, Taken, show, word
+from shardwise.interop.flat_files import PROGRAMS, read_entries
 from shardwise.interop.shared import end_within_warmup
+from shardwise.interop.system import MATHEMATICAL, OFF, READ, Import, Said, System, Taken, show, word
 from shardwise.interop.systems import SYSTEMS, named, recognise
 
 PINS = ("parallel.", "offload.", "recompute.", "train.micro_batch_size", "train.gradient_accumulation_steps", "compile")

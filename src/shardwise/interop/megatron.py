@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop import shared
-from shardwise.interop.record import Import, System, show, word
+from shardwise.interop.system import Import, System, show, word
 
 OF = "Megatron-LM"
 VOCABULARY = {"gpt2bpetokenizer": 50257, "llama2tokenizer": 32000, "nulltokenizer": None}

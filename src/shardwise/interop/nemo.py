@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop import megatron, shared
-from shardwise.interop.record import Import, Said, System, number, show, word
+from shardwise.interop.system import Import, Said, System, number, show, word
 
 BRIDGE, HYDRA, AUTOMODEL, RL = "Megatron-Bridge", "NeMo 1", "NeMo Automodel", "NeMo-RL"
 KINDS = {"policy.": RL, "step_scheduler.": AUTOMODEL, "distributed.": AUTOMODEL, "trainer.": HYDRA}

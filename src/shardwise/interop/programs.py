@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import ConfigError, Problem
-from shardwise.interop.record import Said
 from shardwise.interop.scripts import whole_number
+from shardwise.interop.system import Said
 
 CHOICE, SUFFIX = "config", "Config"
 """The variable that says which of a file's functions is meant, and how the names of configurations end."""

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.interop.record import Said
+from shardwise.interop.system import Said
 
 PROGRAMS = re.compile(r"(.*\.py|swift|megatron|llamafactory-cli|trl|axolotl|pretrain_gpt)$")
 ASSIGNMENT = re.compile(r"(?:export\s+|local\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.S)

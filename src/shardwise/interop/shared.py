@@ -6,7 +6,7 @@ import json
 from math import prod
 from typing import Any
 
-from shardwise.interop.record import Import, Said, Taken, number, show, word
+from shardwise.interop.system import Import, Said, Taken, number, show, word
 
 OPTIMIZERS = {
     "adamw": "adamw",

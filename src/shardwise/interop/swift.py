@@ -7,8 +7,8 @@ from __future__ import annotations
 from math import ceil
 
 from shardwise.interop import shared
-from shardwise.interop.hf import Defaults, arguments, recompute
-from shardwise.interop.record import Import, Said, System, show, word
+from shardwise.interop.system import Import, Said, System, show, word
+from shardwise.interop.trainer import Defaults, arguments, recompute
 
 OF = "ms-swift"
 STAGES = {"zero0": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3"}

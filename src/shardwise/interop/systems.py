@@ -3,19 +3,19 @@ package (docs/extending.md)."""
 
 from __future__ import annotations
 
-from shardwise.interop import accelerate, axolotl, deepspeed, hf, megatron, nemo, swift, torchtitan, torchtune
-from shardwise.interop.record import System
+from shardwise.interop import accelerate, axolotl, deepspeed, megatron, nemo, swift, torchtitan, torchtune, trainer
+from shardwise.interop.system import System
 from shardwise.spec.outside import with_others
 
 _OURS = (
     accelerate.SYSTEM,
     deepspeed.SYSTEM,
-    hf.FSDP,
+    trainer.FSDP,
     axolotl.SYSTEM,
-    hf.LLAMAFACTORY,
+    trainer.LLAMAFACTORY,
     swift.SYSTEM,
-    hf.TRL,
-    hf.SYSTEM,
+    trainer.TRL,
+    trainer.SYSTEM,
     megatron.SYSTEM,
     nemo.SYSTEM,
     torchtitan.SYSTEM,

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.interop import shared
 from shardwise.interop.programs import CHOICE
-from shardwise.interop.record import Import, Said, System, hub_names, show, word
+from shardwise.interop.system import Import, Said, System, hub_names, show, word
 
 OF = "TorchTitan"
 TOKENS = ("num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step")

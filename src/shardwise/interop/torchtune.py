@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 
 from shardwise.interop import shared
-from shardwise.interop.record import Import, System, hub_names, number, show, word
+from shardwise.interop.system import Import, System, hub_names, number, show, word
 
 OF = "torchtune"
 LOSSES = {

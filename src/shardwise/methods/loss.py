@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise import methods
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed import vocabulary
 from shardwise.distributed.vocabulary import Rows
 from shardwise.models.attention import MaskSpec

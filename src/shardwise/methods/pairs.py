@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from shardwise import methods
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.methods.loss import IGNORED, Loss, Output, linear_cross_entropy, token_losses
 from shardwise.spec.recipe import Method
 from shardwise.spec.records import PREFERENCE_FIGURES

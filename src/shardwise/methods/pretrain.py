@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.methods.loss import Loss, Output, loss_and_figures
 from shardwise.spec.records import FURTHER
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from shardwise.models import blockwise, cudnn, efficient, flash, flex, kernels
+from shardwise.models import blockwise, cudnn, efficient, flash, flex, kernel_choice
 from shardwise.models.blockwise import Rule, Saved
 from shardwise.models.config import ModelSpec
 from shardwise.models.layers import RMSNorm, Rotary, accumulation_dtype, rotate
@@ -29,7 +29,7 @@ class MaskSpec:
     longest: length of the longest document; 0 where ``documents`` is None.
     soft_cap: scores become cap * tanh(score / cap). sinks: [h] logits that take part in each softmax without a value.
     scale: what q k^T is multiplied by, where it is not 1 / sqrt(e).
-    kernel: the one of kernels.py to take where it serves; auto: the first that does.
+    kernel: the one of kernel_choice.py to take where it serves; auto: the first that does.
     positions: int64 [b,s] of queries and keys, where they are not 0..s-1 (documents are then cut by place in the row).
     row_length: of rows that are cut among ranks, how long the whole ones are, which ``documents`` are then of; None:
     rows are whole. bounds: the same as ``documents``, on the host: which ranks have what of a row follows from them.
@@ -71,15 +71,15 @@ CUDNN_VERSION = 91_500
 """Above it torch prefers cuDNN on the cards of kernels.CUDNN."""
 
 
-def device_case(device: torch.device, dtype: torch.dtype, head_dim: int) -> kernels.Case:
+def device_case(device: torch.device, dtype: torch.dtype, head_dim: int) -> kernel_choice.Case:
     """Return what attention of this dtype on this device asks of a kernel, before its mask."""
     dtype_name, certain = _DTYPES[dtype], torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda":
-        return kernels.Case("cpu", dtype_name, head_dim, deterministic=certain)
+        return kernel_choice.Case("cpu", dtype_name, head_dim, deterministic=certain)
     if torch.version.hip is not None:
-        return kernels.Case("rocm", dtype_name, head_dim, deterministic=certain)
+        return kernel_choice.Case("rocm", dtype_name, head_dim, deterministic=certain)
     capability = torch.cuda.get_device_capability(device)
-    return kernels.Case("cuda", dtype_name, head_dim, capability, deterministic=certain)
+    return kernel_choice.Case("cuda", dtype_name, head_dim, capability, deterministic=certain)
 
 
 def present(device: torch.device, pin: str) -> frozenset[str]:
@@ -93,13 +93,13 @@ def present(device: torch.device, pin: str) -> frozenset[str]:
 def prepare(device: torch.device, pin: str) -> None:
     """Have FlashAttention 3 take the place of torch's own, where it is installed for this card and not pinned away."""
     nn_attention = torch.nn.attention
-    hopper = device.type == "cuda" and device_case(device, torch.bfloat16, 0).capability == kernels.HOPPER
-    there = "FA3" in nn_attention.list_flash_attention_impls() and find_spec(kernels.FA3_PACKAGE) is not None
+    hopper = device.type == "cuda" and device_case(device, torch.bfloat16, 0).capability == kernel_choice.HOPPER
+    there = "FA3" in nn_attention.list_flash_attention_impls() and find_spec(kernel_choice.FA3_PACKAGE) is not None
     if hopper and there and pin in ("auto", "fa3"):
         nn_attention.activate_flash_attention_impl("FA3")
 
 
-def case_of(q: Tensor, rule: Rule) -> kernels.Case:
+def case_of(q: Tensor, rule: Rule) -> kernel_choice.Case:
     """Return what attention of these queries under this rule asks of a kernel."""
     return replace(
         device_case(q.device, q.dtype, q.shape[-1]),
@@ -107,7 +107,7 @@ def case_of(q: Tensor, rule: Rule) -> kernels.Case:
         window=rule.window is not None,
         soft_cap=rule.soft_cap is not None,
         positions=rule.positions is not None,
-        odd_length=q.shape[2] % kernels.LENGTH != 0,
+        odd_length=q.shape[2] % kernel_choice.LENGTH != 0,
         apart=rule.apart is not None,
     )
 
@@ -116,7 +116,7 @@ def _kernel(q: Tensor, rule: Rule) -> tuple[Any, Rule]:
     """Return the module that computes attention under this rule, and the rule as it is told."""
     if q.device.type != "cpu" and rule.documents is not None and rule.documents.shape[0] - 1 == q.shape[0]:
         rule = rule._replace(documents=None)  # every row's end is a boundary, so each row is one document
-    return _COMPUTED_BY[kernels.choose(case_of(q, rule), rule.kernel, present(q.device, rule.kernel))], rule
+    return _COMPUTED_BY[kernel_choice.choose(case_of(q, rule), rule.kernel, present(q.device, rule.kernel))], rule
 
 
 @torch.library.custom_op(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.models.balance import RowPlaces
+from shardwise.models.router_losses import RowPlaces
 
 
 def within_capacity(ids: Tensor, weights: Tensor, places: RowPlaces, experts: int, room: int) -> tuple[Tensor, Tensor]:

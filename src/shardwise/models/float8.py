@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import Problem
-from shardwise.models.storage import USUAL, Block
+from shardwise.models.quantization import USUAL, Block
 from shardwise.models.tensorfile import Entry, check_finite, some
 
 KINDS = (torch.float8_e4m3fn, torch.float8_e5m2)

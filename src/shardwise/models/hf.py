@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import DataError, MissingInputError, PolicyError, Problem
-from shardwise.models import float8, known, storage, tensorfile
+from shardwise.models import float8, known, quantization, tensorfile
 from shardwise.models.config import ModelSpec, parameter_shapes, to_hf
 from shardwise.models.families import FAMILIES, text_part
 from shardwise.models.float8 import Scales
-from shardwise.models.further import without_predictor
 from shardwise.models.hf_names import Location, copies, locations, name_in_files, predictor_names, tensors, written
 from shardwise.models.hf_spec import HFModel
+from shardwise.models.predictor import without_predictor
+from shardwise.models.quantization import Block
 from shardwise.models.roles import is_counted
-from shardwise.models.storage import Block
 from shardwise.models.stored import KeptLayers, KeptTensor, StoredParameter, StoredRows
 from shardwise.models.tensorfile import Entry, read_json, shortened, some
 from shardwise.spec.file_kind import PICKLES, pickle_refused
@@ -245,10 +245,10 @@ def _blocks(source: Path) -> Sequence[Block]:
     """Return the blocks that have a scale where weights are in float8, by the config.json beside them, if there is
     one. Raises DataError CKPT004 for weights in a format that is not read."""
     config = _config_beside(source)
-    if method := storage.unread(config):
+    if method := quantization.unread(config):
         what = f"the weights are quantised by {shortened(method)}, which is not read"
         raise DataError(Problem("CKPT004", what, str(source), "take the unquantised weights (fp32, bf16 or fp16)"))
-    return storage.blocks(config)
+    return quantization.blocks(config)
 
 
 def _config_beside(source: Path) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class ExpertSpec:
     num_experts: of a layer, each ``expert_size`` wide, of which a token goes to ``experts_per_token``;
     normalised_top_k: their weights add up to one. shared_expert_size: width of an MLP for all tokens beside them,
     shared_expert_gate: multiplied by the sigmoid of a product of its own. router_aux_loss_coef: of the loss that
-    balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/balance.py);
+    balances experts, router_z_loss_coef: of that which keeps a router's logits small (models/router_losses.py);
     output_router_logits: whether the first is added, as transformers names it. expert_capacity: how many times its even
     share of a row an expert takes at most in training; None: all of it. sigmoid: of a router that chooses by sigmoids;
     None: by a softmax. softmax_groups: of one that does so within groups, or scales weights.

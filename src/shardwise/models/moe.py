@@ -3,8 +3,8 @@ tokens share.
 
 Two seams. ``MoE.route`` says which experts each token goes to; ``Experts.inner`` computes rows that are sorted by their
 expert, and is what expert parallelism replaces: while rows are on their way it has the shared MLP computed. Two more
-for what is counted (models/balance.py): ``MoE.rows_of`` says in which rows a pass's tokens are, ``MoE.over_rows`` sums
-over the ranks that have tokens of the same rows. With a capacity, experts drop in training what is beyond it
+for what is counted (models/router_losses.py): ``MoE.rows_of`` says in which rows a pass's tokens are, ``MoE.over_rows``
+sums over the ranks that have tokens of the same rows. With a capacity, experts drop in training what is beyond it
 (models/capacity.py). Weights of all experts of a layer are one matrix, one expert's rows after another's, so that
 whatever cuts, adapts or stores a matrix by rows serves here too.
 """
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
-from shardwise.models.balance import Routing, RowPlaces, Tally, balanced, count_once
 from shardwise.models.capacity import within_capacity
 from shardwise.models.config import ModelSpec
 from shardwise.models.grouped import grouped, owners, sorting
 from shardwise.models.kinds import SigmoidRouting
 from shardwise.models.layers import GATES, MLP, accumulation_dtype
 from shardwise.models.room import expert_room
+from shardwise.models.router_losses import Routing, RowPlaces, Tally, balanced, count_once
 
 
 class _RouterProduct(torch.autograd.Function):

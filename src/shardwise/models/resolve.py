@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, DataError, Problem
+from shardwise.models.added_rows import rows_for, with_added
 from shardwise.models.config import ModelSpec, parameter_count, to_hf, with_fields
 from shardwise.models.families import FAMILIES
-from shardwise.models.further import with_predictor
-from shardwise.models.load import load_spec, read_spec
-from shardwise.models.rows import rows_for, with_added
+from shardwise.models.lookup import load_spec, read_spec
+from shardwise.models.predictor import with_predictor
 from shardwise.spec.recipe import PREFERENCE, Data, Model, Recipe, TokenizerSection
 
 FEW_HELD_OUT = 8

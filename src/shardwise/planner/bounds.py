@@ -11,11 +11,11 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner.figures import PlanFigures, alike
 from shardwise.planner.least_memory import LeastMemory
 from shardwise.planner.price import unstaged
-from shardwise.planner.seconds import step
+from shardwise.planner.seconds import step_seconds
 from shardwise.planner.seconds.network import network_of
-from shardwise.planner.seconds.pipeline import border_bytes
 from shardwise.planner.seconds.rates import Rates, own_traits, rates_of
-from shardwise.planner.seconds.step import Least
+from shardwise.planner.seconds.stages import border_bytes
+from shardwise.planner.seconds.step_seconds import Least
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 
@@ -71,7 +71,7 @@ class LowerBounds:
     rough: dict[Plan, tuple[float, float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.slower = step.straggling(self.cluster)
+        self.slower = step_seconds.straggling(self.cluster)
         self.figures = PlanFigures(self.spec, self.cluster)
         least = LeastMemory(self.figures)
         self.stand, self.share = least.stand, least.share
@@ -156,7 +156,7 @@ class LowerBounds:
         key, whole = (replace(plan.batch, accumulation=1), alike(plan)), unstaged(plan)
         if key not in self.through:
             costed = self.figures.sheet(plan)
-            kinds = step.least(costed, whole, self.cluster, own_traits())
+            kinds = step_seconds.least(costed, whole, self.cluster, own_traits())
             embedding, *blocks, head = (kinds[0], *(kinds[1 + kind] for kind in costed.order), kinds[-1])
             self.through[key] = Through.of(embedding, blocks, head)
         return self.through[key]

@@ -13,7 +13,7 @@ from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.planner.held import recomputed
 from shardwise.planner.price import unstaged
-from shardwise.planner.seconds import step
+from shardwise.planner.seconds import step_seconds
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.planner.sheets import even, sheet_of
 from shardwise.spec.cluster import Cluster
@@ -104,7 +104,7 @@ class PlanFigures:
         key = plan.layout.fsdp, alike_weights(plan)
         if key not in self.known_states:
             whole, costed = unstaged(plan), self.own_sheet(plan)
-            once_s = step.once_s(costed, whole, self.cluster, own_traits())
+            once_s = step_seconds.once_s(costed, whole, self.cluster, own_traits())
             self.known_states[key] = Standing(on_device(costed, whole), once_s)
         return self.known_states[key]
 

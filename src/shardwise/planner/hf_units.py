@@ -12,7 +12,7 @@ import torch
 from shardwise.models.attention import MaskSpec
 from shardwise.models.blocks import blocks
 from shardwise.models.hf_model import HFDecoder
-from shardwise.planner.record import plain_tensors
+from shardwise.planner.recorder import plain_tensors
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.variant import Variant
 

@@ -11,13 +11,13 @@ from typing import Any
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.models.room import expert_room
-from shardwise.planner.log import folded_pass
+from shardwise.planner.event_log import folded_pass
 from shardwise.planner.overhead import standing_bytes
-from shardwise.planner.passes import Passes
 from shardwise.planner.schedule import around, micro_batches
 from shardwise.planner.seconds.rates import Rates, own_traits, rates_of
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.spans import Span
+from shardwise.planner.unit_passes import Passes
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import MEMORY_CATEGORIES, Estimate, Optim, Pipeline, Plan, Traffic

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
-from shardwise.planner.compare import MARGIN, TIE, TIGHT, fits, name, peak_share, seconds, tokens_per_s
+from shardwise.planner.comparison import MARGIN, TIE, TIGHT, fits, name, peak_share, seconds, tokens_per_s
 from shardwise.planner.search import Search, could_fit
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.complaints import cross_check

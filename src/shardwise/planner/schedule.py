@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from shardwise import techniques
-from shardwise.planner.log import Folding, StepLog
-from shardwise.planner.passes import Pass, Passes, put_off
+from shardwise.planner.event_log import Folding, StepLog
 from shardwise.planner.seconds.rates import Rates
 from shardwise.planner.spans import Span, joined
+from shardwise.planner.unit_passes import Pass, Passes, put_off
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet, read_behind

@@ -19,7 +19,7 @@ from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
 from shardwise.planner.candidates import Pipelines, StagedDegrees, candidates
-from shardwise.planner.compare import (
+from shardwise.planner.comparison import (
     KINDS,
     MARGIN,
     TIE,

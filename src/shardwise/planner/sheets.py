@@ -27,7 +27,7 @@ from shardwise.data.whole import write_whole
 from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.models.mixers import MIXERS, narrows
 from shardwise.planner.apart import traced_apart
-from shardwise.planner.shipped import SHIPPED, Shipped
+from shardwise.planner.shipped_units import SHIPPED, Shipped
 from shardwise.planner.variants import chosen
 from shardwise.spec.files import read_regular
 from shardwise.spec.plan import Plan
@@ -46,14 +46,14 @@ TRACED = (
     "models/delta_sizes.py",
     "models/layers.py",
     "models/rotary.py",
-    "planner/record.py",
+    "planner/recorder.py",
     "planner/symbols.py",
     "planner/trace.py",
     "planner/variants.py",
     "spec/sheet.py",
     "techniques/variant.py",
 )
-EXPERTS = ("models/balance.py", "models/grouped.py", "models/moe.py", "techniques/tp/rows.py")
+EXPERTS = ("models/router_losses.py", "models/grouped.py", "models/moe.py", "techniques/tp/row_counts.py")
 """Of what is traced where a block has experts."""
 THEIRS = ("models/hf_model.py", "models/hf_spec.py", "planner/hf_units.py")
 """Of what is traced where a model runs in transformers' own modules."""

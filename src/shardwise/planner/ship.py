@@ -14,9 +14,9 @@ from typing import Any
 from shardwise import techniques
 from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.models.known import configs
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.sheets import key_of, pack_unit
-from shardwise.planner.shipped import SHIPPED, written
+from shardwise.planner.shipped_units import SHIPPED, written
 from shardwise.planner.trace import trace
 from shardwise.planner.variants import chosen
 from shardwise.spec.layout import Layout

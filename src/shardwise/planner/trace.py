@@ -32,7 +32,7 @@ from shardwise.models.delta_sizes import passed, products
 from shardwise.models.hf_model import HFDecoder, Model
 from shardwise.models.moe import counting
 from shardwise.planner.hf_units import Call, Start, hf_models
-from shardwise.planner.record import RecordedOp, Recorder, Stored
+from shardwise.planner.recorder import RecordedOp, Recorder, Stored
 from shardwise.planner.symbols import Symbols
 from shardwise.spec.layout import Layout
 from shardwise.spec.rows import pieces_of

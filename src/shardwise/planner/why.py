@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from shardwise import techniques
-from shardwise.planner.compare import (
+from shardwise.planner.comparison import (
     MARGIN,
     TIGHT,
     Comparison,

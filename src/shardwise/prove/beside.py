@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.data.batch import collate
+from shardwise.data.micro_batch import collate
 from shardwise.errors import ShardwiseError, first_line
 from shardwise.methods.loss import mask
 from shardwise.models import hf
 from shardwise.models.config import ModelSpec, flat, from_hf, parameter_shapes, to_hf, with_fields
-from shardwise.models.further import without_predictor
 from shardwise.models.hf_model import model_of
 from shardwise.models.hf_names import Location, locations, tensors
-from shardwise.prove.widened import Widened
+from shardwise.models.predictor import without_predictor
+from shardwise.prove.in_float64 import Widened
 from shardwise.prove.workload import Workload, as_one, texts
 
 TOLERANCE = 1e-9

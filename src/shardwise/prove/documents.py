@@ -19,7 +19,7 @@ from shardwise.distributed.slices import local
 from shardwise.models.blocks import spec_of
 from shardwise.models.config import ModelSpec
 from shardwise.models.moe import MoE
-from shardwise.prove.apart import Worst, differences, farthest
+from shardwise.prove.distance import Worst, differences, farthest
 from shardwise.prove.parity import CPU, share_of_rank
 from shardwise.prove.workload import MAX_STEPS, OPTIM, Setting, Workload, job_of, texts
 from shardwise.runtime import passes

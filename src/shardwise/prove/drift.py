@@ -11,7 +11,7 @@ from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.sheets import Units, sheet_of
 from shardwise.planner.spans import fold, memory_at_marks, same
 from shardwise.planner.trace import traced_here
-from shardwise.prove.world import StepBytes, measure
+from shardwise.prove.fake_run import StepBytes, measure
 from shardwise.spec.cluster import Kind
 from shardwise.spec.plan import Offload, Plan
 from shardwise.spec.rank_kind import rank_kind_of

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from shardwise.distributed.meshes import meshes
 from shardwise.errors import Problem, UsageError
+from shardwise.prove.in_float64 import Widened
 from shardwise.prove.parity import TOLERANCE, Parity, Trace, compare, full
 from shardwise.prove.pool import RankPool, Ranks
 from shardwise.prove.shrink import EXACT
-from shardwise.prove.widened import Widened
 from shardwise.runtime import own
 from shardwise.spec.plan import Plan
 

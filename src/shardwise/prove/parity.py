@@ -23,7 +23,7 @@ from torch.distributions import Categorical
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from shardwise.data.batch import MicroBatch, collate
+from shardwise.data.micro_batch import MicroBatch, collate
 from shardwise.data.pack import IGNORE, Sample
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.distributed.slices import kept, local_slice
@@ -32,8 +32,8 @@ from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
 from shardwise.models.roles import is_adapter, is_counted, is_stacked
-from shardwise.prove.apart import Worst, apart, differences, digest, directions, farthest, worst
-from shardwise.prove.balance import plain_balance
+from shardwise.prove.distance import Worst, apart, differences, digest, directions, farthest, worst
+from shardwise.prove.plain_routers import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.predicted import logits_of
 from shardwise.prove.regimes import scaled

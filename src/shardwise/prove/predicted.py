@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.data.pack import IGNORE
 from shardwise.methods.loss import mask
 from shardwise.models.hf_model import Model

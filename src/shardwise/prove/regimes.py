@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from shardwise import methods, techniques
-from shardwise.models import sizes
+from shardwise.models import odd_sizes
 from shardwise.models.config import ModelSpec, flat, with_fields
 from shardwise.spec.plan import Plan
 from shardwise.spec.rows import parts_of
@@ -47,7 +47,7 @@ def stated(spec: ModelSpec, plan: Plan) -> list[tuple[ModuleType, Callable[[Mode
     """List who states paths that a plan may take, and what it says of a plan of its kind: by name, whether it
     does."""
     parts = [(one, partial(techniques.regimes, order=(one,))) for one in techniques.acting(plan, "regimes")]
-    return [(sizes, sizes.regimes), (methods, methods.regimes), *parts]
+    return [(odd_sizes, odd_sizes.regimes), (methods, methods.regimes), *parts]
 
 
 def held(spec: ModelSpec, plan: Plan, asked: Container[ModuleType] | None = None) -> frozenset[str]:

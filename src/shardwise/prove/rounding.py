@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.data.batch import collate
+from shardwise.data.micro_batch import collate
 from shardwise.distributed.meshes import meshes
 from shardwise.distributed.slices import kept, local
 from shardwise.models import init
@@ -30,8 +30,8 @@ from shardwise.models.hf_model import model_of
 from shardwise.models.init import Draw
 from shardwise.models.roles import is_counted
 from shardwise.prove import parity
-from shardwise.prove.apart import apart, digest
-from shardwise.prove.balance import plain_balance
+from shardwise.prove.distance import apart, digest
+from shardwise.prove.plain_routers import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.regimes import scaled
 from shardwise.prove.workload import MAX_STEPS, Setting, Workload, job_of

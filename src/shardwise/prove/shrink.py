@@ -19,7 +19,7 @@ from typing import Any
 from shardwise import techniques
 from shardwise.errors import ConfigError, Problem, first_line
 from shardwise.models.config import ModelSpec, flat, layer_kinds, parameter_shapes, problems, with_fields
-from shardwise.models.load import read_spec
+from shardwise.models.lookup import read_spec
 from shardwise.models.mixers import mixers_of
 from shardwise.prove import regimes
 from shardwise.prove.regimes import Case

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_64_intdigest
 
-from shardwise.data.batch import collate
+from shardwise.data.micro_batch import collate
 from shardwise.models.blocks import blocks
 from shardwise.models.hf_model import Model, model_of
-from shardwise.prove.balance import plain_balance
+from shardwise.prove.in_float64 import Widened
 from shardwise.prove.parity import merged, plain_loss, plain_parameters
-from shardwise.prove.widened import Widened
+from shardwise.prove.plain_routers import plain_balance
 from shardwise.prove.workload import Workload
 
 STEPS = (1e-4, 2e-5, 5e-4)

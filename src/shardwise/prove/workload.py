@@ -20,9 +20,9 @@ from shardwise.errors import ShardwiseError, first_line
 from shardwise.models import init
 from shardwise.models.config import ModelSpec
 from shardwise.models.init import Draw
+from shardwise.models.odd_sizes import can_idle
 from shardwise.models.resolve import data_of
 from shardwise.models.roles import role
-from shardwise.models.sizes import can_idle
 from shardwise.prove.reading import Read
 from shardwise.spec import finetune
 from shardwise.spec.plan import Dtype, Lora, Optim, Plan

@@ -14,7 +14,7 @@ import torch
 
 import shardwise
 from shardwise.errors import ConfigError, Problem, ShardwiseError
-from shardwise.runtime.exchange import all_gather
+from shardwise.runtime.objects import all_gather
 from shardwise.runtime.world import process
 from shardwise.spec.keys import dotted
 from shardwise.spec.plan import Plan

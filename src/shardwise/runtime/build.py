@@ -14,18 +14,18 @@ from shardwise import techniques
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local_slice, put
 from shardwise.models import attention, hf, init, peft
+from shardwise.models.added_rows import adds_tokens
 from shardwise.models.blocks import named, tie
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_model import HFDecoder, model_of
 from shardwise.models.init import Draw
 from shardwise.models.roles import is_adapter
-from shardwise.models.rows import adds_tokens
 from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.techniques import lora, offload, optim, pp
-from shardwise.techniques.offload.host import HostWeights
+from shardwise.techniques.offload.host_weights import HostWeights
 from shardwise.techniques.offload.narrow import keep_gradients
 
 

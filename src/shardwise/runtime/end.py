@@ -14,6 +14,7 @@ from shardwise.data.stream import EvaluationBatch, evaluation
 from shardwise.distributed.slices import kept
 from shardwise.errors import OutputError, PreemptedError, Problem
 from shardwise.models.stored import KeptLayers
+from shardwise.runtime.answers import answer_tasks, side_by_side
 from shardwise.runtime.checkpoint.host_group import HostGroup
 from shardwise.runtime.checkpoint.locate import best, newest
 from shardwise.runtime.checkpoint.manifest import step_name, train_again, whole
@@ -28,7 +29,6 @@ from shardwise.runtime.report.report import Report
 from shardwise.runtime.report.sample import earlier_sample, sample, shown
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
-from shardwise.runtime.tasks import answer_tasks, side_by_side
 from shardwise.spec.plan import Traffic
 from shardwise.spec.units import counted, show_count, typed
 from shardwise.techniques.dtypes import torch_dtype

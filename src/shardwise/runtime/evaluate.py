@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import techniques
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.data.stream import EvaluationBatch
 from shardwise.methods import pairs
 from shardwise.runtime import passes

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.data import tokens
-from shardwise.data.batch import MicroBatch
 from shardwise.data.formats import Conversation
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.data.whole import becoming
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.torch_private import placed_as
@@ -31,7 +31,7 @@ from shardwise.models.hf_model import Model
 from shardwise.models.roles import is_adapter
 from shardwise.models.stored import KeptLayers
 from shardwise.models.tensorfile import DTYPES, NAMES
-from shardwise.runtime import exchange, passes
+from shardwise.runtime import objects, passes
 from shardwise.runtime.build import begins_trained, build_parts, fill
 from shardwise.runtime.checkpoint.save import read
 from shardwise.runtime.generate import ask_turns, chat_of
@@ -129,7 +129,7 @@ def holders_of(parameters: Mapping[str, Tensor]) -> Holders:
     parameters."""
     own = [(name, list(value.shape), NAMES[value.dtype]) for name, value in parameters.items()]
     found: dict[str, Held] = {}
-    for rank, held in enumerate(exchange.all_gather(own) if dist.is_initialized() else [own]):
+    for rank, held in enumerate(objects.all_gather(own) if dist.is_initialized() else [own]):
         for name, shape, dtype in held:
             if name not in found:
                 found[name] = Held(rank, torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
@@ -154,8 +154,8 @@ def fetched(name: str, parameters: Mapping[str, Tensor], holders: Holders) -> Te
     if holder == 0 or not dist.is_initialized():
         return value
     if dist.get_rank() == holder:
-        exchange.send(value, 0)
-    return exchange.receive(holder) if dist.get_rank() == 0 else value
+        objects.send(value, 0)
+    return objects.receive(holder) if dist.get_rank() == 0 else value
 
 
 def load_model(recipe: Recipe, spec: ModelSpec) -> Model:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.slices import local
 from shardwise.errors import Problem, TrainingError, no_memory
 from shardwise.models.blocks import spec_of

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data import tokens
-from shardwise.data.batch import MicroBatch
-from shardwise.data.chat import Chat, Encoder, Prompt
+from shardwise.data.conversations import Chat, Encoder, Prompt
 from shardwise.data.faults import Fault
 from shardwise.data.formats import Conversation
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.data.template import Template, find_template
 from shardwise.errors import DataError, Problem, TrainingError
 from shardwise.methods.loss import Output, logits

@@ -10,6 +10,7 @@ from typing import Any
 from shardwise.data.remote import all_shown
 from shardwise.data.stream import stream
 from shardwise.runtime.agree import agree
+from shardwise.runtime.answers import task_group
 from shardwise.runtime.begin import Start, begin, open_log
 from shardwise.runtime.end import close, evaluate_now, leave, report_run, saving, stops_early, write_model
 from shardwise.runtime.evaluate import Preference, Validation
@@ -25,7 +26,6 @@ from shardwise.runtime.reduce import count_tokens
 from shardwise.runtime.report.report import Report
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import launch
-from shardwise.runtime.tasks import task_group
 from shardwise.runtime.transfer import Upload
 from shardwise.runtime.world import process, world
 from shardwise.spec.keys import dotted

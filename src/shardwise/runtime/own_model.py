@@ -19,7 +19,7 @@ from shardwise.errors import MissingInputError, OutputError, Problem
 from shardwise.models import hf
 from shardwise.models.config import to_hf
 from shardwise.models.decoder import Decoder
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.models.tensorfile import DTYPES, read_json
 from shardwise.runtime.agree import together
 from shardwise.runtime.checkpoint import manifest

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import techniques
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods import loss as token_loss
 from shardwise.methods import pairs, program

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise import techniques
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.methods.loss import Loss
 from shardwise.models.blocks import spec_of
 from shardwise.techniques import pp

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.methods.loss import Further, Loss
 from shardwise.models.blocks import spec_of
 from shardwise.models.config import ModelSpec
-from shardwise.runtime import balance, passes, reduce
-from shardwise.runtime.balance import Counts, Dropped, Loads
+from shardwise.runtime import expert_counts, passes, reduce
+from shardwise.runtime.expert_counts import Counts, Dropped, Loads
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.transfer import Figures
@@ -122,7 +122,7 @@ def launch(
     if multiply:  # the kernel divides by 1 / factor in fp32, which rounds otherwise
         reduce.scale_gradients(parameters, factor)
     optim.update(state.optimizer, skip, None if multiply else factor)
-    balance.correct(state.parts, figures[2 + len(loss.figures) :], finite)
+    expert_counts.correct(state.parts, figures[2 + len(loss.figures) :], finite)
     state.optimizer.zero_grad(set_to_none=True)
     if state.host and not state.host.scratch:
         state.host.give_back()
@@ -133,7 +133,7 @@ def launch(
     figured, pairs = dict.fromkeys(loss.figures, math.nan), supervised if plan.method.pairs else 0
     known = StepStats(state.step, math.nan, math.nan, rate, read, state.tokens, learnt, False, pairs, 1 - read / room)
     known = replace(known, figures=figured)
-    experts = Counts(spec_of(state.parts), balance.rows_of(batches, plan))
+    experts = Counts(spec_of(state.parts), expert_counts.rows_of(batches, plan))
     return Launched(known, Figures(figures), experts)
 
 
@@ -167,14 +167,14 @@ def accumulate(
 ) -> tuple[Loss, Tensor]:
     """Forward and backward of every micro-batch: leaves the gradients, summed over all ranks, with what the optimizer
     updates, and returns this rank's share of the mean loss, detached, and of what is counted of experts
-    (runtime/balance.py)."""
+    (runtime/expert_counts.py)."""
     scale = state.scale.on(batches[0].ids.device)[0] if state.scale.enabled else None
     further = further_of(spec_of(state.parts), batches, rules.meshes)
-    with balance.counting(state.parts, batches, rules.plan, scale) as counted:
+    with expert_counts.counting(state.parts, batches, rules.plan, scale) as counted:
         loss = passes.train(state.parts, batches, rules, float(max(1, supervised)), scale, further)
     if state.host:
         state.host.take_rest()
-    return loss, balance.share(counted, rules.plan, rules.meshes)
+    return loss, expert_counts.share(counted, rules.plan, rules.meshes)
 
 
 def further_of(spec: ModelSpec, batches: Sequence[MicroBatch], meshes: Meshes) -> Further | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 
 
 class Upload:

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.distributed.meshes import Meshes
 from shardwise.errors import Problem, TrainingError
-from shardwise.runtime.exchange import all_gather
 from shardwise.runtime.faults.guard import StopRequest
+from shardwise.runtime.objects import all_gather
 
 
 class Usage:

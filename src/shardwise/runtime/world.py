@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.distributed.torch_private import abort_groups, set_timeout, settle_senders
 from shardwise.errors import ConfigError, Problem
-from shardwise.runtime import exchange
+from shardwise.runtime import objects
 from shardwise.spec.host import cores
 from shardwise.spec.layout import Layout
 
@@ -191,7 +191,7 @@ def _for_compiled_code(me: Process) -> Path:
 
 def from_first(make: Callable[[], T]) -> T:
     """Return on every rank what ``make`` returns on rank 0."""
-    made: T = exchange.broadcast(make() if dist.get_rank() == 0 else None)
+    made: T = objects.broadcast(make() if dist.get_rank() == 0 else None)
     return made
 
 

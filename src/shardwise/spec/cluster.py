@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardwise.errors import ConfigError, Problem, UsageError
-from shardwise.spec.beside import read_beside
 from shardwise.spec.devices import Device, find_device, host_of, names_of_devices, plain, sold_on
 from shardwise.spec.hash_once import hash_once
 from shardwise.spec.host import available_memory_bytes, cores, gpus, total_memory_bytes
+from shardwise.spec.host_parts import read_beside
 from shardwise.spec.measured import Measured
 from shardwise.spec.units import counted, show_bytes
 

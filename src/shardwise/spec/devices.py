@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 
 from shardwise.errors import ConfigError, Problem
-from shardwise.spec.beside import host_bytes
+from shardwise.spec.host_parts import host_bytes
 
 
 @dataclass(frozen=True)

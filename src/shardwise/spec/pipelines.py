@@ -1,6 +1,6 @@
 """The table of schedules of pipelines: the shape of each, what it asks for and how much of it is alive. A schedule is a
-row of ``PIPELINES``, and the function of techniques/pp/schedules.py that the row names, which rows may share; nobody
-else asks for its name."""
+row of ``PIPELINES``, and the function of techniques/pp/schedule_orders.py that the row names, which rows may share;
+nobody else asks for its name."""
 
 from __future__ import annotations
 

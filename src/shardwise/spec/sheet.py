@@ -301,8 +301,8 @@ class Sheet:
     sheet it is; ``inside``: the plan that acted inside its units; ``plan``: that by which it has been rewritten. Of a
     pipeline: a rank that lacks an end of the model has a unit without weights in its stead; ``copied``: embedding and
     output layer are copies of one weight; ``trained``: of each stage, whether any of its weights is. ``counts``: how
-    many numbers a step tells of experts (runtime/balance.py). ``per_token``: how many hidden states of each token the
-    output layer reads: two where a block predicts a further token."""
+    many numbers a step tells of experts (runtime/expert_counts.py). ``per_token``: how many hidden states of each token
+    the output layer reads: two where a block predicts a further token."""
 
     model: str
     embedding: Unit

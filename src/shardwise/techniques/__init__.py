@@ -46,7 +46,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
-from shardwise.models import kernels
+from shardwise.models import kernel_choice
 from shardwise.models.config import ModelSpec, learnt_positions, parameter_shapes
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import cut
@@ -192,10 +192,10 @@ def _unserved(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Problem | None:
         return None
     device = cluster.device
     kind = cluster.kind if cluster.kind == "cpu" or device.capability else "rocm"
-    case = kernels.Case(kind, plan.precision.compute, spec.attention.head_dim, device.capability or (0, 0))
+    case = kernel_choice.Case(kind, plan.precision.compute, spec.attention.head_dim, device.capability or (0, 0))
     case = replace(case, deterministic=plan.deterministic)
-    asked = kernels.cases(spec, case, plan.batch.seq_len).values()
-    served = {row.name for row in kernels.KERNELS for case in asked if row.serves(case)}
+    asked = kernel_choice.cases(spec, case, plan.batch.seq_len).values()
+    served = {row.name for row in kernel_choice.KERNELS for case in asked if row.serves(case)}
     if plan.attention in served:
         return None
     of = f"{plan.precision.compute} with heads of {spec.attention.head_dim} on {device.name}"

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import seconds
-from shardwise.planner.seconds.devices import measured_on
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import seconds
+from shardwise.planner.seconds.device_rates import measured_on
 from shardwise.planner.seconds.rates import own_traits, rates_of
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.devices import devices
 from shardwise.spec.measured import Measured, Product

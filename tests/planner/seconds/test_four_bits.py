@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.search import choose
 from shardwise.planner.seconds import kernels
 from shardwise.planner.seconds.rates import DEQUANTISED_BYTES, own_traits, rates_of

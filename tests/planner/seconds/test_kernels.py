@@ -8,7 +8,7 @@ import pytest
 
 from shardwise import techniques
 from shardwise.models.config import with_fields
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.seconds.kernels import durations, loss_durations, number, seen
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.layout import Layout

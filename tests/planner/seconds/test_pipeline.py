@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from shardwise.models.config import model_spec
-from shardwise.models.further import with_predictor
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
+from shardwise.models.predictor import with_predictor
 from shardwise.planner.seconds.network import network_of
-from shardwise.planner.seconds.pipeline import border_bytes, pipeline_times
 from shardwise.planner.seconds.rates import own_traits
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.stages import border_bytes, pipeline_times
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.planner.sheets import sheet_of
 from shardwise.planner.trace import traced_here
 from shardwise.spec.cluster import parse_cluster

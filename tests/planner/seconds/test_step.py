@@ -8,13 +8,13 @@ from math import exp, hypot, log
 import pytest
 
 from shardwise import techniques
-from shardwise.models.load import load_spec
-from shardwise.planner.compare import seconds
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import seconds
 from shardwise.planner.price import price
-from shardwise.planner.seconds import step
+from shardwise.planner.seconds import step_seconds
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.rates import own_traits, rates_of
-from shardwise.planner.seconds.step import band, optimizer, timed
+from shardwise.planner.seconds.step_seconds import band, optimizer, timed
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import Layout
@@ -58,7 +58,7 @@ def test_micro_batches_that_are_left_out_are_as_those_that_are_played(
 ) -> None:
     plan = replace(SHARDINGS[sharding], batch=replace(PLAN.batch, accumulation=micro_batches))
     few = of(plan)
-    monkeypatch.setattr(step, "PLAYED", 100)
+    monkeypatch.setattr(step_seconds, "PLAYED", 100)
     all_ = of(plan)
     assert few.step_s == pytest.approx(all_.step_s, rel=1e-6)
     assert few.exposed_s == pytest.approx(all_.exposed_s, rel=1e-6)

@@ -62,10 +62,10 @@ def test_their_bits_give_their_values(shape: tuple[int, int], dtype: torch.dtype
 
 AFTER_A_FAKE_WORLD = """
 from shardwise.models.config import model_spec
-from shardwise.prove.world import measure
+from shardwise.prove.fake_run import measure
 from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.techniques.nf4 import fourbit
-from shardwise.techniques.constants import constant
+from shardwise.techniques.device_tables import constant
 import torch
 
 plan = Plan(precision=Precision("bf16"), lora=Lora(4, 8.0, nf4=True))

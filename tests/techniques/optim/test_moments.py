@@ -13,7 +13,7 @@ from shardwise.prove.drift import drift
 from shardwise.prove.pool import RankFailure, RankPool
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Optim, Plan, Precision
-from shardwise.techniques import constants, optim
+from shardwise.techniques import device_tables, optim
 from shardwise.techniques.optim.moments import BLOCK, TABLE, AdamW8bit, decode, encode
 from shardwise.techniques.quantised import LEAST, moment_bytes, quantised
 from tests.drift.test_drift import SPEC, plan_of
@@ -39,10 +39,10 @@ def test_tables_are_sent_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> No
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         if number == 0:
-            monkeypatch.setattr(constants.torch, "tensor", None)
+            monkeypatch.setattr(device_tables.torch, "tensor", None)
     monkeypatch.undo()
     elsewhere = torch.empty(1, device="meta")
-    assert constants.constant(elsewhere, "one", [1.0]) is constants.constant(elsewhere, "one", [1.0])
+    assert device_tables.constant(elsewhere, "one", [1.0]) is device_tables.constant(elsewhere, "one", [1.0])
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.models.config import model_spec, with_fields
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Pipeline, Plan
 from shardwise.techniques.pp.split import split, work

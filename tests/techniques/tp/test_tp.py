@@ -13,7 +13,7 @@ from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.slices import local
 from shardwise.models.config import ModelSpec, parameter_shapes, with_fields
 from shardwise.models.decoder import Decoder
-from shardwise.models.load import load_spec
+from shardwise.models.lookup import load_spec
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout

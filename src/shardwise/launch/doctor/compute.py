@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from shardwise.errors import OutputError
-from shardwise.launch.doctor.clock import Clock, Work
+from shardwise.launch.doctor.stopwatch import Clock, Work
 from shardwise.runtime.reduce import local_squares, scale_gradients
 from shardwise.spec.measured import AttentionTime, Pointwise, Product
 from shardwise.techniques.offload.scratch import Scratch, aligned

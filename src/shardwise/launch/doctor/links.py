@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwise.distributed.collectives import scattered, stacked
 from shardwise.distributed.meshes import Meshes
-from shardwise.launch.doctor.clock import Clock, Work
+from shardwise.launch.doctor.stopwatch import Clock, Work
 from shardwise.spec.measured import Sent
 
 SIZES = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
-from shardwise.launch.doctor.ranks import Found
+from shardwise.launch.doctor.rank_work import Found
 from shardwise.spec.cluster import CPU_LINK_BYTES_PER_S, Cluster
 from shardwise.spec.measured import AttentionTime, Measured, Product, Sent
 from shardwise.spec.units import columns, show_bytes, show_payload, show_seconds

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from shardwise.planner.log import Folding
+from shardwise.planner.event_log import Folding
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.network import Network
 from shardwise.planner.seconds.rates import Rates

@@ -14,7 +14,7 @@ from math import ceil, exp, log
 from typing import Any, Literal
 
 from shardwise.planner.seconds.constants import shipped
-from shardwise.planner.seconds.devices import measured_on
+from shardwise.planner.seconds.device_rates import measured_on
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.hash_once import hash_once
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent

@@ -19,7 +19,7 @@ from shardwise.distributed.torch_private import set_timeout
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.checkpoint.commit import MaybeCommitted
 from shardwise.runtime.checkpoint.manifest import FileRecord, Manifest, Rejected, Slice, TensorRecord
-from shardwise.runtime.exchange import broadcast, decode, encode, gather, may_travel
+from shardwise.runtime.objects import broadcast, decode, encode, gather, may_travel
 
 T = TypeVar("T")
 JOIN_S = 60.0

@@ -48,7 +48,7 @@ from shardwise.runtime.checkpoint.manifest import (
     read,
     read_at,
 )
-from shardwise.runtime.exchange import may_travel
+from shardwise.runtime.objects import may_travel
 from shardwise.spec.files import open_regular
 from shardwise.spec.units import show_bytes
 

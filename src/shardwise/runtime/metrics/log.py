@@ -23,8 +23,8 @@ from shardwise.errors import PreemptedError
 from shardwise.models.config import ModelSpec, layer_kinds, parameter_shapes
 from shardwise.models.mixers import mixer_of
 from shardwise.models.roles import MULTIPLIED, is_expert
-from shardwise.runtime.balance import told
 from shardwise.runtime.checkpoint.inflight import SaveResult
+from shardwise.runtime.expert_counts import told
 from shardwise.runtime.metrics.measure import resident_bytes, return_freed_memory
 from shardwise.runtime.metrics.preference import PreferenceWatch
 from shardwise.runtime.metrics.trackers import Outcome, Tracks

@@ -18,7 +18,7 @@ from queue import Queue
 from typing import Any, Literal, Protocol
 
 from shardwise.errors import Problem, UnavailableError
-from shardwise.models.kernels import FA3_PACKAGE
+from shardwise.models.kernel_choice import FA3_PACKAGE
 from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.recipe import Recipe
 

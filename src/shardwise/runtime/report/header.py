@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 import shardwise
-from shardwise.models import attention, kernels, rows
+from shardwise.models import added_rows, attention, kernel_choice
 from shardwise.models.config import ModelSpec, active_parameter_count, parameter_count
 from shardwise.models.hf_spec import NOTICE
 from shardwise.models.resolve import data_of
-from shardwise.runtime.balance import LOSSES
+from shardwise.runtime.expert_counts import LOSSES
 from shardwise.runtime.job import Job
 from shardwise.spec.explain import NAMES
 from shardwise.spec.finetune import BATCH, KEYS
@@ -59,7 +59,7 @@ def header(job: Job) -> str:
     portions = f"streamed in {job.portions.count:,} portions, one prepared ahead; the first: " if job.portions else ""
     text = f"{portions}{show_bytes(split.text_bytes)} of {'answers' if split.packs else 'text'} in {number}"
     share = f", {split.supervised_tokens / split.tokens:.1%} of them supervised" if split.packs else ""
-    vocabulary = f"vocabulary {job.prepared.manifest.vocab_size:,}{rows.told(data_of(recipe))}"
+    vocabulary = f"vocabulary {job.prepared.manifest.vocab_size:,}{added_rows.told(data_of(recipe))}"
     ids = f"{show_count(split.tokens)} tokens ({vocabulary}){share}"
     every = "every step" if job.save_steps == 1 else f"every {job.save_steps} steps"
     saves = f"a checkpoint {every if job.save_steps < job.max_steps else 'at the end'}, into {job.directory}"
@@ -118,8 +118,8 @@ def _kernels(job: Job) -> str:
     plan, recipe = job.plan, job.recipe
     case = attention.device_case(job.device, torch_dtype(plan.precision.compute), job.spec.attention.head_dim)
     case = replace(case, documents=recipe.data.mask_documents or recipe.method.spec.records)
-    layers = kernels.cases(job.spec, case, plan.batch.seq_len)
-    return kernels.described(layers, plan.attention, attention.present(job.device, plan.attention))
+    layers = kernel_choice.cases(job.spec, case, plan.batch.seq_len)
+    return kernel_choice.described(layers, plan.attention, attention.present(job.device, plan.attention))
 
 
 def execution(plan: Plan) -> str:

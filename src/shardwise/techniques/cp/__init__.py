@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
     from shardwise.models.attention import Attention, MaskSpec
-    from shardwise.models.balance import RowPlaces
     from shardwise.models.delta import GatedDeltaNet
     from shardwise.models.moe import MoE
+    from shardwise.models.router_losses import RowPlaces
 
 SETTINGS = {"layout.cp": 1}
 INSIDE = (
     "spec/rows.py",
     "techniques/cp/__init__.py",
-    "techniques/cp/attention.py",
+    "techniques/cp/ring_attention.py",
     "techniques/cp/exchange.py",
     "techniques/cp/parts.py",
-    "techniques/cp/states.py",
+    "techniques/cp/delta_states.py",
     "techniques/cp/ulysses.py",
 )
 RING, EXCHANGING, REPEATED, SEVERAL = 11, 13, 7, 17
@@ -249,16 +249,16 @@ def steps_of(operation: str) -> Callable[..., Any] | None:
 
         return swapped
     if operation.startswith("shardwise::attention_over_ranks"):
-        from shardwise.techniques.cp import attention
+        from shardwise.techniques.cp import ring_attention
 
-        return attention.backward if operation.endswith("_backward") else attention.forward
+        return ring_attention.backward if operation.endswith("_backward") else ring_attention.forward
     if operation.startswith(("shardwise::gated_delta_over_ranks", "shardwise::conv_silu_over_ranks")):
-        from shardwise.techniques.cp import states
+        from shardwise.techniques.cp import delta_states
 
         rule = operation.startswith("shardwise::gated_delta")
         if operation.endswith("_backward"):
-            return states.backward if rule else states.convolve_backward
-        return states.forward if rule else states.convolve
+            return delta_states.backward if rule else delta_states.convolve_backward
+        return delta_states.forward if rule else delta_states.convolve
     return None
 
 
@@ -282,7 +282,7 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
 def _pass_states(module: GatedDeltaNet, plan: Plan, meshes: Meshes) -> None:
     """Tell a gated delta net that its rows are cut."""
     from shardwise.models.delta import conv_silu
-    from shardwise.techniques.cp.states import conv_silu_over_ranks, gated_delta_over_ranks
+    from shardwise.techniques.cp.delta_states import conv_silu_over_ranks, gated_delta_over_ranks
 
     sums, rule, layout = module.convolve, module.recur, plan.layout
 
@@ -322,7 +322,7 @@ def _share_rows(module: MoE, meshes: Meshes) -> None:
 
 
 def _inner(module: Attention, plan: Plan, meshes: Meshes) -> Any:
-    from shardwise.techniques.cp.attention import attention_over_ranks
+    from shardwise.techniques.cp.ring_attention import attention_over_ranks
     from shardwise.techniques.cp.ulysses import heads_for_tokens, tokens_for_heads
 
     whole, layout = module.inner, plan.layout

@@ -1,5 +1,5 @@
-"""The bytes that the operations of context parallelism hold and send, on paper: in the same steps as attention.py. No
-torch. Rows are one document each."""
+"""The bytes that the operations of context parallelism hold and send, on paper: in the same steps as ring_attention.py.
+No torch. Rows are one document each."""
 
 from __future__ import annotations
 

@@ -121,7 +121,8 @@ def _cut_rows(spec: ModelSpec, plan: Plan) -> Problem | None:
 
 
 def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
-    """Ranks that have the same experts, whose gradients are summed. That experts get no rows, models/sizes.py says."""
+    """Ranks that have the same experts, whose gradients are summed. That experts get no rows, models/odd_sizes.py
+    says."""
     same = folded(plan) // plan.layout.ep
     return {"ranks with the same experts": same > 1, "ranks that all have other experts": same == 1}
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from shardwise.distributed.torch_private import outside_modes
 from shardwise.models.grouped import grouped
-from shardwise.techniques.constants import constant
+from shardwise.techniques.device_tables import constant
 from shardwise.techniques.quantised import NF4_BLOCK, NF4_GROUP, nf4_rows_at_once
 from shardwise.techniques.share import MatrixPiece
 

@@ -1,7 +1,7 @@
 """The moments when gradients, inputs of blocks and weights leave the device, and when they come, on paper.
 
-:class:`LeavingGradients` and :class:`ComingWeights` do what host.py does, the latter also what weights.py does, and
-:class:`WaitingInputs` what activations.py does. No torch.
+:class:`LeavingGradients` and :class:`ComingWeights` do what host_weights.py does, the latter also what weights.py does,
+and :class:`WaitingInputs` what activations.py does. No torch.
 """
 
 from __future__ import annotations

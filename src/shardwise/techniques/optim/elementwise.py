@@ -28,7 +28,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 def pieces(length: int, each: int) -> list[slice]:
     """Return what is updated one after the other of a weight of ``length`` rows, or elements, ``each`` of them at most.
-    Fake worlds leave out those between the first and the last (prove/world.py)."""
+    Fake worlds leave out those between the first and the last (prove/fake_run.py)."""
     return [slice(first, min(first + each, length)) for first in range(0, length, each)]
 
 

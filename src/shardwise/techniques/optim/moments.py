@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shardwise.distributed.slices import local
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection
-from shardwise.techniques.constants import constant
+from shardwise.techniques.device_tables import constant
 from shardwise.techniques.optim.rounding import Kept, RoundedAdamW, draw
 from shardwise.techniques.quantised import BLOCK, quantised
 

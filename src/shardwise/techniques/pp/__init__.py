@@ -29,7 +29,7 @@ from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import Collective, Sheet
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.pp.actions import Lists, actions, illegal
-from shardwise.techniques.pp.schedules import rounds_of
+from shardwise.techniques.pp.schedule_orders import rounds_of
 from shardwise.techniques.pp.split import split
 from shardwise.techniques.states import trained_stages
 

@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 
 from shardwise.spec.layout import Layout, stage_rank
 from shardwise.spec.pipelines import PIPELINES as SCHEDULES
-from shardwise.techniques.pp import schedules
-from shardwise.techniques.pp.schedules import ANY, COMPUTATIONS, Computed, Corner, Turn
+from shardwise.techniques.pp import schedule_orders
+from shardwise.techniques.pp.schedule_orders import ANY, COMPUTATIONS, Computed, Corner, Turn
 
 Way = Literal["F", "B"]
 Kind = Literal[Computed, "SEND_F", "SEND_B", "RECV_F", "RECV_B"]
@@ -111,7 +111,7 @@ def actions(
         raise ValueError(f"trained is of {len(trained)} stages, the pipeline has {stages}")
     orders = []
     for rank in range(ranks):
-        turns = schedules.turns(SCHEDULES[schedule], Corner(rank, ranks, stages_per_rank, micro_batches))
+        turns = schedule_orders.turns(SCHEDULES[schedule], Corner(rank, ranks, stages_per_rank, micro_batches))
         order = [action for action in _numbered(turns) if action.micro < micro_batches]
         orders.append(_needed(order, trained or (True,) * stages))
     return _with_transfers(orders)

@@ -280,7 +280,7 @@ def _connect(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     from shardwise.models.layers import MLP, RMSNorm
     from shardwise.models.moe import MoE, Router, Stacked
     from shardwise.techniques.product import product_of
-    from shardwise.techniques.tp.rows import share_rows
+    from shardwise.techniques.tp.row_counts import share_rows
 
     group, spec, sequence_parallel = meshes.groups["tp"], spec_of([part]), plan.sequence_parallel
     outside = torch_dtype(plan.precision.compute)

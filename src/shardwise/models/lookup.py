@@ -15,7 +15,7 @@ from shardwise.models.families import family_of
 from shardwise.models.family import FULL
 from shardwise.models.hf_spec import check_supported
 from shardwise.models.numbers import check_numbers
-from shardwise.models.storage import without_float8
+from shardwise.models.quantization import without_float8
 from shardwise.models.unserved import refuse_config, refuse_name
 from shardwise.spec.complaints import show_value
 from shardwise.spec.files import NOTE_BYTES, read_regular

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import techniques
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.calls import collective, group_name, payload_bytes
 from shardwise.distributed.fake_world import fake_world
 from shardwise.distributed.meshes import Meshes
@@ -30,7 +30,7 @@ from shardwise.models.blocks import each_named, spec_of
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.hf_model import model_of
 from shardwise.models.moe import MoE
-from shardwise.planner.record import Storages, plain_tensors
+from shardwise.planner.recorder import Storages, plain_tensors
 from shardwise.runtime import reduce
 from shardwise.runtime import step as steps
 from shardwise.runtime.build import allocate, optimizer_of

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import kept
-from shardwise.models.balance import Tally
 from shardwise.models.blocks import numbered, spec_of
 from shardwise.models.config import ModelSpec
 from shardwise.models.moe import MoE
+from shardwise.models.router_losses import Tally
 from shardwise.spec.plan import Plan
 
 LOSSES = ("router_aux_loss", "router_z_loss")

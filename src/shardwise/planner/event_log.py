@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 
-from shardwise.planner.passes import Pass, Passes
 from shardwise.planner.spans import Span
+from shardwise.planner.unit_passes import Pass, Passes
 from shardwise.spec.sheet import KEPT_UNITS, Tier, Unit
 from shardwise.techniques.events import Begin, Event, EventLog, Free, Key, Make, TensorKey, WeightsCall
 

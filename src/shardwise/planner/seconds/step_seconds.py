@@ -11,17 +11,17 @@ from math import exp, hypot, log, log2
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
-from shardwise.planner.log import folded_pass
-from shardwise.planner.passes import Passes, put_off
+from shardwise.planner.event_log import folded_pass
 from shardwise.planner.price import at_places
 from shardwise.planner.schedule import Step
 from shardwise.planner.seconds.clock import Elapsed, StepClock, waited_s
 from shardwise.planner.seconds.constants import shipped
 from shardwise.planner.seconds.kernels import durations
 from shardwise.planner.seconds.network import Network, network_of
-from shardwise.planner.seconds.pipeline import pipeline_times
 from shardwise.planner.seconds.rates import Rates, Traits, own_traits, rates_of
+from shardwise.planner.seconds.stages import pipeline_times
 from shardwise.planner.spans import Span, joined
+from shardwise.planner.unit_passes import Passes, put_off
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan, Seconds
 from shardwise.spec.sheet import Sheet, Unit

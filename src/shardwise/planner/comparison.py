@@ -15,7 +15,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.planner.bounds import LowerBounds
 from shardwise.planner.candidates import LARGER_CHUNKS, chunk_of
 from shardwise.planner.price import price
-from shardwise.planner.seconds.step import timed
+from shardwise.planner.seconds.step_seconds import timed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.explain import MARGIN as MARGIN
 from shardwise.spec.plan import Estimate, Plan, Seconds

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.interop import shared
-from shardwise.interop.record import Import, System, show, word
+from shardwise.interop.system import Import, System, show, word
 
 LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target_modules": "targets"}
 PAIRS = ("beta", "loss_type")

@@ -11,8 +11,8 @@ from typing import Any
 
 from shardwise.errors import ConfigError, PolicyError, Problem, ShardwiseError, first_line
 from shardwise.interop.programs import read_program
-from shardwise.interop.record import Said
 from shardwise.interop.scripts import flag_name, read_flags
+from shardwise.interop.system import Said
 from shardwise.spec.document import Document, KeyPath, parse, read_text
 
 DEPTH, MOST_KEYS = 32, 10_000

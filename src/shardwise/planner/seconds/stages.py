@@ -9,12 +9,12 @@ from itertools import pairwise
 
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
-from shardwise.planner.passes import Passes
 from shardwise.planner.price import along_pipeline
 from shardwise.planner.schedule import Step
 from shardwise.planner.seconds.clock import Elapsed, StepClock
 from shardwise.planner.seconds.network import network_of
 from shardwise.planner.seconds.rates import Traits, rates_of
+from shardwise.planner.unit_passes import Passes
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.sheet import Sheet

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from shardwise.launch.doctor import compute, links
-from shardwise.launch.doctor.clock import Clock
-from shardwise.runtime import exchange
+from shardwise.launch.doctor.stopwatch import Clock
+from shardwise.runtime import objects
 from shardwise.runtime.world import device_of, process, world
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.host import cpu_has_bf16
@@ -36,7 +36,7 @@ def measure(cluster: Cluster, directory: Path) -> Found:
     with world(Layout(cluster.nodes, each, ranks_per_node=each), cluster.kind, TIMEOUT_S) as meshes, torch.no_grad():
         clock, dtypes = Clock(device_of(cluster.kind), BUDGET_S[cluster.kind]), dtypes_of(cluster)
         products = tuple(compute.products(clock, dtypes))
-        by_rank = [tuple(exchange.gather(value)) for value in (clock.own_s, clock.cpu_s / clock.wall_s)]
+        by_rank = [tuple(objects.gather(value)) for value in (clock.own_s, clock.cpu_s / clock.wall_s)]
         to_device, from_device = compute.copies_bytes_per_s(clock)
         measured = Measured(
             ranks=each,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shardwise.distributed.collectives import summed
 from shardwise.distributed.meshes import Meshes
-from shardwise.models.balance import RowPlaces
 from shardwise.models.moe import MoE
+from shardwise.models.router_losses import RowPlaces
 
 
 def share_rows(module: MoE, shape: Sequence[int], meshes: Meshes) -> None:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from shardwise import techniques
-from shardwise.data.chat import Prompt
+from shardwise.data.conversations import Prompt
 from shardwise.data.prompts import Question
 from shardwise.data.tasks import expected, questions, scorer
 from shardwise.data.whole import write_whole

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from shardwise.models.balance import Routing
 from shardwise.models.capacity import rounded
 from shardwise.models.config import ModelSpec
 from shardwise.models.moe import MoE
 from shardwise.models.room import expert_room
+from shardwise.models.router_losses import Routing
 
 
 class RouterTally:
