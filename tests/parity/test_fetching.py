@@ -16,7 +16,7 @@ from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Plan, Shard
-from shardwise.techniques.offload import host_weights
+from shardwise.techniques.offload import host_copies
 from shardwise.techniques.offload.weights import StagedBlocks, WaitingWeights
 from shardwise.techniques.pp.actions import SCHEDULES
 from tests.drift.compiled import compiler
@@ -122,7 +122,7 @@ def not_copied_again() -> Iterator[None]:
 
 def of_copies() -> AbstractContextManager[Any]:
     """The optimizer updates copies of what waits, which never comes to the device."""
-    return patch.object(host_weights, "kept", lambda parameter: kept(parameter).clone())
+    return patch.object(host_copies, "kept", lambda parameter: kept(parameter).clone())
 
 
 def from_another_place() -> AbstractContextManager[Any]:

@@ -23,8 +23,8 @@ from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Shard
 from shardwise.techniques import offload
-from shardwise.techniques.offload import host_weights
-from shardwise.techniques.offload.host_weights import HostWeights
+from shardwise.techniques.offload import host_copies
+from shardwise.techniques.offload.host_copies import HostWeights
 from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from tests.drift.compiled import compiler
@@ -195,18 +195,18 @@ def a_step_late() -> AbstractContextManager[Any]:
 
 def nothing_added() -> AbstractContextManager[Any]:
     """Of several micro-batches the sum on the host is the first."""
-    return patch.object(host_weights, "_add", lambda room, total, copied: None)
+    return patch.object(host_copies, "_add", lambda room, total, copied: None)
 
 
 def one_buffer_for_all() -> AbstractContextManager[Any]:
     """What comes is added to what has come into the same buffer, and not to the sum."""
-    add = host_weights._add
-    return patch.object(host_weights, "_add", lambda room, total, copied: add(room, room, copied))
+    add = host_copies._add
+    return patch.object(host_copies, "_add", lambda room, total, copied: add(room, room, copied))
 
 
 def as_they_began() -> AbstractContextManager[Any]:
     """The device computes with the weights of the first step."""
-    return patch.object(host_weights, "_send", lambda group: None)
+    return patch.object(host_copies, "_send", lambda group: None)
 
 
 def rounded_gradients() -> AbstractContextManager[Any]:

@@ -61,7 +61,7 @@ WITH_TORCH = {
     "shardwise.techniques.offload.activations",
     "shardwise.techniques.product",
     "shardwise.techniques.offload.weights",
-    "shardwise.techniques.offload.host_weights",
+    "shardwise.techniques.offload.host_copies",
     "shardwise.techniques.offload.scratch",
     "shardwise.techniques.offload.streamed",
     "shardwise.techniques.offload.rooms",

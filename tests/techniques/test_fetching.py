@@ -34,7 +34,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.plan import Batch, Lora, Offload, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.techniques.offload import check
-from shardwise.techniques.offload.host_weights import HostWeights
+from shardwise.techniques.offload.host_copies import HostWeights
 from shardwise.techniques.offload.sizes import BUFFER_BYTES
 from shardwise.techniques.offload.weights import WaitingWeights
 from tests.parity.fetching import DENSE

@@ -35,8 +35,8 @@ from shardwise.spec.load import load_recipe, read_recipe
 from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Data, Recipe
 from shardwise.spec.units import show_bytes
-from shardwise.techniques.offload import check, host_weights
-from shardwise.techniques.offload.host_weights import HostWeights, _add
+from shardwise.techniques.offload import check
+from shardwise.techniques.offload.host_copies import HostWeights, _add
 from shardwise.techniques.offload.legal import leave_early
 from shardwise.techniques.offload.rooms import Rooms
 from shardwise.techniques.offload.scratch import Scratch

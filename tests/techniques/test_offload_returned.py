@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Offload, Plan, Precision, Shard
-from shardwise.techniques.offload import host_weights
-from shardwise.techniques.offload.host_weights import Return, ReturningWeights
+from shardwise.techniques.offload import host_copies
+from shardwise.techniques.offload.host_copies import Return, ReturningWeights
 from shardwise.techniques.offload.narrow import narrow, narrows
 
 WHOLE = Plan(precision=Precision("bf16"), offload=Offload("host"))
@@ -98,7 +98,7 @@ class Beside:
     def send(self, stream: Stream, group: list[Return], begun: None) -> Done:
         number = next(number for number, one in enumerate(self.parameters) if one is group[0][0])
         assert self.released[number].wait(10)
-        host_weights._send(group)
+        host_copies._send(group)
         return self.done[number]
 
     @property
@@ -110,8 +110,8 @@ class Beside:
 def beside() -> Iterator[Beside]:
     made = Beside()
     with (
-        patch.object(host_weights, "_send_on", made.send),
-        patch.object(host_weights, "gather_stream", lambda block: made.gathers),
+        patch.object(host_copies, "_send_on", made.send),
+        patch.object(host_copies, "gather_stream", lambda block: made.gathers),
         patch.object(torch.cuda, "current_stream", lambda *device: made.computes),
     ):
         yield made

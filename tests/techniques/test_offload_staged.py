@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.distributed.slices import kept, put
 from shardwise.errors import OutputError
-from shardwise.techniques.offload.host_weights import HostWeights
+from shardwise.techniques.offload.host_copies import HostWeights
 from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.sizes import BLOCK_BYTES, PAGE_BYTES
 from shardwise.techniques.offload.weights import StagedBlocks, WaitingWeights

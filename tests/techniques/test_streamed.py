@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.errors import OutputError
 from shardwise.techniques.offload import scratch as scratch_files
-from shardwise.techniques.offload.host_weights import HostWeights
+from shardwise.techniques.offload.host_copies import HostWeights
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.sizes import BLOCK_BYTES, PAGE_BYTES
 from shardwise.techniques.offload.streamed import StreamedAdamW

@@ -25,7 +25,7 @@ from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.techniques import lora, offload, optim, pp
-from shardwise.techniques.offload.host_weights import HostWeights
+from shardwise.techniques.offload.host_copies import HostWeights
 from shardwise.techniques.offload.narrow import keep_gradients
 
 

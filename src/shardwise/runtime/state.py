@@ -18,7 +18,7 @@ from shardwise.models.roles import is_adapter
 from shardwise.runtime.checkpoint.manifest import Identity
 from shardwise.spec.record import Count
 from shardwise.techniques import offload, optim
-from shardwise.techniques.offload.host_weights import HostWeights
+from shardwise.techniques.offload.host_copies import HostWeights
 
 COUNTERS = ("step", "updates", "tokens", "supervised", "cursor", "skipped_in_row")
 """The numbers of a :class:`TrainState` that a checkpoint keeps."""

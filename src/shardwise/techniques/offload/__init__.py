@@ -25,7 +25,7 @@
     nvme                the same in a file, trained ones if their    the same, read from the file a block ahead
                         optimizer is there
 
-The optimizer is the same, torch's fused AdamW or one of ours, on tensors of the host (host_weights.py): the numbers do
+The optimizer is the same, torch's fused AdamW or one of ours, on tensors of the host (host_copies.py): the numbers do
 not change. Of blocks that compute in 16 bits the device has no more than those (narrow.py). The host waits for the
 gradient norm before it updates, so that clipping and the skip of a bad step stay exact. A gradient leaves while
 backward still runs where no sum over ranks comes after it: under a sharded strategy, or on one rank, without tp and pp;
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
     from shardwise.techniques.offload.activations import MovedInputs
-    from shardwise.techniques.offload.host_weights import HostWeights
+    from shardwise.techniques.offload.host_copies import HostWeights
     from shardwise.techniques.offload.weights import WaitingWeights
 
 SETTINGS = {"offload": Offload()}
@@ -191,7 +191,7 @@ def host_weights(parts: Sequence[nn.Module], plan: Plan, directory: Path | None 
     are told so (``read``)."""
     if plan.offload.optimizer == "none":
         return None
-    from shardwise.techniques.offload.host_weights import HostWeights
+    from shardwise.techniques.offload.host_copies import HostWeights
 
     trained = [parameter for _, parameter in each_named(parts) if parameter.requires_grad]
     if plan.offload.optimizer_fraction < 1:

@@ -1,6 +1,6 @@
 """The moments when gradients, inputs of blocks and weights leave the device, and when they come, on paper.
 
-:class:`LeavingGradients` and :class:`ComingWeights` do what host_weights.py does, the latter also what weights.py does,
+:class:`LeavingGradients` and :class:`ComingWeights` do what host_copies.py does, the latter also what weights.py does,
 and :class:`WaitingInputs` what activations.py does. No torch.
 """
 
