@@ -81,7 +81,7 @@ def below(bounds: LowerBounds, plan: Plan) -> None:
     assert 0 < rough_s <= bound_s * (1 + 1e-9) <= seconds(priced).step_s * (1 + 2e-9), plan
     if plan.layout.pp > 1:
         assert bound_s <= bounds.replayed(plan) <= seconds(priced).step_s * (1 + 2e-9), plan
-    assert bounds.stand(plan, peak_share(priced) * (1 + 1e-12)), plan
+    assert bounds.may_fit(plan, peak_share(priced) * (1 + 1e-12)), plan
 
 
 @pytest.mark.matrix(3)

@@ -32,6 +32,7 @@ from shardwise.spec.plan import Batch, Lora, Plan, Precision, Shard
 from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.sheet import SEND, Op
 from tests.covering import pairwise
+from tests.planner.bound import bound
 from tests.planner.closed_forms import Line, multiplied_flops, payload_bytes, table
 
 SPEC = model_spec("closed", 640, 128, 512, 4, 8, 4, 64)
@@ -188,7 +189,7 @@ def test_a_fault_in_the_real_program_is_refused(fault: str, monkeypatch: pytest.
         }
         for line in lines(SPEC, plan, first=False):
             made = chosen(SPEC, plan, RankKind(plan.layout), {"block": 0}.get(line.unit, line.unit))
-            unit = units[{"block": 0}.get(line.unit, line.unit)].bound(made.numbers)
+            unit = bound(units[{"block": 0}.get(line.unit, line.unit)], made.numbers)
             ops = {"forward": unit.forward, "backward": unit.backward, "again": recomputed(unit)}[line.when]
             assert sent(ops, plan) == [(kind, payload_bytes(what, SPEC, plan)) for kind, what in line.sends]
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.models.lookup import load_spec
 from shardwise.planner.event_log import StepLog
-from shardwise.planner.price import at_places, price
+from shardwise.planner.price import of_rank_kinds, price
 from shardwise.planner.schedule import folded, micro_batches, schedule
 from shardwise.planner.schedule import staged as staged_on
 from shardwise.planner.sheets import sheet_of
@@ -53,7 +53,7 @@ def full(plan: Plan, rank: int) -> Span:
 def test_of_many_micro_batches_few_are_played(schedule: str, strategy: str, ranks: int, m: int) -> None:
     """Peak, what is sent, and operations are those of all, at every place."""
     plan = staged(schedule, ranks, m, strategy)
-    for costed in at_places(SPEC, plan):
+    for costed in of_rank_kinds(SPEC, plan):
         found = micro_batches(costed, plan, Passes.of(costed, plan, "cuda"))
         assert same(found, full(plan, costed.rank_kind.coordinate("pp"))), costed.rank_kind
 
@@ -61,7 +61,7 @@ def test_of_many_micro_batches_few_are_played(schedule: str, strategy: str, rank
 @pytest.mark.parametrize(("each", "m"), [(3, 28), (2, 17), (2, 20)])
 def test_of_interleaved_stages_too(each: int, m: int) -> None:
     plan = staged("interleaved", 2, m, "zero2", each)
-    for costed in at_places(SPEC, plan):
+    for costed in of_rank_kinds(SPEC, plan):
         found = micro_batches(costed, plan, Passes.of(costed, plan, "cuda"))
         assert same(found, full(plan, costed.rank_kind.coordinate("pp")))
 

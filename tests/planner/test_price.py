@@ -9,7 +9,7 @@ import pytest
 from shardwise import techniques
 from shardwise.models.config import with_fields
 from shardwise.models.lookup import load_spec
-from shardwise.planner.price import at_places, flops, most_rows, price
+from shardwise.planner.price import flops, most_rows, of_rank_kinds, price
 from shardwise.planner.schedule import folded, schedule
 from shardwise.planner.search import Search, choose
 from shardwise.planner.sheets import sheet_of
@@ -55,11 +55,11 @@ def test_a_step_is_told_of_a_sheet_that_its_plan_has_rewritten() -> None:
 
 def test_places_differ_in_their_slices() -> None:
     """An odd vocabulary over three ranks, 49,153 ids as twice 16,385 and 16,383, whose halves are uneven once more."""
-    found = list(at_places(replace(SPEC, vocab_size=49_153), PLAN))
+    found = list(of_rank_kinds(replace(SPEC, vocab_size=49_153), PLAN))
     moments = [optim.state_bytes(costed, PLAN)["moments"] for costed in found]
     assert [costed.rank_kind.rank for costed in found] == [0, 2, 3, 5]
     assert moments[0] == max(moments) > min(moments)
-    assert len(list(at_places(SPEC, PLAN))) == 1, "each has as much"
+    assert len(list(of_rank_kinds(SPEC, PLAN))) == 1, "each has as much"
 
 
 def test_the_fullest_need_not_be_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

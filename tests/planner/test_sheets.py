@@ -34,6 +34,7 @@ from shardwise.spec.sheet import Sheet, Unit, number, size_of
 from shardwise.techniques.variant import Variant
 from tests.models.families import config_of
 from tests.models.hf_models import spec_of as hf_spec_of
+from tests.planner.bound import bound as with_numbers
 from tests.recipes.test_recipes import FILES, MEANT_FOR, quickstart_model
 
 SPEC = model_spec("small", 500, 32, 80, 3, 4, 2, 8)
@@ -63,7 +64,7 @@ def test_one_sheet_holds_for_micro_batches_of_all_sizes(tp: int, ep: int, s: int
         )
         for which, unit in kinds:
             made = chosen(MIXTURE, techniques.inside(plan), rank_kind, which)
-            own = sheets.units_of([made.variant])[made.variant].bound(made.numbers)
+            own = with_numbers(sheets.units_of([made.variant])[made.variant], made.numbers)
             assert [one.numel(m, s) for one in unit.tensors] == [one.numel(m, s) for one in own.tensors]
             grow = {"": 1, "b": m, "b*s": m * s, "b*s*s": m * s * s}
             for op, other in zip((*unit.forward, *unit.backward), (*own.forward, *own.backward), strict=True):

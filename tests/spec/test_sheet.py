@@ -9,6 +9,7 @@ import pytest
 from shardwise.spec.layout import Layout
 from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.sheet import Op, Tensor, is_control, size_of
+from tests.planner.bound import op_of, tensor_of
 
 WEIGHT = Tensor("a", (96, 5), "weights", "moments", (("fsdp", 0),), "statistics", False, ("4*f", "d"))
 
@@ -22,11 +23,11 @@ def test_a_tensor_in_other_types_is_else_the_same() -> None:
 
 def test_symbols_are_bound_to_numbers() -> None:
     sizes = {"f": 24, "d": 5}
-    assert WEIGHT.bound(sizes) == WEIGHT and WEIGHT.bound({"f": 6, "d": 5}).shape == (24, 5)
+    assert tensor_of(WEIGHT, sizes) == WEIGHT and tensor_of(WEIGHT, {"f": 6, "d": 5}).shape == (24, 5)
     activation = Tensor("x", ("b*s", "2*f"), "bf16", symbols=("b*s", "2*f"))
-    assert activation.bound(sizes).shape == ("b*s", 48)
-    assert replace(activation, symbols=()).bound(sizes).shape == ("b*s", "2*f")  # traced with its own numbers
-    assert Op("matmul", "mm", symbols="2*d*f").bound(sizes).flops == 240
+    assert tensor_of(activation, sizes).shape == ("b*s", 48)
+    assert tensor_of(replace(activation, symbols=()), sizes).shape == ("b*s", "2*f")  # traced with its own numbers
+    assert op_of(Op("matmul", "mm", symbols="2*d*f"), sizes).flops == 240
     assert [size_of(dim, sizes) for dim in (3, "f", "3*f*d")] == [3, 24, 360]
 
 

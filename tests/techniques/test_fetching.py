@@ -253,7 +253,7 @@ def test_bounds_leave_out_what_waits() -> None:
         assert Search(recipe, SEVENTY_B, TWO_4090).pipelines
         plan = replace(ONE, layout=Layout(dp_replicate=2), lora=Lora(nf4=True, frozen="bf16"))
         plan = replace(plan, offload=Offload(weights=asked))  # type: ignore[arg-type]
-        assert LowerBounds(SEVENTY_B, TWO_4090).stand(plan, 1.0) is (asked == "host")
+        assert LowerBounds(SEVENTY_B, TWO_4090).may_fit(plan, 1.0) is (asked == "host")
 
 
 NAMES = {"offload: {weights: TIER}", "offload_param_device: TIER", "zero_optimization: {offload_param: {device: TIER}}"}

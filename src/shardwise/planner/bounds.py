@@ -74,7 +74,7 @@ class LowerBounds:
         self.slower = step_seconds.straggling(self.cluster)
         self.figures = PlanFigures(self.spec, self.cluster)
         least = LeastMemory(self.figures)
-        self.stand, self.share = least.stand, least.share
+        self.may_fit, self.share = least.may_fit, least.share
 
     def roughly(self, plan: Plan) -> float:
         """Seconds that the plan needs at least: its products at the best rate, or what is sent of the weights and their

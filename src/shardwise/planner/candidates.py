@@ -63,7 +63,7 @@ def candidates(
 
 @dataclass(frozen=True)
 class StagedDegrees:
-    """The degrees of a pipeline and of tensor parallelism, with a schedule. ``ends``: for each mode of recomputation,
+    """A pipeline with degrees of tp, cp and ep, with a schedule. ``ends``: for each mode of recomputation,
     from the fastest, a plan with the largest micro-batches, and the one that holds least."""
 
     staged: Plan
@@ -134,7 +134,7 @@ def _open(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
 def _legal(
     recipe: Recipe, spec: ModelSpec, cluster: Cluster, degree: Plan, *, pinned: bool
 ) -> tuple[list[Plan], list[Problem]]:
-    """The legal plans at one degree of tensor parallelism, without a batch, and what is wrong with the others."""
+    """The legal plans of one split of the ranks, without a batch, and what is wrong with the others."""
     found: list[Plan] = []
     refused: list[Problem] = []
     enough = degree.pipeline.spec.least_micro_batches(degree.layout.pp)

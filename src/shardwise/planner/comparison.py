@@ -23,7 +23,7 @@ from shardwise.spec.plan import Estimate, Plan, Seconds
 TIGHT = 0.95
 """What may be taken where nothing stays below the margin: more is left to chance."""
 TIE = 0.02
-"""Steps that differ by less take as long: runs of one plan differ by as much."""
+"""Steps that differ by less count as equally fast: runs of one plan differ by as much."""
 KINDS = (*techniques.KINDS, "ep", "cp", "tp", "pp", "pp x tp")
 """The kinds of plans, from the simplest on."""
 
@@ -126,15 +126,15 @@ class Comparison:
         self, plans: list[Plan], share: float = MARGIN, limit_s: float = float("inf"), others: Sequence[Plan] = ()
     ) -> list[Plan]:
         """Return the plans that take at most ``share`` of the memory and may be as fast as any, as what takes
-        ``limit_s``, and as ``others``, with their seconds, in the order of ``plans``. Each plan is looked at when no
-        other has a lower bound: at first a rough one, then better ones, then its price. What recomputes more than one
-        that fits, and is as it otherwise, is no faster."""
+        ``limit_s``, and as ``others``, with their seconds, in the order of ``plans``. The plan whose bound is least is
+        looked at next: at first a rough one, then better ones, then its price. What recomputes more than one that fits,
+        and is as it otherwise, is no faster."""
         found: dict[int, Plan] = {}
         modes: dict[tuple[object, ...], int] = {}
         bounds = self.bounds
         easy = [(seconds(plan).step_s, techniques.simplicity(plan), -1) for plan in others]  # of what was found
         best_s = min([limit_s, *(step_s for step_s, _, _ in easy)])
-        standing = [(i, plan) for i, plan in enumerate(plans) if bounds.stand(plan, share)]
+        standing = [(i, plan) for i, plan in enumerate(plans) if bounds.may_fit(plan, share)]
         waiting = [(bounds.roughly(plan), 0, i) for i, plan in standing]
         heapify(waiting)
         while waiting:

@@ -40,7 +40,7 @@ def hf_models(
                 layer.forward = forward
 
     def collect(index: int, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given.append((args, kwargs))  # what blocks share, made in the embedding and held to the end
+        given.append((args, kwargs))  # what blocks share, made before the first block and held to the end
         if index + 1 == len(layers):
             raise _Reached(hidden)
         return hidden

@@ -25,8 +25,8 @@ class LeastMemory:
     known: dict[object, techniques.PassBytes] = field(default_factory=dict)
     blocks: dict[object, tuple[tuple[float, ...], Unit]] = field(default_factory=dict)
 
-    def stand(self, plan: Plan, share: float) -> bool:
-        """Return whether that is at most ``share`` of the device's memory."""
+    def may_fit(self, plan: Plan, share: float) -> bool:
+        """Return whether the least memory of the plan is at most ``share`` of the device's."""
         return all(needed <= share for needed in self._needed(plan))
 
     def share(self, plan: Plan) -> float:

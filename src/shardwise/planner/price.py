@@ -29,11 +29,11 @@ KEPT_PASSES = 4096
 
 
 def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float("inf")) -> Plan:
-    """``plan`` of a model with its estimate: that of the fullest of its places, or of the first of them that takes more
+    """``plan`` of a model with its estimate: that of the kind of rank that is fullest, or of the first that takes more
     than ``most`` of the memory."""
     found, rates, known = [], rates_of(plan, cluster, own_traits()), _passes()
     computes = replace(plan, optim=Optim(), estimate=Estimate(), why={}, model="", cluster="")
-    for costed in at_places(spec, plan):
+    for costed in of_rank_kinds(spec, plan):
         alike = costed.units, costed.order, costed.rank_kind.stages, costed.rank_kind.coordinate("ring"), costed.trained
         key = computes, cluster.kind, costed.tied, alike
         if key not in known:
@@ -74,7 +74,7 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
 
 
 def _written_bytes(span: Span) -> int:
-    """Return the bytes that a step writes to disks at a place: what is copied there, and all of the optimizer's once;
+    """Return the bytes that a rank writes to disks in a step: what is copied there, and all of the optimizer's once;
     frozen weights not at all."""
     copied = sum(times * copy.bytes for copy, times in span.copied.items() if copy.target == "disk")
     kept = span.on("disk").top.items()
@@ -122,8 +122,8 @@ def unstaged(plan: Plan) -> Plan:
     return replace(plan, layout=replace(plan.layout, pp=1, v_shaped=False), pipeline=Pipeline())
 
 
-def at_places(spec: ModelSpec, plan: Plan) -> Iterator[Sheet]:
-    """The sheet of each place, rewritten by the plan."""
+def of_rank_kinds(spec: ModelSpec, plan: Plan) -> Iterator[Sheet]:
+    """Yield the sheet of each kind of rank, rewritten by the plan."""
     first, stages = techniques.cost(sheet_of(spec, plan), plan), plan.stages(spec.num_hidden_layers)
     yield first
     differ = plan.offload.optimizer_fraction < 1  # of some stages one block more is on the host than of others

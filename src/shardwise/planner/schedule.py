@@ -293,8 +293,8 @@ def folded(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> Span:
 
 
 def around(sheet: Sheet, plan: Plan, passes: Span) -> Span:
-    """The span of a step whose micro-batches come to ``passes``. Where two places differ in their slices alone, they
-    share those."""
+    """The span of a step whose micro-batches come to ``passes``. Kinds of rank that differ only in their slices share
+    them."""
     begin, end = Folding(), Folding()
     _begin(begin, sheet, plan)
     _end(end, sheet, plan)

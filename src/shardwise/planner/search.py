@@ -137,7 +137,7 @@ def fastest_pipelines(
 def _able(search: Search, degrees: StagedDegrees, share: float) -> Plan | None:
     """Return the plan of a pipeline's degrees that would be the fastest, with the least recomputation that memory
     allows, if any fits; where the optimizer may be on the host, less of that may be faster than less recomputation."""
-    able = (fast for fast, lean in degrees.ends if search.known.bounds.stand(lean, share))
+    able = (fast for fast, lean in degrees.ends if search.known.bounds.may_fit(lean, share))
     if search.recipe.offload.optimizer == "auto":
         return min(able, key=search.known.bounds.degrees_s, default=None)
     return next(able, None)
@@ -170,7 +170,7 @@ def _lean_pipelines(search: Search, *, tp: bool) -> list[Plan]:
 
 def could_fit(search: Search, share: float) -> bool:
     """Say whether ``share`` of the memory is enough for the smallest plan."""
-    small = [plan for plan in smallest_ones(search.all) if search.known.bounds.stand(plan, share)]
+    small = [plan for plan in smallest_ones(search.all) if search.known.bounds.may_fit(plan, share)]
     alone = any(peak_share(search.known.priced(plan)) <= share for plan in small)
     return alone or any(_able(search, degrees, share) for degrees in search.pipelines)
 

@@ -11,7 +11,8 @@ from shardwise.spec.sheet import Dim
 from shardwise.techniques.variant import Variant
 
 LARGEST_COEFFICIENT = 64
-"""What is left of a size that a program explains; its own numbers are small, or powers of two."""
+"""The largest factor of a size that no symbol explains: numbers of a program's own are small. What divides must be a
+power of two."""
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ class _Pass:
 class _Runnable:
     """A pass that is to be run: the unit's ``parameters`` by their names in it, ``call``, the ``leaf`` that enters, and
     what is there before. ``unsaved``: of what the embedding makes for the blocks, what none of them saves for backward.
-    ``following``: the embeddings that a predictor reads, of the embedding once it has run; their place is that of their
-    gradient in backward."""
+    ``following``: what a predictor reads of the next token, of the unit ``embedding`` an output once it has run; in
+    backward their gradient takes their storage."""
 
     parameters: Mapping[str, nn.Parameter]
     call: Call
@@ -170,7 +170,7 @@ def _decoders(
     variant: Variant, model: Decoder, ids: torch.Tensor, following: list[torch.Tensor]
 ) -> tuple[Call, list[torch.Tensor]]:
     """A unit of the decoder. What the caller holds on to lives as long as it does there. ``following``: what a
-    predictor reads beside; the embedding's is added."""
+    predictor reads besides its input; the unit ``embedding`` adds what it makes."""
     kinds, held = layer_kinds(variant.model)[0], list[Any]()
 
     def embedding(start: Start) -> torch.Tensor:

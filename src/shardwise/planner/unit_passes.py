@@ -353,10 +353,10 @@ def experts_among(unit: Unit, ops: tuple[Op, ...]) -> tuple[int, int]:
     return before, min((i for i in others if i > own[-1]), default=len(ops))
 
 
-def _calls(place: int, at: dict[int, WeightsCall]) -> Iterator[WeightsCall]:
-    """The call of this place, if there is one."""
-    if place in at:
-        yield at[place]
+def _calls(position: int, at: dict[int, WeightsCall]) -> Iterator[WeightsCall]:
+    """The call before this operation, if there is one."""
+    if position in at:
+        yield at[position]
 
 
 def _held(unit: Unit, later: frozenset[int]) -> set[int]:

@@ -177,7 +177,7 @@ def _head(spec: ModelSpec) -> tuple[ModelSpec, Sizes]:
 
 def chosen(spec: ModelSpec, plan: Plan, rank_kind: RankKind, unit: int | str) -> Traced:
     """The variant of a unit of a model (``embedding``, ``head`` or a block's number) under a plan, and the numbers of
-    its symbols at a place."""
+    its symbols on a kind of rank."""
     return techniques.traced(_begun(spec, unit, type(plan)), spec, plan, rank_kind)
 
 

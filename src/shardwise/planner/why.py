@@ -105,7 +105,7 @@ class Reasons:
 
     @cached_property
     def _had(self) -> dict[str, Callable[[Plan], bool]]:
-        """Return, by the same keys, whether a plan is as the best in that."""
+        """Return, by the same keys, whether a plan has the setting that the best one has."""
         return techniques.searched(self.recipe, self.best)
 
     def _sentence(self, key: str, other: Plan | None) -> str:

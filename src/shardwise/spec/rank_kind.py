@@ -1,8 +1,8 @@
 """A kind of rank: what of the model such a rank holds, and where it stands on each axis.
 
 Ranks differ: the first stage of a pipeline has the embedding, the last the output layer, and of a dim that does not
-divide evenly the last ranks have less than the first, perhaps nothing. A plan is told at one rank of each kind. Along
-``dp_replicate`` ranks are alike.
+divide evenly the last ranks have less than the first, perhaps nothing. A plan is priced for one rank of each kind.
+Along ``dp_replicate`` ranks are alike.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def stages_of(split: Sequence[int]) -> list[range]:
 
 
 def rank_kind_of(rank: int, layout: Layout, stages: Sequence[range | tuple[int, ...]]) -> RankKind:
-    """The place of ``rank``. ``stages``: the blocks of each stage of the pipeline, one where there is none. Raises
-    ValueError where the ranks of the pipeline cannot have as many each."""
+    """The kind of rank that ``rank`` is. ``stages``: the blocks of each stage of the pipeline, one where there is none.
+    Raises ValueError where the ranks of the pipeline cannot have as many each."""
     last = len(stages) - 1
     if len(stages) % layout.pp or (layout.pp == 1 and last) or (layout.v_shaped and last + 1 != 2 * layout.pp):
         raise ValueError(f"blocks are given for {len(stages)} stages, and the layout has {layout.pp} ranks for them")

@@ -1,11 +1,12 @@
 """The sheet: a model on paper. Tensors and operations, not totals.
 
-A *unit* is a piece of the model that runs in one go: the embedding (embedding, rotation tables), a block, the head
-(last norm, output layer, loss). It lists its operations forward and backward; each says what it allocates and what is
-free once it has run, as they were seen when the real modules ran on fake tensors (planner/trace.py). Sizes are products
-of symbols: one traced unit serves every model with the same features, and a model binds its numbers to the symbols
-(:meth:`Sheet.bound`), all but the micro-batch ``b`` and the sequence length ``s``. Techniques rewrite a sheet with
-their ``cost``; nothing in a sheet knows a peak or a second: planner/schedule.py tells those."""
+A *unit* is a piece of the model that runs in one go: the embedding (the look-up of token ids, rotation tables), a
+block, the head (last norm, output layer, loss). It lists its operations forward and backward; each says what it
+allocates and what is free once it has run, as they were seen when the real modules ran on fake tensors
+(planner/trace.py). Sizes are products of symbols: one traced unit serves every model with the same features, and a
+model binds its numbers to the symbols (planner/sheets.py), all but the micro-batch ``b`` and the sequence length ``s``.
+Techniques rewrite a sheet with their ``cost``; nothing in a sheet knows a peak or a second: planner/schedule.py tells
+those."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def is_control(kind: str, size: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """``shape`` is global. ``shards`` are the (group, dim) pairs that cut it; local sizes follow from a place.
+    """``shape`` is global. ``shards`` are the (group, dim) pairs that cut it; local sizes follow from a kind of rank.
     ``dtype`` is a dtype of a plan (until a unit is bound, bf16 stands for fp16 too); ``used_as`` is the dtype that a
     weight has in forward and backward; one that is not ``trained`` has no gradient. ``symbols`` is the shape before it
     was bound."""
@@ -104,14 +105,6 @@ class Tensor:
         """Return the tensor, cut along these dims over these groups, and no others."""
         kept = (self.used_as, self.trained, self.symbols)
         return Tensor(self.name, self.shape, self.dtype, self.category, shards, *kept)
-
-    def bound(self, sizes: Sizes) -> Tensor:
-        """Return the tensor with the numbers that its symbols stand for."""
-        if not self.symbols:
-            return self
-        shape = tuple(dim if dim in ("b", "s", "b*s") else size_of(dim, sizes) for dim in self.symbols)
-        kept = (self.shards, self.used_as, self.trained, self.symbols)
-        return Tensor(self.name, shape, self.dtype, self.category, *kept)
 
     def numel(self, b: int, s: int) -> int:
         sizes = {"b": b, "s": s, "b*s": b * s}
@@ -160,16 +153,6 @@ class Op:
         is."""
         kept = (self.weight, self.flops, self.per, self.symbols, self.writes, self.axis)
         return Op(self.kind, self.name, self.allocates, frees, self.reads, *kept, self.dims, self.read, self.written)
-
-    def bound(self, sizes: Sizes) -> Op:
-        """Return the operation with the numbers that its symbols stand for, and the matrix of one that is no
-        product."""
-        if self.dims and self.kind == "elementwise":
-            return replace(self, dims=tuple(size_of(dim, sizes) for dim in self.dims))
-        if not self.symbols:
-            return self
-        flops, per = grown(self.symbols, sizes)
-        return replace(self, flops=flops, per=per)
 
 
 class Cut(NamedTuple):
@@ -249,14 +232,6 @@ class Unit:
     again: frozenset[int] = frozenset()
     window: int | None = None
     stays: bool = False
-
-    def bound(self, sizes: Sizes) -> Unit:
-        """Return the unit with the numbers that its symbols stand for."""
-        weights, tensors = (tuple(tensor.bound(sizes) for tensor in each) for each in (self.weights, self.tensors))
-        passes = (self.forward, self.forward_plain, self.backward)
-        forward, plain, backward = (tuple(op.bound(sizes) for op in ops) for ops in passes)
-        changed = replace(self, weights=weights, tensors=tensors)
-        return replace(changed, forward=forward, forward_plain=plain, backward=backward)
 
 
 NO_HEAD = Unit("head")

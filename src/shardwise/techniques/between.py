@@ -32,8 +32,8 @@ class Gradients(Between):
 
     def whole(self, unit: UnitName, key: Hashable, size: int, *, last: bool, summed: Hashable = None) -> None:
         """A gradient is whole, where others add to it behind the mark ``summed``, in the ``last`` backward of a step or
-        an earlier one. ``size``: its bytes without padding. ``unit``: the block that it is in, or "embedding" for both
-        ends of the model."""
+        an earlier one. ``size``: its bytes without padding. ``unit``: the block that it is in, or "embedding" for the
+        embedding and the head alike."""
 
     def flattened(self, bucket: Hashable, keys: tuple[Hashable, ...]) -> None:
         """Gradients, by their keys, have been copied into a bucket."""

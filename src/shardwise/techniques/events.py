@@ -21,7 +21,7 @@ there."""
 
 
 class TensorKey(NamedTuple):
-    """A tensor of the pass of a unit, whose number in its stage is counted from the model's embedding, 0."""
+    """A tensor of the pass of a unit, whose number is counted in its stage, from 0, what runs before its blocks."""
 
     stage: int
     micro_batch: int

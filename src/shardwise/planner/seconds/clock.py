@@ -42,7 +42,7 @@ class Elapsed:
         return Elapsed(self.host_s, *(times.copy() for times in self.counters()))
 
     def goes_on(self, earlier: Elapsed, later: Elapsed, times: int) -> None:
-        """As often more as passed between two moments."""
+        """Add ``times`` times what passed between two moments."""
         self.host_s += times * (later.host_s - earlier.host_s)
         for mine, early, late in zip(self.counters(), earlier.counters(), later.counters(), strict=True):
             for key in [*late]:

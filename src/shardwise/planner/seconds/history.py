@@ -159,7 +159,7 @@ def imbalance(past: PastRuns, model: str) -> float | None:
 
 
 def calibration(past: PastRuns, plan: Plan, about: About = About()) -> Calibration | None:
-    """Return what earlier runs say of predictions for ``plan``, of a model ``about`` which that is known: those of
+    """Return what earlier runs say of predictions for ``plan``, of a model of which ``about`` is known: those of
     the same model and split, else of models like it and the same split, else of models like it, else all. None
     without any."""
     split = plan.shard.strategy, plan.layout.tp

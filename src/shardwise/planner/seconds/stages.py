@@ -88,7 +88,7 @@ def border_bytes(sheet: Sheet, plan: Plan) -> int:
 def _stage_times(
     clock: StepClock, step: Step, plan: Plan, *, trained: bool, waits: bool
 ) -> tuple[techniques.StageTimes, StagePasses]:
-    """Return the times of one stage of a place, by three micro-batches: the first, one that is like most, and the last.
+    """Return the times of one stage, from three micro-batches: the first, one that is like most, and the last.
     ``waits``: the first comes from another rank."""
     halved = plan.pipeline.spec.splits_backward and trained
     parts, passes, after_s = list[list[float]](), list[Elapsed](), list[float]()

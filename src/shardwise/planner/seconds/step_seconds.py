@@ -12,7 +12,7 @@ from math import exp, hypot, log, log2
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.planner.event_log import folded_pass
-from shardwise.planner.price import at_places
+from shardwise.planner.price import of_rank_kinds
 from shardwise.planner.schedule import Step
 from shardwise.planner.seconds.clock import Elapsed, StepClock, waited_s
 from shardwise.planner.seconds.constants import shipped
@@ -32,12 +32,12 @@ PLAYED = 4
 
 
 def timed(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits | None = None) -> Plan:
-    """A priced plan with its seconds: those of the slowest of its places."""
+    """A priced plan with its seconds: those of the slowest kind of rank, of a pipeline those of the whole replay."""
     traits = traits or own_traits()
     if plan.layout.pp > 1:
         return replace(plan, estimate=replace(plan.estimate, seconds=piped(spec, plan, cluster, traits)))
     found: dict[tuple[tuple[Unit, ...], int], Seconds] = {}
-    for costed in at_places(spec, plan):
+    for costed in of_rank_kinds(spec, plan):
         alike = costed.units, costed.rank_kind.coordinate("ring")
         if alike not in found:
             found[alike] = seconds_of(costed, plan, cluster, traits)

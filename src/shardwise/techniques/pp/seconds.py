@@ -123,7 +123,7 @@ def alive_before(plan: Plan) -> int:
 
 
 def in_flight(sheet: Sheet, plan: Plan) -> list[int]:
-    """Return for each stage of a sheet's place how many forwards wait for their backward at once, at most."""
+    """Return for each stage of the sheet's rank how many forwards wait for their backward at once, at most."""
     if plan.layout.pp == 1 or plan.offload.activations == "none":
         return [1] * max(1, len(sheet.rank_kind.stages))
     order, found = orders(plan, sheet.trained)[sheet.rank_kind.coordinate("pp")], list[int]()
