@@ -284,6 +284,20 @@ def test_what_becomes_of_samples_that_are_too_long(tmp_path: Path) -> None:
     assert "IMP001" in (said := refusals(tmp_path, SWIFT + "truncation_strategy: left\n")) and "not left" in said
 
 
+def test_muon_is_read_where_its_steps_are_ours(tmp_path: Path) -> None:
+    """LLaMA-Factory's is Moonlight's, DeepSpeed's the original with AdamW's rate apart; axolotl has another."""
+    full = LLAMAFACTORY.replace("finetuning_type: lora", "finetuning_type: full") + "use_muon: true\n"
+    found = values(imported(tmp_path, full))
+    assert (found["optim.name"], found["optim.adjust_lr_fn"]) == ("muon", "match_rms_adamw")
+    numbers = {"lr": 1e-3, "muon_lr": 0.02, "momentum": 0.9, "ns_method": "gram"}
+    told = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Muon", "params": numbers}}
+    found = values(imported(tmp_path, told))
+    assert (found["optim.name"], found["optim.momentum"], found["optim.eps"]) == ("muon", 0.9, 1e-10)
+    assert (found["optim.learning_rate"], found["optim.adam_learning_rate"]) == (0.02, 1e-3)
+    assert "optim.adjust_lr_fn" not in found
+    assert "muon" in refusals(tmp_path, AXOLOTL.replace("adamw_bnb_8bit", "muon"))
+
+
 def test_defaults_of_ms_swift(tmp_path: Path) -> None:
     found = values(imported(tmp_path, SWIFT))
     assert (found["lora.rank"], found["lora.alpha"], found["lora.dropout"]) == (8, 32.0, 0.05)

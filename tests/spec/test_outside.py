@@ -110,7 +110,7 @@ def test_a_row_that_is_none_is_left_out_and_told(installed: Path) -> None:
     broken = {"sft": f"{rows}:APO_ZERO", "gone": f"{rows}:NOTHING", "apo_zero": f"{rows}:SIGNUM"}
     entry(installed, {"shardwise.methods": broken, "shardwise.optimizers": {"other": f"{rows}:SIGNUM"}})
     told = run(installed, "-c", TRIED).splitlines()
-    last = ["linear_attention", "simpo", "adafactor", "wsd_exponential", "slurm", "torchtune", "minimax_m2"]
+    last = ["linear_attention", "simpo", "muon", "wsd_exponential", "slurm", "torchtune", "minimax_m2"]
     assert told[:7] == last
     assert [line.split(" is left out: ")[1] for line in told[7:]] == [
         "it is no MethodSpec of this name",

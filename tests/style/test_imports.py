@@ -79,6 +79,7 @@ WITH_TORCH = {
     "shardwise.techniques.optim.elementwise",
     "shardwise.techniques.optim.lion",
     "shardwise.techniques.optim.moments",
+    "shardwise.techniques.optim.muon",
     "shardwise.techniques.optim.rounding",
     "shardwise.techniques.optim.sgd",
 }

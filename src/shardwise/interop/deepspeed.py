@@ -94,7 +94,7 @@ def _precision(found: Import) -> None:
 def _optimizer(found: Import) -> None:
     if found.entry("optimizer.type") is None:
         return
-    optimizer(found, "optimizer.type", "AdamW", "DeepSpeed")
+    optimizer(found, "optimizer.type", "AdamW", "DeepSpeed", "muon")
     name, plain = word(found.get("optimizer.type")), "optimizer.params."
     decay = found.number(f"{plain}weight_decay", default=0.0)
     coupled = name == "adam" and decay and word(found.get(f"{plain}adam_w_mode", default=True)) in ("false",)
@@ -104,6 +104,18 @@ def _optimizer(found: Import) -> None:
     found.set("optim.eps", found.number(f"{plain}eps"), f"{plain}eps")
     found.set("optim.weight_decay", decay, f"{plain}weight_decay", of="DeepSpeed")
     betas(found, f"{plain}betas")
+    if name == "muon":
+        _muon(found, plain)
+
+
+def _muon(found: Import, plain: str) -> None:
+    """Muon's own numbers (runtime/zero/muon/original_muon.py at 15e3bf4), which scales as the original does."""
+    for ours, theirs in (("learning_rate", "muon_lr"), ("adam_learning_rate", "adam_lr"), ("momentum", "momentum")):
+        found.set(f"optim.{ours}", found.number(f"{plain}{theirs}"), f"{plain}{theirs}")
+    if found.number(f"{plain}muon_lr") is not None and found.number(f"{plain}adam_lr") is None:
+        found.set("optim.adam_learning_rate", found.number(f"{plain}lr"), f"{plain}lr")
+    if found.entry(f"{plain}eps") is None:
+        found.set("optim.eps", 1e-10, of="DeepSpeed")
 
 
 def _schedule(found: Import) -> None:

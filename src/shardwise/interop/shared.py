@@ -88,11 +88,14 @@ def batch_of_product(found: Import, micro: str, accumulation: str, default: int,
     found.set("train.global_batch_size", rows * times * dp(found), micro, accumulation, of=of)
 
 
-def optimizer(found: Import, key: str, default: str, of: str) -> None:
-    """The optimizer by name."""
-    name = word(found.get(key, default=default)).rpartition(".")[2]
-    if name in OPTIMIZERS:
-        found.set("optim.name", OPTIMIZERS[name], key, of=of)
+def optimizer(found: Import, key: str, default: str, of: str, *own: str) -> None:
+    """The optimizer by name. ``own``: of this system alone, those that are ours of the same name."""
+    name, known = (
+        word(found.get(key, default=default)).rpartition(".")[2],
+        OPTIMIZERS | dict(zip(own, own, strict=True)),
+    )
+    if name in known:
+        found.set("optim.name", known[name], key, of=of)
     else:
         found.refuse(found.entries[key], f"the optimizer {show(found.get(key))} is not read from such files yet")
 

@@ -161,6 +161,9 @@ def llamafactory(found: Import) -> None:
     method = OF_LLAMAFACTORY.get(loss, "dpo") if stage == "dpo" else stages.get(stage, "sft")
     found.set("method.name", method, "stage", "pref_loss", of="LLaMA-Factory")
     arguments(found, "LLaMA-Factory", Defaults(length=2048))
+    if found.on("use_muon"):  # Moonlight's (third_party/muon at 2f0a9f7)
+        found.set("optim.name", "muon", "use_muon")
+        found.set("optim.adjust_lr_fn", "match_rms_adamw", "use_muon")
     found.set("train.seq_len", found.count("cutoff_len", default=2048), "cutoff_len", of="LLaMA-Factory")
     found.set(
         "recompute.mode",

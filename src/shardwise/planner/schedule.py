@@ -154,9 +154,12 @@ def _begin(log: StepLog, sheet: Sheet, plan: Plan) -> None:
 
 
 def _end(log: StepLog, sheet: Sheet, plan: Plan) -> None:
-    """Add what is sent once, after the last backward pass, and what is copied at once when weights are updated."""
+    """Add what is sent once, after the last backward pass, and what is held for a while and copied at once when weights
+    are updated."""
     for sent in sheet.step:
         log.add(Send(sent.kind, sent.axis, sent.category, sent.bytes))
+    log.make("update", "buffers", techniques.on_whole_matrices(sheet, plan).held_bytes)
+    log.free("update")
     for copy in techniques.copied_after(sheet, plan):
         log.add(copy)
 

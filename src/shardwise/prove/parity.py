@@ -49,7 +49,7 @@ from shardwise.spec.records import ENTROPY, FURTHER, TOKEN_ACCURACY
 from shardwise.techniques import lora, nf4
 from shardwise.techniques.dtypes import torch_dtype
 from shardwise.techniques.nf4.fourbit import dequantise, quantise
-from shardwise.techniques.optim import program
+from shardwise.techniques.optim import dealt, program
 from shardwise.techniques.quantised import NF4_PARTS
 
 CPU = torch.device("cpu")
@@ -299,11 +299,13 @@ def plain_optimizer(parameters: Mapping[str, nn.Parameter], job: Workload) -> Op
     optim = job.setting.optim
     groups: list[dict[str, Any]] = []
     for name, parameter in parameters.items():
-        rate, decay = optim.learning_rate, optim.weight_decay if parameter.ndim > 1 else 0.0
+        count = dealt.matrices(name, parameter.ndim, job.spec.experts.num_experts)
+        rate = optim.learning_rate if count else optim.adam_learning_rate or optim.learning_rate
+        decay = optim.weight_decay if parameter.ndim > 1 else 0.0
         for said in [one for one in optim.groups if fnmatchcase(name, one.pattern)][:1]:
             rate = rate if said.learning_rate is None else said.learning_rate
             decay = decay if said.weight_decay is None else said.weight_decay
-        groups.append({"params": [parameter], "weight_decay": decay, "base": rate})
+        groups.append({"params": [parameter], "weight_decay": decay, "base": rate, "matrices": count})
     return program(job.optim).plain(groups, optim)
 
 

@@ -21,7 +21,7 @@ from shardwise.models.config import ModelSpec, flat, with_fields
 from shardwise.spec.plan import Plan
 from shardwise.spec.rows import parts_of
 from shardwise.techniques import quantised
-from shardwise.techniques.optim import elementwise
+from shardwise.techniques.optim import dealt, elementwise
 
 Case = tuple[ModelSpec, Plan]
 DEQUANTISED, UPDATED = 2**8, 2**6
@@ -40,6 +40,7 @@ def scaled() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(quantised, "NF4_WIDE", DEQUANTISED))
         stack.enter_context(patch.dict(elementwise.PIECE, cpu=UPDATED))
+        stack.enter_context(patch.object(dealt, "AT_ONCE", 2))
         yield
 
 

@@ -64,7 +64,8 @@ WHOLE, SHARED = Times(1.3, 2.0, 2.0), Times(1.5, 3.0, 4.0)
 """Where each row is computed as one process does it, and rounds alike; and where ranks share one, or adapters are apart
 from the weights that they belong to. Right runs show at most 1.0, 1.1 and 1.0; and 1.2, 2.0 and 2.1."""
 UPDATE, MOMENTS = 1e-4, {"bf16": 0.01, "8 bits": 0.05}
-"""Relative, of an update, with moments in the dtype of fp32 weights or in fewer bits. Right runs show a third of it."""
+"""Relative, of an update, with moments in the dtype of fp32 weights or in fewer bits, or with products in bf16. Right
+runs show a third of it."""
 ROUNDS: dict[Dtype, float] = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 2**-11, "bf16": 2**-8}
 """Relative, of a gradient: in small models, whose weights are drawn large, so much may come of the order of sums, and
 of adapters that stand beside their weights."""
@@ -262,6 +263,8 @@ def _updated(job: Workload, found: Rounded, stored: Dtype) -> Rounded:
     for group in optimizer.param_groups:
         if isinstance(group.get("eps"), tuple):  # torch's Adafactor: None stands for that of the weights' dtype
             group["eps"] = (torch.finfo(torch_dtype(stored)).eps, group["eps"][1])
+        if "multiplied" in group:  # Muon's products have their own dtype, whose rounding they increase
+            group["multiplied"] = torch.float64 if stored == "fp64" else torch.bfloat16
     for number, gradients in enumerate(found.used):
         for name, parameter in parameters.items():
             parameter.grad = gradients[name].clone() if name in gradients else None
@@ -341,7 +344,8 @@ def _least(plan: Plan) -> float:
 def _moments_most(plan: Plan) -> float:
     if plan.optim.spec.packed:
         return MOMENTS["8 bits"]
-    return MOMENTS.get(plan.optim.moments or plan.precision.weights, UPDATE)
+    kept = "bf16" if plan.optim.spec.rest else plan.optim.moments or plan.precision.weights
+    return MOMENTS.get(kept, UPDATE)
 
 
 def _unit(dtype: Dtype) -> float:

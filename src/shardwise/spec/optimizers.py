@@ -10,16 +10,20 @@ from shardwise.spec.outside import with_others
 from shardwise.spec.records import OptimizerSpec
 
 _BETAS = ("beta1", "beta2", "eps")
-OPTIONS = (*_BETAS, "moments")
+_MUON = ("momentum", "nesterov", "adjust_lr_fn", "adam_learning_rate")
+OPTIONS = (*_BETAS, "moments", *_MUON)
 """The keys that not every optimizer reads."""
 _OURS = {
     spec.name: spec
     for spec in (
-        OptimizerSpec("adamw", "AdamW", "adamw", OPTIONS, 2, 23, fused=True, streamed=True, smaller="adamw8bit"),
+        OptimizerSpec(
+            "adamw", "AdamW", "adamw", (*_BETAS, "moments"), 2, 23, fused=True, streamed=True, smaller="adamw8bit"
+        ),
         OptimizerSpec("adamw8bit", "AdamW", "moments", _BETAS, 2, 23, fused=True, packed=True, exact="adamw"),
         OptimizerSpec("sgd", "SGD", "sgd", ("beta1",), 1, 20),
         OptimizerSpec("lion", "Lion", "lion", ("beta1", "beta2"), 1, 22),
         OptimizerSpec("adafactor", "Adafactor", "adafactor", (), 1, 43, factored=True),
+        OptimizerSpec("muon", "Muon", "muon", (*_BETAS, *_MUON), 1, 22, rest="adamw"),
     )
 }
 OPTIMIZERS = with_others("shardwise.optimizers", OptimizerSpec, _OURS)

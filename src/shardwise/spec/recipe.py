@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.errors import Problem
-from shardwise.spec.cluster import MOST_DEVICES
+from shardwise.spec.bounded import Degree, Sequences, Steps
 from shardwise.spec.launchers import AUTO, LauncherName
 from shardwise.spec.methods import METHODS, MethodName
 from shardwise.spec.mtp import Mtp
@@ -18,11 +18,6 @@ from shardwise.spec.records import MethodSpec, OptimizerSpec
 from shardwise.spec.schedules import SCHEDULES, ScheduleWord, WarmupWord
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0)]
-"""A number of steps, which may end within one (as many sequences do), or below 1 a share of the run's."""
-Degree = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
-Sequences = Annotated[int, Field(ge=1, le=2**20)]
-"""Of a step. A plan asks how each number of them could be divided, and looks at each micro-batch of some pipelines."""
 MOST_EPOCHS, MOST_PROCESSES = 1e6, 2**10
 
 
@@ -163,7 +158,8 @@ class OptimSection(Section):
     have the dtype of the weights. ``warmup_steps``: 100, or 0.1 of the run. ``warmup_from``: the rate of the first
     step, from which the warm-up rises by its ``warmup_shape``; null: the first step has the first rise from 0.
     ``warmup_delay``: so many steps have that rate before the warm-up begins, and the schedule is so much later.
-    ``power``: of ``schedule: polynomial``."""
+    ``power``: of ``schedule: polynomial``. ``momentum``, ``nesterov`` and ``adjust_lr_fn`` are those of
+    torch.optim.Muon; ``adam_learning_rate``: of what AdamW updates beside it; null: ``learning_rate``."""
 
     name: OptimizerName = "adamw"
     moments: Literal["fp32", "bf16"] | None = None
@@ -171,6 +167,10 @@ class OptimSection(Section):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    nesterov: bool = True
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    adam_learning_rate: float | None = Field(default=None, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     schedule: ScheduleWord = "cosine"

@@ -67,7 +67,8 @@ class OptimizerSpec:
     ranks that hold other rows; columns are not cut, nor does the host update. ``passes``: how often it reads or writes
     a number of the weights' dtype where it is no ``fused`` kernel, which does so once, clipping included. ``smaller``:
     one whose updates are nearly the same and which keeps less. ``exact``: the one whose updates it rounds; None: it
-    rounds nothing."""
+    rounds nothing. ``rest``: it multiplies matrices of linear layers, whole (techniques/optim/dealt.py), and the one of
+    this name updates everything else."""
 
     name: str
     title: str
@@ -81,6 +82,7 @@ class OptimizerSpec:
     factored: bool = False
     smaller: str | None = None
     exact: str | None = None
+    rest: str | None = None
 
 
 @dataclass(frozen=True)

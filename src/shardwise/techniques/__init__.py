@@ -67,6 +67,7 @@ from shardwise.techniques.offload.paper import ComingWeights, LeavingGradients, 
 from shardwise.techniques.offload.tiers import copied_after as copied_after
 from shardwise.techniques.offload.tiers import moved as moved
 from shardwise.techniques.offload.tiers import updated as updated
+from shardwise.techniques.optim import on_whole_matrices as on_whole_matrices
 from shardwise.techniques.pp import orders as orders
 from shardwise.techniques.pp.actions import Action as Action
 from shardwise.techniques.pp.replay import Replay as Replay

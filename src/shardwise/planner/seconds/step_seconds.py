@@ -5,6 +5,7 @@ Four micro-batches are played at most; the third stands for those left out, sinc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot, log, log2
@@ -49,7 +50,7 @@ def seconds_of(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> S
     """The seconds of a step at the place of a sheet, which the plan has rewritten."""
     rates = rates_of(plan, cluster, traits)
     now = _played(costed, plan, cluster, rates, traits)
-    optimizer_s = optimizer(costed, plan, rates, unfused=traits.unfused)
+    optimizer_s = optimizer(costed, plan, rates, unfused=traits.unfused) + multiplied_s(costed, plan, cluster, traits)
     late_s = max(0.0, max(now.at_s[stream] for stream in (TO_HOST, ON_HOST)) - now.at_s["compute"])
     waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)  # in passes, for copies: no axis is waited for
     return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, rates, [costed], late_s, waited_s)
@@ -88,7 +89,10 @@ def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seco
     now.at_s["compute"] = max(now.at_s["compute"], times.makespan_s)
     last = max(times.sheets, key=lambda sheet: sum(sent.bytes for sent in sheet.step))
     _send_last(now, last, network_of(plan.layout, cluster))
-    optimizer_s = max(optimizer(sheet, plan, rates, unfused=traits.unfused) for sheet in times.sheets)
+    optimizer_s = max(
+        optimizer(sheet, plan, rates, unfused=traits.unfused) + multiplied_s(sheet, plan, cluster, traits)
+        for sheet in times.sheets
+    )
     waited_s = straggling(cluster) * now.exposed_s.pop("", 0.0)
     left_s = max(sum(map(rates.moved_s, techniques.moved(sheet, plan).left)) for sheet in times.sheets)
     return _offloaded(_summed(plan, cluster, traits, now, optimizer_s), plan, rates, times.sheets, left_s, waited_s)
@@ -156,7 +160,7 @@ def least(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> tuple[
 
 
 def once_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> float:
-    """Return the seconds of a step's optimizer, and of what the host does."""
+    """Return the seconds of a step's optimizer, but for products, and of what the host does."""
     rates = rates_of(plan, cluster, traits)
     return optimizer(costed, plan, rates, unfused=traits.unfused) + (traits.step_s if cluster.kind == "cuda" else 0.0)
 
@@ -183,12 +187,16 @@ def _played(costed: Sheet, plan: Plan, cluster: Cluster, rates: Rates, traits: T
 
 
 def _send_last(now: Elapsed, costed: Sheet, network: Network) -> None:
-    """Add what is sent once, after the last backward: the gradient of tied ends, between two ranks; and scalars."""
+    """Add what is sent once, after the last backward: the gradient of tied ends, between two ranks; scalars; and what
+    an optimizer asks others for."""
     for sent in costed.step:
         ends = sent.axis == "pp" and sent.category == "gradients"
         seconds = network.message_s(sent.bytes) if ends else network.seconds(sent.kind, sent.axis, sent.bytes)
         now.at_s["compute"] += seconds
-        now.exposed_s["pp" if ends else "control"] += seconds
+        axis = network.layout.called(sent.axis) if sent.category == "moments" else "control"
+        now.exposed_s["pp" if ends else axis] += seconds
+        if axis != "control":
+            now.sent_s[axis] += seconds
 
 
 def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False) -> float:
@@ -205,6 +213,13 @@ def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False)
     elsewhere_s = max(on_host_s, sum(streamed / rate for rate in rates.disk_bytes_per_s))
     kernels = -(-updated.tensors // 64) * 4 if rates.cuda else 2 * updated.tensors
     return max(elsewhere_s, rates.updated_s(updated.numbers * moved, kernels))
+
+
+def multiplied_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> float:
+    """Return the seconds of the products of an update, in whatever dtype it computes them."""
+    whole = techniques.on_whole_matrices(costed, plan)
+    rates = rates_of(replace(plan, precision=replace(plan.precision, compute=whole.dtype)), cluster, traits)
+    return sum(times * rates.product_s(1, *sizes) for sizes, times in Counter(whole.products).items())
 
 
 def band(plan: Plan, cluster: Cluster, step_s: float, exposed_s: float) -> tuple[float, float, str]:

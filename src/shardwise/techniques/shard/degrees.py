@@ -63,9 +63,10 @@ def streams(plan: Plan) -> int:
 
 
 def sent_over(plan: Plan) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], bool]:
-    """Return the groups over which weights are gathered, and those over which gradients are summed alone; and whether
-    part of the ranks gather them again, from what is kept after forward."""
-    over = (("fsdp", "expert_fsdp"), ("dp_replicate",)) if plan.sharded else ((), ("loss", "expert_loss"))
+    """Return the groups over which weights are gathered, and those over which gradients are summed, or matrices
+    gathered, alone; and whether part of the ranks gather them again, from what is kept after forward."""
+    gathered, summed = (("fsdp", "expert_fsdp"), ("dp_replicate",)) if plan.sharded else ((), ("loss", "expert_loss"))
+    over = gathered, (*summed, *(("stage", "expert_loss") if plan.optim.spec.rest else ()))
     return over, plan.shard.strategy == "zero3" and not isinstance(plan.shard.reshard_after_forward, bool)
 
 
