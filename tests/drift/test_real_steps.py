@@ -32,6 +32,11 @@ CASES = {
     "one rank": Plan(Layout(), Batch(4, 1, 256, 512)),
     "one rank, recomputed, two micro-batches": Plan(Layout(), Batch(4, 2, 256, 512), remat=Remat("full")),
     "one rank, adapters": Plan(Layout(), Batch(4, 1, 256, 512), lora=ADAPTERS),
+    "one rank, products in float8": Plan(
+        Layout(),
+        Batch(4, 1, 256, 512),
+        precision=Precision("bf16", products="float8", exclude=("*.gate", "*.up", "*.down")),
+    ),
     "ddp, selective": Plan(Layout(dp_replicate=2), Batch(4, 1, 256, 512), remat=Remat("selective")),
     "zero3, bf16": Plan(Layout(dp_shard=2), Batch(4, 1, 256, 512), Shard("zero3"), Precision("bf16")),
     "zero2": Plan(Layout(dp_shard=2), Batch(4, 1, 256, 512), Shard("zero2")),

@@ -186,7 +186,7 @@ def test_of_nemo_rls_two_backends_the_one_that_is_on_counts(tmp_path: Path) -> N
     ("text", "said"),
     [
         (HYDRA.replace("hidden_dropout: 0.0", "hidden_dropout: 0.1"), "dropout"),
-        (HYDRA.replace("fp8: false", "fp8: true"), "fp8 are not there"),
+        (HYDRA.replace("fp8: false", "fp8: true"), "fp8 with its own scales"),
         (BRIDGE + "mixed_precision: bf16_with_fp8_mixed\n", "bf16_with_fp8_mixed is none of bf16"),
         (RL.replace("sft_loss_weight: 0", "sft_loss_weight: 0.1"), "a loss on the chosen answer"),
         (RL + "  scheduler: {name: torch.optim.lr_scheduler.StepLR}\n", "this schedule (StepLR) is not there yet"),

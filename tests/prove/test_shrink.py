@@ -17,6 +17,7 @@ from shardwise.prove.shrink import THEIRS, real_name, shrink
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.techniques import float8
 from shardwise.techniques.dtypes import compute_dtype
 from shardwise.techniques.states import frozen
 from tests.models.hf_models import CONFIGS, spec_of
@@ -192,6 +193,19 @@ def test_four_bits_have_whole_blocks_of_columns() -> None:
     shapes = parameter_shapes(few.spec)
     assert all(shape[1] % 64 == 0 for name, shape in shapes.items() if ".mlp." in name and name.endswith(".weight"))
     assert sum(map(prod, shapes.values())) < 500_000
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_products_in_float8_have_whole_blocks_in_the_layers_that_stand_for_such(ranks: int) -> None:
+    """With the first and the last block, one between them is there, in float64 as in the plan's own dtypes."""
+    spec, exclude = load_spec("Llama-3.1-8B"), ("first", "last", "*.down")
+    precision = Precision("bf16", products="float8", exclude=exclude)
+    small = shrink(spec, Plan(Layout(dp_replicate=2, tp=ranks), Batch(1, 1, 4096), precision=precision))
+    expected = {name for name in float8.layers(spec, precision) if name.startswith("layers.1.")}
+    for plan in (small.plan, small.own):
+        assert {real_name(name, small.blocks) for name in float8.layers(small.spec, plan.precision)} == expected
+        assert not techniques.check(small.spec, plan, parse_cluster(f"{plan.layout.world}xCPU"))
+    assert (small.plan.precision.compute, small.own.precision.compute) == ("fp64", "bf16")
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -65,6 +65,8 @@ WITH_TORCH = {
     "shardwise.techniques.offload.scratch",
     "shardwise.techniques.offload.streamed",
     "shardwise.techniques.offload.rooms",
+    "shardwise.techniques.float8.codes",
+    "shardwise.techniques.float8.scaled",
     "shardwise.techniques.lora.adapter",
     "shardwise.techniques.device_tables",
     "shardwise.techniques.tp.cut_norm",

@@ -5,7 +5,7 @@ Rules: utils/dataclasses.py, utils/constants.py and parallelism_config.py of acc
 from __future__ import annotations
 
 from shardwise.interop.deepspeed import DEVICES, STAGES
-from shardwise.interop.shared import DTYPES, fsdp_config, named_deepspeed
+from shardwise.interop.shared import DTYPES, FLOAT8, fsdp_config, named_deepspeed
 from shardwise.interop.system import Import, System, word
 
 
@@ -69,7 +69,7 @@ def _precision(found: Import) -> None:
     entry = found.entry("mixed_precision")
     name = word(entry.value if entry else "no")
     if entry is not None and name == "fp8":
-        found.refuse(entry, "products in fp8 are not there yet")
+        found.refuse(entry, FLOAT8)
     elif name in DTYPES or name == "false":
         found.set("precision.compute", DTYPES.get(name, "fp32"), "mixed_precision", of="Accelerate: no")
     elif entry is not None:

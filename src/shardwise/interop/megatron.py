@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop import shared
+from shardwise.interop.shared import FLOAT8
 from shardwise.interop.system import Import, System, show, word
 
 OF = "Megatron-LM"
@@ -153,7 +154,7 @@ def precision(found: Import) -> None:
     given = next((kind for kind in ("bf16", "fp16") if found.on(kind)), None)
     found.set("precision.compute", given or "fp32", *([given] if given else []), of=f"{OF}: no flag is fp32")
     if key := next((key for key in ("fp8_format", "fp8") if found.on(key)), None):
-        found.refuse(found.entries[key], "products in fp8 are not there yet")
+        found.refuse(found.entries[key], FLOAT8)
 
 
 def model(found: Import) -> None:

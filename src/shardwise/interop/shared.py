@@ -26,6 +26,7 @@ OPTIMIZERS = {
     "adamw8bit": "adamw8bit",
     "pagedadamw8bit": "adamw8bit",
 }
+FLOAT8 = "products in fp8 with its own scales (`precision.products=float8` has others)"
 HALF_WAVE: dict[str, Any] = {"num_cycles": 0.5}
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {}),

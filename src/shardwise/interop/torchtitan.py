@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.interop import shared
 from shardwise.interop.programs import CHOICE
+from shardwise.interop.shared import FLOAT8
 from shardwise.interop.system import Import, Said, System, hub_names, show, word
 
 OF = "TorchTitan"
@@ -76,7 +77,7 @@ def _in_the_words_of_files(found: Import) -> None:
         say(f"optimizer.beta{place}", beta, "optimizer.betas")
     for key, entry in list(found.entries.items()):
         if key.endswith("._called_") and re.search(r"Float8|MX|NVFP4", str(entry.value)):
-            found.refuse(entry, "products in fp8 are not there yet")
+            found.refuse(entry, FLOAT8)
         if re.fullmatch(r"loss(\.loss_fn)?\._called_", key) and str(entry.value) not in LOSSES:
             found.refuse(entry, "another loss")
 
@@ -226,9 +227,9 @@ def _precision(found: Import) -> None:
     converters = found.get("model.converters", default=[])
     for name in converters if isinstance(converters, list) else [converters]:
         if "float8" in str(name) or "mx" in str(name):
-            found.refuse(found.entries["model.converters"], "products in fp8 are not there yet")
+            found.refuse(found.entries["model.converters"], FLOAT8)
     if found.on("float8.enable_float8_linear"):
-        found.refuse(found.entries["float8.enable_float8_linear"], "products in fp8 are not there yet")
+        found.refuse(found.entries["float8.enable_float8_linear"], FLOAT8)
 
 
 SYSTEM = System(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 
 from shardwise.interop import shared
+from shardwise.interop.shared import FLOAT8
 from shardwise.interop.system import Import, System, hub_names, number, show, word
 
 OF = "torchtune"
@@ -35,7 +36,7 @@ def settle(found: Import) -> None:
         found.set("offload.activations", "host", "enable_activation_offloading")
     _method(found)
     if found.on("enable_fp8_training"):
-        found.refuse(found.entries["enable_fp8_training"], "products in fp8 are not there yet")
+        found.refuse(found.entries["enable_fp8_training"], FLOAT8)
 
 
 def _model(found: Import) -> None:

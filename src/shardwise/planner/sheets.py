@@ -105,7 +105,8 @@ def _sheet(spec: ModelSpec, plan: Plan, rank_kind: RankKind, units: Units) -> Sh
         # first.
         alike = (order[number], number == 0, spec.mlp_size(number), spec.has_experts(number), spec.predicts(number))
         some_adapted = plan.lora is not None and bool(plan.lora.targets) and spec.experts.num_experts > 0
-        key = (number,) if plan.frozen or plan.precision.modules or some_adapted else alike
+        named = plan.precision.modules or plan.precision.exclude
+        key = (number,) if plan.frozen or named or some_adapted else alike
         if key not in variants:
             variants[key] = chosen(spec, plan, rank_kind, number)
         each.append(variants[key])

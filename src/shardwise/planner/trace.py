@@ -36,7 +36,7 @@ from shardwise.planner.recorder import RecordedOp, Recorder, Stored
 from shardwise.planner.symbols import Symbols
 from shardwise.spec.layout import Layout
 from shardwise.spec.rows import pieces_of
-from shardwise.spec.sheet import ARRIVED, EXPERT_ROWS, GROUPED, GROUPED_OUTER, SEND, Dim, Op, Tensor, Unit
+from shardwise.spec.sheet import ARRIVED, EXPERT_ROWS, GROUPED, GROUPED_OUTER, SCALED, SEND, Dim, Op, Tensor, Unit
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.variant import Variant, parameters
 
@@ -340,6 +340,10 @@ class _Naming:
             (m, k), (_, n) = event.shapes[-2:]
             dims = tuple(map(size, (1, m, n, k)))
             return Op("matmul", name, symbols=size(2 * m * n * k), dims=dims)
+        if name in SCALED:
+            (m, k), weight = event.shapes
+            n = weight[name != SCALED[0]]
+            return Op("matmul", name, symbols=size(2 * m * n * k), dims=tuple(map(size, (1, m, n, k))))
         if name in (GROUPED, GROUPED_OUTER):
             left, right, counts = event.shapes
             sizes = (left[0], right[-1], left[1]) if name == GROUPED else (left[1], right[1], left[0])

@@ -33,6 +33,7 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
 from shardwise.models.roles import is_adapter, is_counted, is_stacked
 from shardwise.prove.distance import Worst, apart, differences, digest, directions, farthest, worst
+from shardwise.prove.narrow import adapted, gain, plain_narrow
 from shardwise.prove.plain_routers import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.predicted import logits_of
@@ -271,6 +272,7 @@ def plain(job: Workload) -> Trace:
     """Train ``job`` in one process, by a loop that anyone can check."""
     model = model_of(job.spec).to(torch_dtype(job.weights))
     parameters = plain_parameters(job)
+    plain_narrow(model, parameters, job)
     optimizer = plain_optimizer(parameters, job)
     losses, norms, figures, first = [], [], [], {}
     for number in range(job.updates):
@@ -353,21 +355,12 @@ def merged(
     for name, value in parameters.items():
         layer = name.removesuffix("weight")
         if job.lora is not None and f"{layer}lora_a.weight" in parameters:
-            value = _adapted(parameters, layer, job)
+            value = adapted(parameters, layer, job)
             if job.lora.dora:
-                norm = _adapted(held or parameters, layer, job).detach().norm(dim=1)
-                value = value * (parameters[f"{layer}lora_m"] / norm).unsqueeze(1)
+                value = value * gain(held or parameters, parameters, layer, job).unsqueeze(1)
         if not is_adapter(name):
             whole[name] = value
     return whole
-
-
-def _adapted(parameters: Mapping[str, Tensor], layer: str, job: Workload) -> Tensor:
-    assert job.lora is not None
-    factor = job.lora.alpha / (job.lora.rank**0.5 if job.lora.rslora else job.lora.rank)
-    count = job.spec.experts.num_experts if is_stacked(f"{layer}weight") else 1
-    up, down = (parameters[f"{layer}{word}.weight"].chunk(count) for word in ("lora_b", "lora_a"))
-    return parameters[f"{layer}weight"] + factor * torch.cat([b @ a for b, a in zip(up, down, strict=True)])
 
 
 def plain_loss(model: Model, weights: Mapping[str, Tensor], batch: MicroBatch, job: Workload) -> Tensor:

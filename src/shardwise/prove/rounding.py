@@ -31,6 +31,7 @@ from shardwise.models.init import Draw
 from shardwise.models.roles import is_counted
 from shardwise.prove import parity
 from shardwise.prove.distance import apart, digest
+from shardwise.prove.narrow import plain_narrow
 from shardwise.prove.plain_routers import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.regimes import scaled
@@ -216,6 +217,7 @@ def _spoil(state: TrainState, rank: int) -> None:
 def plain(job: Workload) -> Rounded:
     """Losses and gradients of the plain loop."""
     model, parameters = model_of(job.spec).to(torch_dtype(job.weights)), parity.plain_parameters(job)
+    plain_narrow(model, parameters, job)
     losses, gradients = [], []
     for number in range(DRAWS):
         for parameter in parameters.values():

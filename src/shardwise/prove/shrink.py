@@ -28,6 +28,7 @@ from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import MESH, Axis, Layout
 from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
 from shardwise.spec.rows import parts_of
+from shardwise.techniques import float8
 from shardwise.techniques.dtypes import compute_dtype
 from shardwise.techniques.pp.actions import illegal
 from shardwise.techniques.states import frozen
@@ -35,7 +36,7 @@ from shardwise.techniques.states import frozen
 AXES: tuple[Axis, ...] = (*MESH, "ep")
 VOCABULARY = 67
 """A prime: no number of ranks divides it."""
-HEAD_DIMS = (8, 16, 32, 64)
+HEAD_DIMS = (8, 16, 32, 64, 128)
 WIDTHS = ((20, 28), (20, 36), (64, 128), (128, 256), (256, 512))
 """Of hidden states and MLPs."""
 EXPERTS, CHOSEN = 4, 2
@@ -114,7 +115,8 @@ def _smallest(
     fraction = max(plan.offload.optimizer_fraction, 1 / len(blocks))  # a block, at least
     small = replace(small, offload=replace(small.offload, optimizer_fraction=fraction))
     for fewer in _specs(spec, plan, blocks, small):
-        tried = replace(small, frozen=_frozen(spec, plan, blocks, fewer))
+        precision = replace(EXACT, **_products(spec, plan, blocks, fewer))
+        tried = replace(small, frozen=_frozen(spec, plan, blocks, fewer), precision=precision)
         if not (refused := _refused(fewer, tried)):
             return (fewer, tried), blocks
     raise ConfigError(*(refused or ()))
@@ -201,10 +203,13 @@ def _pick(spec: ModelSpec, plan: Plan, stage: range, count: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _kind(spec: ModelSpec, plan: Plan, block: int) -> tuple[object, ...]:
-    """Return what tells a block from others: its attention, its MLP, and what of it is frozen."""
+    """Return what tells a block from others: its attention, its MLP, what of it is frozen, and what multiplies in
+    float8."""
     names = [name for name in parameter_shapes(spec) if plan.frozen and name.startswith(f"layers.{block}.")]
     held = frozenset(name.split(".", 2)[2] for name in names if frozen(name, plan))
-    return layer_kinds(spec)[1][block], spec.mlp_size(block), spec.has_experts(block), held
+    inside, prefix = float8.layers(spec, plan.precision), f"layers.{block}."
+    narrow = frozenset(name.removeprefix(prefix) for name in inside if name.startswith(prefix))
+    return layer_kinds(spec)[1][block], spec.mlp_size(block), spec.has_experts(block), held, narrow
 
 
 def _specs(spec: ModelSpec, plan: Plan, blocks: Sequence[int], small: Plan) -> Iterator[ModelSpec]:
@@ -320,13 +325,24 @@ def _frozen(spec: ModelSpec, plan: Plan, blocks: Sequence[int], few: ModelSpec) 
     return tuple(name for name in names if frozen(real_name(name, blocks), plan))
 
 
+def _products(spec: ModelSpec, plan: Plan, blocks: Sequence[int], few: ModelSpec) -> dict[str, Any]:
+    """The settings of products in float8, of which those layers are that stand for such."""
+    own = plan.precision
+    if own.products == "compute":
+        return {}
+    within, every = float8.layers(spec, own), float8.layers(few, replace(own, exclude=()))
+    exclude = tuple(name for name in every if real_name(name, blocks) not in within)
+    return {"products": own.products, "scales": own.scales, "exclude": exclude}
+
+
 def _in_own_dtypes(plan: Plan, blocks: Sequence[int], few: ModelSpec, small: Plan) -> Plan:
     """``small`` in the dtypes of ``plan``, whose rules for modules are told for the blocks that are left."""
     modules = {name.rpartition(".")[0] for name in parameter_shapes(few)}
     rules = {name: compute_dtype(plan.precision, real_name(name, blocks)) for name in modules}
     kept = tuple((name, dtype) for name, dtype in sorted(rules.items()) if dtype != plan.precision.compute)
     lora = replace(small.lora, frozen=plan.lora.frozen) if small.lora and plan.lora else None
-    return replace(small, precision=replace(plan.precision, modules=kept), lora=lora, optim=plan.optim)
+    precision = replace(plan.precision, modules=kept, exclude=small.precision.exclude)
+    return replace(small, precision=precision, lora=lora, optim=plan.optim)
 
 
 def real_name(name: str, blocks: Sequence[int]) -> str:

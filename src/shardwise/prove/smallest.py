@@ -123,9 +123,14 @@ def _ddp(spec: ModelSpec, plan: Plan) -> Case:
     return spec, replace(plan, layout=layout, shard=Shard("ddp", bucket_bytes=plan.shard.bucket_bytes))
 
 
+def _wide_products(spec: ModelSpec, plan: Plan) -> Case:
+    return spec, replace(plan, precision=replace(plan.precision, products="compute", scales="block", exclude=()))
+
+
 def _one_dtype(spec: ModelSpec, plan: Plan) -> Case:
-    exact = plan.precision.compute == "fp64"
-    return spec, plan if exact else replace(plan, precision=Precision())
+    own = plan.precision
+    kept = Precision(products=own.products, scales=own.scales, exclude=own.exclude)
+    return spec, plan if own.compute == "fp64" else replace(plan, precision=kept)
 
 
 def _one_chunk(spec: ModelSpec, plan: Plan) -> Case:
@@ -185,6 +190,7 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "4-bit weights": lambda spec, plan: (spec, replace(plan, lora=plan.lora and replace(plan.lora, nf4=False))),
     "adapters": lambda spec, plan: (spec, replace(plan, lora=None)),
     "frozen weights": lambda spec, plan: (spec, replace(plan, frozen=())),
+    "products in float8": _wide_products,
     "dtypes": _one_dtype,
     "optimizer": lambda spec, plan: (spec, replace(plan, optim=Optim())),
     "offload": lambda spec, plan: (spec, replace(plan, offload=Offload())),

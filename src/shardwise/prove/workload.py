@@ -27,6 +27,8 @@ from shardwise.prove.reading import Read
 from shardwise.spec import finetune
 from shardwise.spec.plan import Dtype, Lora, Optim, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
+from shardwise.techniques import float8
+from shardwise.techniques.quantised import FLOAT8_BLOCK
 
 STEPS = 5
 MAX_STEPS = 10
@@ -64,7 +66,8 @@ class Setting:
 class Workload:
     """``rows`` sequences of ``seq_len`` tokens a step, computed in ``compute`` from master weights in ``weights``;
     parameters whose names match ``frozen`` stay as they are. ``optim`` rounds nothing. ``figures``: what is reported of
-    the tokens of each step beside the loss."""
+    the tokens of each step beside the loss. ``narrow``: the linear layers that multiply in float8, with a scale for so
+    many columns (0: all), and of a weight for as many rows."""
 
     spec: ModelSpec
     rows: int
@@ -77,6 +80,7 @@ class Workload:
     lora: Lora | None = None
     optim: Optim = Optim()
     figures: tuple[str, ...] = ()
+    narrow: tuple[tuple[str, ...], int] = ((), 0)
     setting: Setting = field(default_factory=Setting, hash=False)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -100,6 +104,7 @@ def job_of(spec: ModelSpec, plan: Plan, steps: int, setting: Setting | None = No
     length, precision = plan.batch.seq_len, plan.precision
     sizes = (spec, rows, length, precision.compute, precision.weights, steps)
     told: dict[str, Any] = {"figures": () if plan.method.pairs else plan.loss_figures, "setting": setting or Setting()}
+    told["narrow"] = (*float8.layers(spec, precision),), FLOAT8_BLOCK if precision.scales == "block" else 0
     return Workload(*sizes, frozen=plan.frozen, lora=plan.lora, optim=plan.optim.exact, **told)
 
 

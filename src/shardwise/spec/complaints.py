@@ -11,8 +11,8 @@ from typing import Any
 
 from shardwise.errors import Problem
 from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, near, resolve_reference
-from shardwise.spec.methods import METHODS, in_words
-from shardwise.spec.recipe import PREFERENCE, SFT_ONLY, Recipe, Section
+from shardwise.spec.methods import METHODS, PREFERENCE, SFT_ONLY, in_words
+from shardwise.spec.recipe import Recipe, Section
 from shardwise.spec.records import over_the_end
 from shardwise.spec.schedules import SCHEDULES
 
@@ -187,6 +187,11 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     refuse(recipe.sample_tokens is not None and not data.mask_documents, "data.mask_documents", what, "leave it out")
     problems += [*_check_intervals(recipe, place), *_check_method(recipe, place), *_check_streaming(recipe, place)]
     problems += _check_added(recipe, place)
+    narrow = recipe.precision
+    told = {"scales": narrow.scales != "block", "exclude": bool(narrow.exclude)}
+    for key in (key for key, said in told.items() if said and narrow.products == "compute"):
+        what = f"`precision.{key}` is of products in float8, and they are in the dtype of `precision.compute`"
+        problems.append(Problem("CFG008", what, place(f"precision.{key}"), "`precision.products: float8`"))
     run, key = recipe.run, "run.profile_steps"
     what = f"`{key}` must be FIRST:LAST, from 1, got {show_value(run.profile_steps)}"
     refuse(run.profile_steps is not None and not run.profiled, key, what, f"`{key}: 10:12`", "CFG005")

@@ -44,7 +44,7 @@ def execution(plan: Plan) -> str:
         f"micro-batch {batch.micro_batch_size} x {batch.seq_len:,}",
         f"accumulation {batch.accumulation}",
         f"{whole} sequences ({show_count(whole * batch.seq_len)} tokens) per step",
-        f"compute {plan.precision.compute}, {plan.kept}",
+        f"compute {plan.precision.compute}{plan.precision.products_words}, {plan.kept}",
         f"recompute {plan.remat.mode}",
     ]
     if plan.compile:

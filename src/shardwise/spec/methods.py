@@ -42,3 +42,10 @@ def in_words(methods: Iterable[MethodSpec]) -> str:
     *others, last = (f"`{method.name}`" for method in methods)
     words = f"{', '.join(others)} and {last}" if others else last
     return words.replace("`", "`method: ", 1)
+
+
+PREFERENCE = "preference"
+"""The format of pairs of answers, which no other method reads."""
+SFT_ONLY = {"format", "messages_key", "role_key", "content_key", "roles"}
+SFT_ONLY |= {"chat_template", "train_on", "train_on_eot", "packing", "too_long"}
+"""Keys of the data section that have an effect only where records are read."""

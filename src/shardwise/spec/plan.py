@@ -68,13 +68,28 @@ class Pipeline:
 CpKind = Literal["ring", "ulysses", "nested", "gather"]
 
 
+Products = Literal["compute", "float8"]
+Scales = Literal["block", "row"]
+
+
 @dataclass(frozen=True)
 class Precision:
+    """``products``: the dtype that the linear layers of blocks multiply in, with float8's ``scales``, but those whose
+    names match one of ``exclude``: a glob, or ``first`` and ``last`` for these blocks."""
+
     compute: Dtype = "fp32"
     weights: Dtype = "fp32"
     reduce: Literal["fp64", "fp32", "bf16"] = "fp32"
     modules: tuple[tuple[str, Dtype], ...] = ()
     matmul: Matmul = "highest"
+    products: Products = "compute"
+    scales: Scales = "block"
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def products_words(self) -> str:
+        """What linear layers multiply in, where that is another dtype, as an addition to a line."""
+        return "" if self.products == "compute" else f", products in {self.products} (a scale each {self.scales})"
 
     @property
     def loss_scaling(self) -> bool:

@@ -11,9 +11,11 @@ from shardwise.errors import Problem
 from shardwise.spec.bounded import Degree, Sequences, Steps
 from shardwise.spec.launchers import AUTO, LauncherName
 from shardwise.spec.methods import METHODS, MethodName
+from shardwise.spec.methods import PREFERENCE as PREFERENCE
+from shardwise.spec.methods import SFT_ONLY as SFT_ONLY
 from shardwise.spec.mtp import Mtp
 from shardwise.spec.optimizers import OPTIMIZERS, OPTIONS, OptimizerName
-from shardwise.spec.plan import Dtype, ScheduleName
+from shardwise.spec.plan import Dtype, Products, Scales, ScheduleName
 from shardwise.spec.records import MethodSpec, OptimizerSpec
 from shardwise.spec.schedules import SCHEDULES, ScheduleWord, WarmupWord
 
@@ -106,13 +108,6 @@ class Data(Section):
     packing: bool = True
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     on_bad_sample: Literal["error", "skip"] = "error"
-
-
-PREFERENCE = "preference"
-"""The format of pairs of answers, which no other method reads."""
-SFT_ONLY = {"format", "messages_key", "role_key", "content_key", "roles"}
-SFT_ONLY |= {"chat_template", "train_on", "train_on_eot", "packing", "too_long"}
-"""Keys of the data section that have an effect only where records are read."""
 
 
 class Method(Section):
@@ -275,13 +270,18 @@ class Parallel(Section):
 
 
 class PrecisionSection(Section):
-    """Data types. ``weights`` are the master weights; ``compute`` is used in forward and backward."""
+    """Data types. ``weights`` are the master weights; ``compute`` is used in forward and backward. ``products``: what
+    the linear layers of blocks multiply in, ``compute`` or float8 with its ``scales``; ``exclude`` names layers that
+    stay in ``compute``, by globs, or ``first`` and ``last`` (blocks): these two unless it is given."""
 
     compute: Literal["auto"] | Dtype = "auto"
     weights: Dtype = "fp32"
     reduce: Literal["fp64", "fp32", "bf16"] | None = None
     modules: dict[str, Dtype] = {}
     matmul: Literal["auto", "highest", "high", "medium"] = "auto"
+    products: Products = "compute"
+    scales: Scales = "block"
+    exclude: list[str] | None = None
 
 
 class Recompute(Section):

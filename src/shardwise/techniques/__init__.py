@@ -46,7 +46,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
-from shardwise.models import kernel_choice
 from shardwise.models.config import ModelSpec, learnt_positions, parameter_shapes
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.layout import cut
@@ -54,7 +53,22 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, At, Op, Sheet, Tier, Unit, Within
-from shardwise.techniques import compile, cp, ep, freeze, lora, nf4, offload, optim, pp, precision, remat, shard, tp
+from shardwise.techniques import (
+    compile,
+    cp,
+    ep,
+    float8,
+    freeze,
+    lora,
+    nf4,
+    offload,
+    optim,
+    pp,
+    precision,
+    remat,
+    shard,
+    tp,
+)
 from shardwise.techniques.between import Between, Weights
 from shardwise.techniques.between import StageTimes as StageTimes
 from shardwise.techniques.events import EventLog, StageLog
@@ -75,6 +89,7 @@ from shardwise.techniques.pp.seconds import PipelineReplay as PipelineReplay
 from shardwise.techniques.pp.seconds import alive_before as alive_before
 from shardwise.techniques.pp.seconds import in_flight
 from shardwise.techniques.pp.seconds import least_step_s as least_step_s
+from shardwise.techniques.served import unserved
 from shardwise.techniques.settings import SCHEDULES as SCHEDULES
 from shardwise.techniques.settings import inside as inside
 from shardwise.techniques.settings import recomputation as recomputation
@@ -106,7 +121,8 @@ if TYPE_CHECKING:
 
     from shardwise.distributed.meshes import Meshes
 
-ORDER: tuple[ModuleType, ...] = (pp, lora, precision, freeze, nf4, tp, cp, ep, remat, compile, shard, offload, optim)
+ORDER: tuple[ModuleType, ...]
+ORDER = (pp, lora, precision, freeze, nf4, float8, tp, cp, ep, remat, compile, shard, offload, optim)
 
 
 SPLIT = (pp, tp, cp, ep)
@@ -178,30 +194,13 @@ def batched(spec: ModelSpec, plan: Plan, cluster: Cluster) -> tuple[list[Plan], 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     """Everything that makes ``plan`` illegal for the model and the cluster."""
     problems = [problem for technique in ORDER for problem in technique.check(spec, plan, cluster)]
-    if problem := _unserved(spec, plan, cluster):
+    if problem := unserved(spec, plan, cluster):
         problems.append(problem)
     longest = spec.max_position_embeddings
     if plan.batch.seq_len > longest and (learnt := learnt_positions(spec)):
         what = f"{spec.name} has learned positions for {longest} tokens ({learnt})"
         problems.append(Problem("PLAN008", what, "train.seq_len", f"{longest} or less"))
     return problems
-
-
-def _unserved(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Problem | None:
-    """Refuses a pinned attention kernel that can compute no layer, whether rows hold one document or several."""
-    if plan.attention == "auto":
-        return None
-    device = cluster.device
-    kind = cluster.kind if cluster.kind == "cpu" or device.capability else "rocm"
-    case = kernel_choice.Case(kind, plan.precision.compute, spec.attention.head_dim, device.capability or (0, 0))
-    case = replace(case, deterministic=plan.deterministic)
-    asked = kernel_choice.cases(spec, case, plan.batch.seq_len).values()
-    served = {row.name for row in kernel_choice.KERNELS for case in asked if row.serves(case)}
-    if plan.attention in served:
-        return None
-    of = f"{plan.precision.compute} with heads of {spec.attention.head_dim} on {device.name}"
-    what = f"`attention: {plan.attention}` serves no layer of {spec.name} in {of}"
-    return Problem("PLAN020", what, "attention", f"attention=auto, or one of {', '.join(sorted(served))}")
 
 
 def acting(plan: Plan, function: str, order: Sequence[ModuleType] | None = None) -> list[ModuleType]:

@@ -5,6 +5,7 @@ order.
     tp          inside, outside; the layer's share; a norm that is cut multiplies in its own way
     ep          inside, outside
     nf4         multiply            by a matrix in 4 bits
+    float8      multiply            codes of one byte by codes of one byte
 
 An adapter is a forward hook, and comes after all of these. Nobody else gives a layer another forward.
 """

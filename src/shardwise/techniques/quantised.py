@@ -13,6 +13,8 @@ NF4_BLOCK, NF4_GROUP = 64, 256
 """How many elements of a row share a scale, and how many of these scales share one."""
 NF4_PARTS = ("codes", "sizes", "groups")
 """What replaces a weight that is stored in 4 bits."""
+FLOAT8_BLOCK = 128
+"""Elements of a row that share a scale in float8; of a weight so many rows too."""
 NF4_WIDE = 2**22
 """How many elements at a time are dequantised."""
 

@@ -157,7 +157,15 @@ def _nothing_saved() -> Any:
 class _Chosen:
     """A choice of the operations of a pass, given one after another, whose results are saved."""
 
-    PRODUCTS = frozenset({"aten::mm", "aten::addmm", "shardwise::grouped", "shardwise::two_products"})
+    PRODUCTS = frozenset(
+        {
+            "aten::mm",
+            "aten::addmm",
+            "shardwise::grouped",
+            "shardwise::scaled_product",
+            "shardwise::two_products",
+        }
+    )
     OTHERS = frozenset(
         {
             "shardwise::attention",

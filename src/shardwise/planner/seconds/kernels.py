@@ -15,7 +15,7 @@ from shardwise.models.delta_sizes import CHUNK
 from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.records import TOKEN_ACCURACY
-from shardwise.spec.sheet import GROUPED, GROUPED_OUTER, KEPT_UNITS, SEND, Op, Sheet, Unit, number
+from shardwise.spec.sheet import GROUPED, GROUPED_OUTER, KEPT_UNITS, SCALED, SEND, Op, Sheet, Unit, number
 from shardwise.techniques.quantised import nf4_rows_at_once
 
 SUM = "aten.sum"
@@ -29,6 +29,9 @@ GROUPED_PRODUCTS = 9
 """Of a layer with experts, forward and backward: each bears its part of what the host does more there."""
 DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
 """In a round of rows: codes become indices, these are looked up, scaled, and narrowed."""
+CODE_BYTES, CASTS = 1, {"eager": (4, 8), "fused": (2, 2), "compiled": (2, 2)}
+"""In float8 each matrix of a product is read for its maxima, read and written as it is scaled, and read once more to
+become codes, in so many kernels, most of them of scales; compiled, it is read twice."""
 TRANSCENDENTAL = ("silu", "gelu", "sigmoid", "softmax", "tanh", "exp", "cos", "sin")
 """In the names of operations that compute such a function of each element."""
 BACKWARD = "_backward"
@@ -151,6 +154,13 @@ def _rule(op: Op, rates: Rates, sizes: tuple[int, int]) -> Duration:
 @lru_cache(maxsize=2**14)
 def _product(name: str, dims: tuple[int, ...], rates: Rates) -> Duration:
     groups, m, n, k = dims
+    if name in SCALED:
+        passes, kernels = CASTS[rates.blocks]
+        each = passes * BYTES[rates.dtype] + CODE_BYTES
+        multiplied = _timed(rates.product_s(groups, m, n, k) / rates.scaled, rates, "products")
+        cast_s = rates.pointwise_s(m * k * each) + rates.pointwise_s(n * k * each)
+        of_cast = _timed(cast_s, rates, "products", kernels=2 * kernels)
+        return Duration(multiplied.device_ns + of_cast.device_ns, multiplied.host_ns + of_cast.host_ns, "products")
     if name not in (GROUPED, GROUPED_OUTER):
         return _timed(rates.product_s(groups, m, n, k), rates, "products")
     outer = name == GROUPED_OUTER

@@ -53,6 +53,7 @@ def header(job: Job) -> str:
         terms = f"pairs of a step (in {tokens:,} tokens){told}"
     loss = f"loss: mean over the {terms}{of_routers(job.spec)}"
     kept = f"{plan.kept}, compute {precision.compute}{why_compute(recipe, plan, job.device.type)}"
+    kept += precision.products_words
     sums = f"gradients summed in {precision.reduce}"
     number = counted(split.documents, "sample" if split.packs else "document")
     number = f"{split.documents:,} answers, two per pair" if split.pairs else number
