@@ -90,7 +90,7 @@ def commands() -> list[Text]:
             told = [line] if re.match(r" {4,}(shardwise|torchrun|pip|make|python) ", line) else []
             told += re.findall(r"`((?:shardwise (?:data )?[^`\s]+|python) [^`]*)`", line)  # more than a command's name
             for each in told:
-                words = re.sub(r"(\s+#|\s{3,}\w).*", "", each.strip())  # what is said of it
+                words = re.sub(r"(\s+#|\s{3,}\w|\s+> ).*", "", each.strip())  # what is said of it, and where it goes
                 found += [Text(name, number, part.strip()) for part in words.split("&&")]
     return [one for one in found if "..." not in one.text]
 
@@ -104,7 +104,7 @@ NEEDS = r"cluster\.yaml|Qwen/|long-8b|8b-long|mixtral"
 QUICK = {
     one.text: one
     for one in OURS
-    if re.match(r"plan |plan$|schema|.*--(dry-run|print-config)", one.text) and not re.search(NEEDS, one.text)
+    if re.match(r"plan |plan$|launch |schema|.*--(dry-run|print-config)", one.text) and not re.search(NEEDS, one.text)
 }
 """Commands that print and are done, by their text: pages repeat one another."""
 

@@ -24,6 +24,7 @@ Refused: type[Any] = typer.BadParameter.__mro__[2]
 
 COMMANDS = {
     "train": "Train a model.",
+    "launch": "Print the job that trains a recipe on several machines: for Slurm, Kubernetes, SkyPilot or ssh.",
     "plan": "Show how a training run would be split, what it needs, and whether it fits.",
     "prove": "Prove a recipe and its layout on this machine, without GPUs, and write a certificate.",
     "import": "Write a recipe from the files of other systems: axolotl, TRL, DeepSpeed, Accelerate and others.",
@@ -41,7 +42,7 @@ COMMANDS = {
 ALIASES = {"verify": "prove"}
 MODULES = {"import": "import_files"}
 """Where a command's module has another name, since Python keeps this one."""
-LOOSE = ("train", "plan", "prove", "doctor", "import")
+LOOSE = ("train", "launch", "plan", "prove", "doctor", "import")
 """Commands that take any key of the recipe as a flag."""
 
 
@@ -111,6 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None and not is_worker():
         interrupt.watch()
     try:
+        if words[0] == "train" and not is_worker():
+            node = import_module("shardwise.launch.node")  # not for every command: --help is quick
+            if (place := node.this_node(words)) is not None:
+                return int(node.run(words, place))
         result = app(args=words, prog_name="shardwise", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except ShardwiseError as error:

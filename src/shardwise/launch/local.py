@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,16 +65,10 @@ def run_ranks(
     clear_exit(run_directory)
     kills = oom_kills()
     command = [sys.executable, "-u", "-m", module, *arguments]
-    ranks: list[subprocess.Popen[bytes]] = []
-    asked = _Requests(saves)
+    asked = Requests(saves)
     temporary = tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True)
     with temporary as private, received(asked.receive):  # what is ignored here is in the ranks too: they inherit that
-        try:
-            for rank in range(nproc):
-                ranks.append(subprocess.Popen(command, env=_environment(rank, nproc, f"{private}/store")))
-            failures = _watch(ranks, asked)
-        finally:
-            _send(ranks, signal.SIGKILL)
+        failures = together(command, [_environment(rank, nproc, f"{private}/store") for rank in range(nproc)], asked)
         told = read_exit(Path(private)) or read_exit(run_directory)  # the first is there if the run's disk is full
     if asked.again:
         return Ended(128 + signal.SIGINT)
@@ -85,12 +79,28 @@ def run_ranks(
 
 def _environment(rank: int, nproc: int, store: str) -> dict[str, str]:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, LAUNCHER: os.getpid()}
+    return environment(nproc, places | {STORE: store})
+
+
+def environment(nproc: int, places: Mapping[str, object]) -> dict[str, str]:
+    """Return the environment of one of ``nproc`` ranks of this machine: ours, with its ``places`` among all."""
     defaults = {"OMP_NUM_THREADS": str(max(1, cores() // nproc)), "TOKENIZERS_PARALLELISM": "false"}
-    ours = {name: str(value) for name, value in places.items()} | {STORE: store} | SAFE_PATH
-    return defaults | os.environ | ours
+    return defaults | os.environ | {name: str(value) for name, value in places.items()} | SAFE_PATH
 
 
-class _Requests:
+def together(command: Sequence[str], environments: Sequence[dict[str, str]], asked: Requests) -> dict[int, Failure]:
+    """Run ``command`` once in each of the environments, and return those that failed when all have ended; none is left
+    behind."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for each in environments:
+            ranks.append(subprocess.Popen(command, env=each))
+        return _watch(ranks, asked)
+    finally:
+        _send(ranks, signal.SIGKILL)
+
+
+class Requests:
     """The requests to this process to stop: ``first`` by SIGTERM, Ctrl-C, SIGHUP (its terminal closed) or SIGUSR1
     (Slurm's warning), ``again`` by a second Ctrl-C."""
 
@@ -116,7 +126,7 @@ def _say(line: str) -> None:
         os.write(2, f"{line}\n".encode())
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], asked: _Requests) -> dict[int, Failure]:
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], asked: Requests) -> dict[int, Failure]:
     """Wait until every rank has ended; returns those that failed. A request to stop is passed on once, and the ranks
     get time to save; when one rank fails, the others are asked to end. A rank that does not end in time is killed; a
     second request kills all."""
@@ -153,8 +163,7 @@ def _send(ranks: Collection[subprocess.Popen[bytes]], number: signal.Signals) ->
 def _failed(failures: dict[int, Failure], outcome: Exit | None, run_directory: Path, kills: int | None) -> Ended:
     """The first failure. One killed by a signal wrote nothing, and what others wrote about it is only a consequence.
     ``kills``: of the kernel's, for memory, before the ranks were started."""
-    # a rank that ended by SIGTERM was asked to, because another had failed
-    rank, first = min(failures.items(), key=lambda item: (item[1].exit_code == -signal.SIGTERM, item[1].time_s))
+    rank, first = first_of(failures)
     killed = {r: f for r, f in failures.items() if f.exit_code < 0 and f.exit_code != -signal.SIGTERM}
     if killed and (outcome is None or outcome.kind == "peer_lost" or outcome.rank in killed):
         rank, first = min(killed.items(), key=lambda item: item[1].time_s)
@@ -168,6 +177,11 @@ def _failed(failures: dict[int, Failure], outcome: Exit | None, run_directory: P
     what = f"rank {rank} (pid {first.pid}) ended with exit code {first.exit_code}; what it printed is above"
     fix = f"run again with --debug, or `{train_again(run_directory)}`"
     return Ended(first.exit_code if first.exit_code > 0 else ShardwiseError.exit_code, Problem("RUN004", what, "", fix))
+
+
+def first_of(failures: Mapping[int, Failure]) -> tuple[int, Failure]:
+    """Return the rank that failed first. One that ended by SIGTERM was asked to, because another had failed."""
+    return min(failures.items(), key=lambda item: (item[1].exit_code == -signal.SIGTERM, item[1].time_s))
 
 
 def _killed(rank: int, failure: Failure, run_directory: Path, kills: int | None) -> Problem:

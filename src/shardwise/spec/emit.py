@@ -14,6 +14,16 @@ Comment = Callable[[KeyPath, Any], str]
 _PLAIN = re.compile(r"[A-Za-z0-9_./*+][A-Za-z0-9_./*+ -]*")
 
 
+class Verbatim(str):
+    """A text of several lines that is written as such, if a literal block can hold it."""
+
+    def lines(self) -> list[str] | None:
+        """Return the lines; None where a block would change the text, or could not be read."""
+        found = self.removesuffix("\n").split("\n")
+        plain = self.endswith("\n") and all(line.isprintable() and "\ufeff" not in line for line in found)
+        return found if plain and found[0].strip() and found[0][0] != " " and found[-1].strip() else None
+
+
 def emit(data: Mapping[str, Any], comment: Comment) -> str:
     """``data`` as a YAML 1.2 document that reads back equal (tuples as lists)."""
     return "\n".join(_lines(data, (), 0, comment)) + "\n"
@@ -33,6 +43,8 @@ def _lines(data: Any, path: KeyPath, indent: int, comment: Comment) -> list[str]
                 lines += [lead + tail, *nested]
             else:
                 lines += [f"{lead} {nested[0].lstrip()}", *nested[1:]]
+        elif isinstance(value, Verbatim) and (block := value.lines()) is not None:
+            lines += [f"{lead} |{tail}", *(" " * (indent + 2) + line if line else "" for line in block)]
         else:
             lines.append(f"{lead} {_scalar(value)}{tail}")
     return lines

@@ -23,7 +23,7 @@ from shardwise.runtime.faults.heartbeat import LEFT, Page, RankStatus, culprit, 
 from shardwise.runtime.faults.outcome import Exit, Kind, clear_exit, read_exit, write_exit
 from shardwise.runtime.faults.signals import received
 from shardwise.runtime.owner import Claim
-from shardwise.runtime.world import Process, take_device
+from shardwise.runtime.world import Process, is_worker, take_device
 
 ABANDONED_S = 10.0
 """A rank that makes no progress this long after the run failed elsewhere, or another rank of its node died, ends
@@ -236,9 +236,10 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn the signals that ask for a stop into a flag that the loop reads."""
+    """Turn the signals that ask for a stop into a flag that the loop reads. A rank that was asked is leaving: Slurm may
+    warn twice."""
     request = StopRequest()
-    with received(request.receive):
+    with received(request.receive, lambda: bool(request) and is_worker()):
         yield request
 
 

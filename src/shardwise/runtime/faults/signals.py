@@ -21,12 +21,15 @@ def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 @contextmanager
-def received(by: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within it, ``by`` is called when a stop is asked for; the old handlers come back at the end. Signals that are
+def received(
+    by: Callable[[int, FrameType | None], None], leaving: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Within it, ``by`` is called when a stop is asked for; the old handlers come back at the end, but in a process
+    that is ``leaving``: there a second request would end it with another exit code, and is ignored. Signals that are
     ignored stay so: the SIGHUP of a closing terminal under nohup."""
     before = {number: signal.signal(number, by) for number in heeded(ASKING)}
     try:
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, old)
+            signal.signal(number, signal.SIG_IGN if leaving() else old)
