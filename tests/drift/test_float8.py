@@ -52,7 +52,7 @@ def plan_of(sharding: str, precision: str, remat: str, adapters: str) -> Plan:
     return replace(plan, remat=REMATS[remat], lora=ADAPTERS[adapters])
 
 
-@pytest.mark.matrix(16)
+@pytest.mark.matrix(40)
 @pytest.mark.parametrize(
     ("sharding", "precision", "remat", "adapters"), pairwise(SHARDINGS, PRECISIONS, REMATS, ADAPTERS)
 )

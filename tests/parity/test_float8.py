@@ -1,5 +1,5 @@
 """Products in float8 under every layout, in float64: what one process computes by a rule of its own
-(prove/narrow.py), to the tolerance of everything else."""
+(prove/plain_linear.py), to the tolerance of everything else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def allowed(spec: ModelSpec, plan: Plan) -> bool:
     return not techniques.check(spec, plan, parse_cluster(f"{plan.layout.world}xCPU"))
 
 
-@pytest.mark.matrix(16)
+@pytest.mark.matrix(40)
 @pytest.mark.parametrize(("layout", "strategy", "remat", "accumulation", "trained"), CASES)
 def test_every_layout(ranks: RankPool, layout: str, strategy: str, remat: str, accumulation: int, trained: str) -> None:
     plan = plan_of(layout, strategy, remat, accumulation, TRAINED[trained])

@@ -149,6 +149,7 @@ ALIKE = {
     "plan": "a plan, and the command that makes one",
     "rounding": "of low dtypes: a proof of it, and an optimizer with it",
     "sizes": "those of a technique",
+    "slurm": "a job of that scheduler, and a run inside one",
 }
 """Modules whose name stands twice, and what it means each time."""
 

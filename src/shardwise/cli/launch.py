@@ -17,7 +17,7 @@ from shardwise.cli.options import RecipeWords, Words, machine_words, misused, so
 from shardwise.cli.show import note, say
 from shardwise.cli.start import How, named
 from shardwise.data.remote import shown
-from shardwise.launch.jobs.job import ClusterJob
+from shardwise.launch.jobs.cluster_job import ClusterJob
 from shardwise.launch.jobs.table import KINDS
 from shardwise.launch.launchers import DEFAULT_PORT
 from shardwise.models.config import ModelSpec

@@ -33,7 +33,7 @@ from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
 from shardwise.models.roles import is_adapter, is_counted, is_stacked
 from shardwise.prove.distance import Worst, apart, differences, digest, directions, farthest, worst
-from shardwise.prove.narrow import adapted, gain, plain_narrow
+from shardwise.prove.plain_linear import adapted, gain, plain_narrow
 from shardwise.prove.plain_routers import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.predicted import logits_of

@@ -31,7 +31,7 @@ from shardwise.models.init import Draw
 from shardwise.models.roles import is_counted
 from shardwise.prove import parity
 from shardwise.prove.distance import apart, digest
-from shardwise.prove.narrow import plain_narrow
+from shardwise.prove.plain_linear import plain_narrow
 from shardwise.prove.plain_routers import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.regimes import scaled

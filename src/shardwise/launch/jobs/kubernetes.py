@@ -17,7 +17,7 @@ from shardwise.errors import (
     ShardwiseError,
     UsageError,
 )
-from shardwise.launch.jobs.job import CARRIED, KEYS, SHARED, ClusterJob, JobKind, remarks
+from shardwise.launch.jobs.cluster_job import CARRIED, KEYS, SHARED, ClusterJob, JobKind, remarks
 from shardwise.launch.local import SAVE_AND_STOP_S
 from shardwise.launch.node import PLACE
 from shardwise.spec.document import KeyPath

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from shardwise.errors import PreemptedError
-from shardwise.launch.jobs.job import KEYS, SHARED, ClusterJob, JobKind, here_document, remarks
+from shardwise.launch.jobs.cluster_job import KEYS, SHARED, ClusterJob, JobKind, here_document, remarks
 from shardwise.spec.document import KeyPath
 from shardwise.spec.emit import Verbatim, emit
 from shardwise.spec.safe_path import SAFE_PATH

@@ -10,7 +10,7 @@ import shlex
 import sys
 
 from shardwise.errors import PreemptedError
-from shardwise.launch.jobs.job import ClusterJob, JobKind, remarks
+from shardwise.launch.jobs.cluster_job import ClusterJob, JobKind, remarks
 from shardwise.launch.slurm import FIRST, PLACES, WARNING_S
 from shardwise.spec.safe_path import SAFE_PATH
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-from shardwise.launch.jobs.job import ClusterJob, JobKind, remarks
+from shardwise.launch.jobs.cluster_job import ClusterJob, JobKind, remarks
 from shardwise.spec.safe_path import SAFE_PATH
 from shardwise.spec.units import counted
 
