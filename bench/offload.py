@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shardwise.techniques.offload.host_weights import PLACES, HostWeights
 from torch import nn
 
+from shardwise.techniques.offload.host_copies import PLACES, HostWeights
 from shardwise.techniques.offload.scratch import aligned
 from shardwise.techniques.offload.sizes import BLOCK_BYTES
 

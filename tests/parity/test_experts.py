@@ -16,7 +16,7 @@ from shardwise.models import moe, router_losses
 from shardwise.models.router_losses import Routing, RowPlaces
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
-from shardwise.runtime import router_losses as steps
+from shardwise.runtime import expert_counts as steps
 from shardwise.runtime.step import StepStats
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision
