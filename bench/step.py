@@ -46,8 +46,9 @@ import versions
 
 from shardwise.data.micro_batch import MicroBatch
 from shardwise.distributed.meshes import meshes
-from shardwise.models import hf, init
+from shardwise.models import init
 from shardwise.models.config import model_spec, parameter_count, parameter_shapes, to_hf
+from shardwise.models.hf_names import to_hf_name
 from shardwise.planner import search
 from shardwise.prove.pool import RankPool
 from shardwise.runtime.build import build
@@ -142,7 +143,7 @@ def plain_model() -> torch.nn.Module:
     settings = {key: value for key, value in to_hf(SPEC).items() if value is not None} | {"use_cache": False}
     model = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation="sdpa"))
     weights = {
-        hf.to_hf_name(name): init.fill(name, shape, [slice(0, size) for size in shape], Run().seed, SPEC)
+        to_hf_name(name): init.fill(name, shape, [slice(0, size) for size in shape], Run().seed, SPEC)
         for name, shape in parameter_shapes(SPEC).items()
     }
     model.load_state_dict(weights)

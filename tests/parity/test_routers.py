@@ -61,9 +61,9 @@ def of_two_best(scores: Tensor, correction: Tensor | None, *rest: int) -> Tensor
 
 
 FAULTS: dict[str, Fault] = {
-    "the correction stays": (lambda: patch.object(step.balance, "correct", not_corrected), GLM, PLANS["zero3"]),
-    "loads of other tokens": (lambda: patch.object(step.balance, "correct", of_own_tokens), GLM, PLANS["ddp"]),
-    "the other sign": (lambda: patch.object(step.balance, "correct", other_sign), GLM, PLANS["ep"]),
+    "the correction stays": (lambda: patch.object(step.expert_counts, "correct", not_corrected), GLM, PLANS["zero3"]),
+    "loads of other tokens": (lambda: patch.object(step.expert_counts, "correct", of_own_tokens), GLM, PLANS["ddp"]),
+    "the other sign": (lambda: patch.object(step.expert_counts, "correct", other_sign), GLM, PLANS["ep"]),
     "weights with the correction": (
         lambda: patch.object(MoE, "by_sigmoids", weights_with_correction),
         GLM,

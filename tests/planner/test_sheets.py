@@ -265,11 +265,9 @@ def test_recipes_need_no_torch(tmp_path: Path, long: bool) -> None:
     plans_without_torch(
         tmp_path,
         (
-            f"{path} --cluster {MEANT_FOR[path.embedding]}" + f" {model}" * (path.embedding == "sft-tiny")
+            f"{path} --cluster {MEANT_FOR[path.stem]}" + f" {model}" * (path.stem == "sft-tiny")
             for path in FILES
-            if "long" not in path.embedding
-            and path.embedding not in MIXTURES + NETS
-            and (path.embedding in SEARCHED_FOR_LONG) == long
+            if "long" not in path.stem and path.stem not in MIXTURES + NETS and (path.stem in SEARCHED_FOR_LONG) == long
         ),
     )
 

@@ -86,10 +86,10 @@ LEAKS: dict[str, Leak] = {
         lambda: patch.object(attention, "attention_backward", backward_of_whole_rows), UNTIED, ALONE
     ),
     "a ring forgets where documents end": Leak(
-        lambda: patch.object(cp.attention, "parts", blind_to_documents), DENSE, ring(), False, ("cp 2",)
+        lambda: patch.object(cp.ring_attention, "parts", blind_to_documents), DENSE, ring(), False, ("cp 2",)
     ),
     "keys that are gathered forget it": Leak(
-        lambda: patch.object(cp.attention, "parts", blind_to_documents),
+        lambda: patch.object(cp.ring_attention, "parts", blind_to_documents),
         DENSE,
         replace(ring(), cp_kind="gather", shard=Shard("zero3")),
         False,

@@ -61,10 +61,11 @@ class StrategyWeights(Weights):
 
 
 class Unreduced:
-    """Whole gradients of one group: those that autograd has made, and those that are kept in the dtype of reduction."""
+    """Whole gradients of one group: those that autograd has made, and those that are kept in the dtype of reduction.
+    FSDP2 still has the one of the ``last`` weight in hand while the others' sum arrives."""
 
-    def __init__(self, log: EventLog, plan: Plan, group: Hashable) -> None:
-        self.log, self.plan, self.group = log, plan, group
+    def __init__(self, log: EventLog, plan: Plan, group: Hashable, last: str) -> None:
+        self.log, self.plan, self.group, self.last = log, plan, group, last
         self.made: dict[str, int] = {}  # how many numbers each has
         self.kept: dict[str, int] = {}  # in which tensor it is
 
@@ -85,20 +86,29 @@ class Unreduced:
         if self.plan.precision.reduce == self.plan.precision.compute:
             return
         made, self.made = self.made, {}
-        new, number = {name: count for name, count in made.items() if name not in self.kept}, len(self.kept)
-        if new:
-            size = sum(new.values()) * BYTES[self.plan.precision.reduce]
-            self.log.make(("accumulated", self.group, number), "accumulated gradients", size)
-            self.kept.update(dict.fromkeys(new, number))
+        for held in (False, True):
+            new = [name for name in made if name not in self.kept and (name == self.last) == held]
+            number, size = len(self.kept), sum(made[name] for name in new) * BYTES[self.plan.precision.reduce]
+            if new:
+                self.log.make(("accumulated", self.group, number), "accumulated gradients", size)
+                self.kept.update(dict.fromkeys(new, number))
         for name in made:
             self.log.free(("unsharded", self.group, name))
 
-    def free(self) -> None:
-        for name in self.made:
+    def join(self) -> None:
+        """Add what autograd has made to what is kept of the same weights."""
+        for name in [name for name in self.made if name in self.kept]:
             self.log.free(("unsharded", self.group, name))
-        for number in set(self.kept.values()):
+            del self.made[name]
+
+    def free(self, *, last: bool) -> None:
+        """Free all but the last, or the last."""
+        for name in [name for name in self.made if (name == self.last) == last]:
+            self.log.free(("unsharded", self.group, name))
+            del self.made[name]
+        for number in {number for name, number in self.kept.items() if (name == self.last) == last}:
             self.log.free(("accumulated", self.group, number))
-        self.made, self.kept = {}, {}
+        self.kept = {name: number for name, number in self.kept.items() if (name == self.last) != last}
 
 
 class Gathers:
@@ -208,7 +218,7 @@ class Sharded(StrategyWeights):
         self.gathers = Gathers(log, sheet, plan)
         self.groups, self.group_of = self.gathers.groups, self.gathers.group_of
         self.strategy = plan.shard.strategy
-        self.unreduced = {group: Unreduced(log, plan, group) for group in self.groups}
+        self.unreduced = {group: Unreduced(log, plan, group, one.last) for group, one in self.groups.items()}
         self.reduced = ""  # the mark behind what was reduced last
 
     def before_waiting(self, names: Iterable[UnitName]) -> None:
@@ -302,6 +312,7 @@ class Sharded(StrategyWeights):
             self.log.free("scatter")
         calls = size.reduces_of(self.unreduced[group].names)
         total, share = sum(call.bytes for call in calls), sum(call.part for call in calls)
+        self.unreduced[group].join()
         self.log.make("scatter", "buffers", total)
         self.copy(total)
         self.log.follow("reduce", "to scatter")
@@ -310,7 +321,9 @@ class Sharded(StrategyWeights):
                 self.log.add(Send("reduce_scatter", call.over, "gradients", call.bytes, "reduce"))
         self.log.record("reduce", "scattered")
         self.reduced = "scattered"
-        self.unreduced[group].free()
+        self.unreduced[group].free(last=False)
+        if share == total:
+            self.unreduced[group].free(last=True)
         self.log.make(("scattered", group), "buffers", share)
         if share == total:  # of no other rank: torch divides it, by one
             self.log.make(("divided", group), "buffers", total)
@@ -325,8 +338,12 @@ class Sharded(StrategyWeights):
                 self.log.record("all_reduce", "summed")
                 self.reduced = "summed"
             self.log.drop(("partial", group))
+            if ("grad", group) not in self.log.alive and self.plan.precision.reduce == self.plan.precision.weights:
+                self.log.free(("scattered", group))  # it becomes the gradient
             self.log.hold(("grad", group), "gradients", size.gradient_bytes)
             block = group.block if isinstance(group, ExpertsOf) else group
             unit: UnitName = block if isinstance(block, int) else "embedding"
             self.gradients.whole(unit, ("grad", group), size.unpadded_bytes, last=self.last, summed=self.reduced)
-        self.log.free(("scattered", group))
+        self.log.drop(("scattered", group))
+        if share < total:
+            self.unreduced[group].free(last=True)

@@ -51,6 +51,11 @@ class UnitBytes:
         return tuple(GroupCall(over.group, size, size // over.ranks) for over, size in sizes if size)
 
     @property
+    def last(self) -> str:
+        """The weight whose gradient is the last of its call, and of the unit."""
+        return self.gradients[-1][1][-1][0] if self.gradients else ""
+
+    @property
     def wire_bytes(self) -> int:
         return sum(call.bytes for call in self.gathers)
 
