@@ -130,7 +130,7 @@ class Sizes(NamedTuple):
         strategy, precision, several = plan.shard.strategy, plan.precision, plan.batch.accumulation > 1
         block, experts, each_time, stays = self.last_block, self.last_experts, strategy == "zero3", _stays(plan)
         head = added = 0  # of the gradients of other micro-batches, the head's and those of the block's experts
-        ahead, again = 0, False  # again: to those of other micro-batches autograd adds
+        ahead, again = 0, False  # again: to those of other micro-batches they are added first
         if strategy == "ddp":
             whole = ends = 0
             block = experts = Own()
@@ -144,7 +144,7 @@ class Sizes(NamedTuple):
         if several and strategy == "zero1":
             each = BYTES[precision.reduce]
             before, head = (self.whole.trained + self.experts.trained) * each, self.head.trained * each
-            added, again = experts.trained * each, precision.reduce == precision.compute
+            added, again = experts.trained * each, True
         elif several and plan.layout.dp_replicate > 1:  # each replica's part, as it is reduced
             before = before * min(BYTES[precision.reduce], BYTES[precision.weights]) // BYTES[precision.weights]
         elif early:
