@@ -15,7 +15,7 @@ from shardwise.cli.decide import beyond, cluster_of, far, plan_of
 from shardwise.cli.imported import MACHINES, Foreign, GivenRecipe, given
 from shardwise.cli.options import RecipeWords, Words, machine_words, misused, sort_words
 from shardwise.cli.show import note, say
-from shardwise.cli.start import How, named
+from shardwise.cli.start import How, named, stem_of
 from shardwise.data.remote import shown
 from shardwise.launch.jobs.cluster_job import ClusterJob
 from shardwise.launch.jobs.table import KINDS
@@ -68,8 +68,8 @@ def run(options: Options) -> None:
     found = given(_with_names(words, options), options.cluster, options)
     for notice in found.loaded.shown:
         note(notice)
-    stem = words.path.stem if words.path else Path(found.loaded.recipe.model.path or "quickstart").name
-    recipe = named(found.loaded.recipe, How(stem=None if "run.name" in found.loaded.given else stem))
+    recipe = found.loaded.recipe
+    recipe = named(recipe, How(stem=None if "run.name" in found.loaded.given else stem_of(words.path, recipe)))
     spec, cluster = resolve(recipe), cluster_of(recipe, options.cluster)
     plan = plan_of(recipe, spec, cluster, options.plan)
     for warning in filter(None, (far(plan, recipe.parallel), beyond(recipe, spec))):

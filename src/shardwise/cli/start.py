@@ -61,6 +61,11 @@ class How:
     words: tuple[str, ...] = ()
 
 
+def stem_of(path: Path | None, recipe: Recipe) -> str:
+    """Return what the run's name begins with, where none is given: the recipe's file, or the model's name."""
+    return path.stem if path else Path(recipe.model.path or "quickstart").name
+
+
 def named(recipe: Recipe, how: How) -> Recipe:
     """The recipe with its run's name, and with the settings of the adapter that it begins from. Ranks that torchrun
     started must agree on the name, so they leave out the number. Raises OutputError (OUT006)."""

@@ -12,13 +12,12 @@ from typer import Argument, Option
 from shardwise.cli.imported import Foreign, given
 from shardwise.cli.options import Words, sort_words
 from shardwise.cli.show import note, outlive_output, print_error, print_json, say
-from shardwise.cli.start import How, named, start
+from shardwise.cli.start import How, named, start, stem_of
 from shardwise.cli.work import work
 from shardwise.errors import PreemptedError, ShardwiseError, TrainingError
 from shardwise.launch.launchers import DEFAULT_PORT, Ended
 from shardwise.launch.worker import die_with_launcher, is_worker, set_up_torch
 from shardwise.spec.load import Loaded, dump_recipe
-from shardwise.spec.recipe import Recipe
 
 
 @dataclass
@@ -61,7 +60,7 @@ def run(options: Options) -> int:
         return 0
     how = How(
         plan=options.plan,
-        stem=None if "run.name" in loaded.given else _stem(words, loaded.recipe),
+        stem=None if "run.name" in loaded.given else stem_of(words.path, loaded.recipe),
         resume=options.resume,
         dry_run=options.dry_run,
         fresh=options.allow_fresh_start,
@@ -92,11 +91,6 @@ def _load(options: Options, words: Words) -> Loaded:
         for line in found.imported.lines:
             note(line, as_json=options.json)
     return found.loaded
-
-
-def _stem(words: Words, recipe: Recipe) -> str:
-    """Return what the run's name begins with, where none is given."""
-    return words.path.stem if words.path else Path(recipe.model.path or "quickstart").name
 
 
 def _wait(ended: Ended, directory: Path, options: Options) -> int:

@@ -24,7 +24,7 @@ NS_STEPS = 5
 ROUND_ELEMENTS, AT_ONCE = 2**24, 8
 """What a rank takes in a round: matrices of so many elements together, at least one and at most so many."""
 FEW = 8
-"""Of a piece whose momentum or weight is updated, as many times its numbers are made: four in fp32."""
+"""The numbers of 2 bytes that are made for each of a piece whose momentum or weight is updated: four of fp32."""
 DEALT_OVER = ("stage", "expert_loss", "dp_replicate")
 """The groups among whose ranks matrices are dealt out."""
 Range = tuple[int, int]
@@ -221,9 +221,7 @@ def _exchanged(dealt: Round, weights: Sequence[Weight], group: str, at: tuple[La
             squares += 2 * min(weight.matrix) ** 2
             count += 1
     gathered = is_gathered(dealt, weights, group, layout)
-    multiplied = (
-        3 if count > 1 else 2
-    ) * own + squares  # with those of a shape together, two of each and of its square
+    multiplied = (3 if count > 1 else 2) * own + squares  # those of a shape together: copied once more
     most = [FEW * largest, given + 2 * own if gathered else 0, own * gathered + multiplied, mine + FEW * largest]
     if len(ranks) == 1:
         return [], mine + max(most)
