@@ -23,7 +23,7 @@ SPEC = model_spec("drift-pp", 601, 48, 100, 6, 6, 2, 8)
 LARGE = model_spec("drift-pp-large", 32_000, 1024, 2816, 6, 16, 4, 64)
 RANKS, MIDDLE = 3, 1
 OTHER_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp")
-PLACES = {"first": 0, "middle": MIDDLE, "last": RANKS - 1}
+POSITIONS = {"first": 0, "middle": MIDDLE, "last": RANKS - 1}
 SHARDINGS: dict[str, tuple[str, dict[str, int]]] = {
     "ddp over 2": ("ddp", {"dp_replicate": 2}),
     "zero1 over 2": ("zero1", {"dp_shard": 2}),
@@ -74,10 +74,10 @@ def plan_of(schedule: str, sharding: str, tensor: str = "tp 1", *, micro: int = 
     return replace(plan, **given)  # type: ignore[arg-type]
 
 
-def check(spec: ModelSpec, plan: Plan, place: str) -> None:
+def check(spec: ModelSpec, plan: Plan, position: str) -> None:
     """On the rank at the other end of the other axes, but of the first."""
-    ends = {axis: plan.layout.degree(axis) - 1 for axis in OTHER_AXES if place != "first"}
-    rank = plan.layout.rank({"pp": PLACES[place], **ends})
+    ends = {axis: plan.layout.degree(axis) - 1 for axis in OTHER_AXES if position != "first"}
+    rank = plan.layout.rank({"pp": POSITIONS[position], **ends})
     assert not drift(spec, plan, rank).differences(), f"rank {rank} of {plan}"
 
 
@@ -85,27 +85,27 @@ def graded(cases: list[tuple[str, ...]], few: int, many: int) -> list[Any]:
     """The first ``few`` for `make test`, as far as ``many`` for `make prove`, the rest for `make prove-big`: each next
     case of a covering meets fewer pairs."""
 
-    def marks(place: int) -> tuple[pytest.MarkDecorator, ...]:
-        return () if place < few else (pytest.mark.prove,) if place < many else (pytest.mark.big,)
+    def marks(position: int) -> tuple[pytest.MarkDecorator, ...]:
+        return () if position < few else (pytest.mark.prove,) if position < many else (pytest.mark.big,)
 
-    return [pytest.param(*case, marks=marks(place), id="-".join(case)) for place, case in enumerate(cases)]
+    return [pytest.param(*case, marks=marks(position), id="-".join(case)) for position, case in enumerate(cases)]
 
 
 GRADED = 3 * len(SCHEDULES)
-SETTINGS = pairwise(SCHEDULES, PLACES, list(SHARDINGS)[:5], TENSOR, REMATS)
+SETTINGS = pairwise(SCHEDULES, POSITIONS, list(SHARDINGS)[:5], TENSOR, REMATS)
 
 
-@pytest.mark.parametrize(("schedule", "place", "sharding", "tensor", "remat"), graded(SETTINGS, 2, GRADED))
-def test_settings(schedule: str, place: str, sharding: str, tensor: str, remat: str) -> None:
-    precision = list(PRECISIONS.values())[len(schedule + place + sharding) % len(PRECISIONS)]
-    check(SPEC, plan_of(schedule, sharding, tensor, remat=REMATS[remat], precision=precision), place)
+@pytest.mark.parametrize(("schedule", "position", "sharding", "tensor", "remat"), graded(SETTINGS, 2, GRADED))
+def test_settings(schedule: str, position: str, sharding: str, tensor: str, remat: str) -> None:
+    precision = list(PRECISIONS.values())[len(schedule + position + sharding) % len(PRECISIONS)]
+    check(SPEC, plan_of(schedule, sharding, tensor, remat=REMATS[remat], precision=precision), position)
 
 
-SCHEDULED = pairwise(MODELS, SCHEDULES, PLACES)
+SCHEDULED = pairwise(MODELS, SCHEDULES, POSITIONS)
 
 
-@pytest.mark.parametrize(("model", "schedule", "place"), graded(SCHEDULED, 1, 10))
-def test_models(model: str, schedule: str, place: str) -> None:
+@pytest.mark.parametrize(("model", "schedule", "position"), graded(SCHEDULED, 1, 10))
+def test_models(model: str, schedule: str, position: str) -> None:
     turn = list(MODELS).index(model) + list(SCHEDULES).index(schedule)
     sharding, tensor = list(SHARDINGS)[turn % len(SHARDINGS)], list(TENSOR)[turn % len(TENSOR)]
     settings = dict(MODELS[model])
@@ -118,12 +118,12 @@ def test_models(model: str, schedule: str, place: str) -> None:
         spec = replace(spec, num_hidden_layers=7)
         first, *others = plan.pipeline.split
         plan = replace(plan, pipeline=replace(plan.pipeline, split=(first + 1, *others)))
-    check(spec, plan, place)
+    check(spec, plan, position)
 
 
 def test_every_schedule_is_seen_on_every_rank() -> None:
     """Within what `make prove` runs."""
-    assert {case[:2] for case in SETTINGS[:GRADED]} == set(product(SCHEDULES, PLACES))
+    assert {case[:2] for case in SETTINGS[:GRADED]} == set(product(SCHEDULES, POSITIONS))
 
 
 @pytest.mark.prove
@@ -133,13 +133,15 @@ def test_fake_tensors_show_what_real_ones_show() -> None:
     assert measure(SPEC, plan, 5, fake=True) == measure(SPEC, plan, 5, fake=False)
 
 
-LARGE_CASES = pairwise(SCHEDULES, PLACES, ("ddp over 1", "zero1 over 2", "zero3 over 4"), ("none", "selective", "full"))
+LARGE_CASES = pairwise(
+    SCHEDULES, POSITIONS, ("ddp over 1", "zero1 over 2", "zero3 over 4"), ("none", "selective", "full")
+)
 
 
-@pytest.mark.parametrize(("schedule", "place", "sharding", "remat"), graded(LARGE_CASES, 0, 1))
-def test_peak_of_a_gigabyte(schedule: str, place: str, sharding: str, remat: str) -> None:
+@pytest.mark.parametrize(("schedule", "position", "sharding", "remat"), graded(LARGE_CASES, 0, 1))
+def test_peak_of_a_gigabyte(schedule: str, position: str, sharding: str, remat: str) -> None:
     plan = replace(plan_of(schedule, sharding, remat=REMATS[remat]), batch=Batch(8, 6, 2048, 1024))
-    found = drift(LARGE, plan, plan.layout.rank({"pp": PLACES[place]}))
+    found = drift(LARGE, plan, plan.layout.rank({"pp": POSITIONS[position]}))
     assert found.measured.peak_bytes > 2**30
     assert not found.differences()
     assert abs(found.peak_error) < PEAK_TOLERANCE
@@ -152,11 +154,11 @@ def test_what_each_rank_sends_of_tied_ends() -> None:
     padded = -(-spec.vocab_size // 4) * spec.hidden_size * 4
     for sharding, size in (("ddp over 1", rows), ("zero3 over 4", padded)):
         plan = plan_of("1f1b", sharding)
-        sent = [predict(spec, plan, plan.layout.rank({"pp": place})).sent for place in range(RANKS)]
+        sent = [predict(spec, plan, plan.layout.rank({"pp": position})).sent for position in range(RANKS)]
         assert [each["pp", "all_reduce", size] for each in sent] == [1, 0, 1]
         plan = plan_of("zbv", sharding)
-        for place in range(RANKS):
-            found = predict(spec, plan, plan.layout.rank({"pp": place})).sent
+        for position in range(RANKS):
+            found = predict(spec, plan, plan.layout.rank({"pp": position})).sent
             assert not [key for key in found if key[:2] == ("pp", "all_reduce")]
 
 

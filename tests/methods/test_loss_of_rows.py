@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.distributed.fake_world import fake_world
-from shardwise.methods import head as paper
+from shardwise.methods import loss_memory as paper
 from shardwise.methods.loss import Output, linear_cross_entropy, token_losses
 from shardwise.prove.fake_run import WorldCounter
 from shardwise.prove.pool import RankPool

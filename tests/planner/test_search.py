@@ -12,7 +12,7 @@ import pytest
 
 from shardwise import techniques
 from shardwise.errors import ConfigError
-from shardwise.methods.head import forward_tensors
+from shardwise.methods.loss_memory import forward_tensors
 from shardwise.models.config import ModelSpec
 from shardwise.models.lookup import load_spec
 from shardwise.planner.comparison import MARGIN, fits, kind, peak_share, seconds, smallest_ones

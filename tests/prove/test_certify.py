@@ -133,7 +133,7 @@ def _traced_anew() -> Iterator[None]:
 def test_planted_drift_is_found_and_its_smallest_layout_is_right(name: str, _traced_anew: None) -> None:
     fault = DRIFT[name]
     subject = subject_of(fault.spec, fault.plan)
-    ends = certify.places(fault.plan.layout, "quick")
+    ends = certify.drift_ranks(fault.plan.layout, "quick")
     assert not failed([certify.run(subject, "drift", rank, NoRanks()) for rank in ends]), "without the fault"
     with fault.planted():
         check, *_ = failed([certify.run(subject, "drift", rank, NoRanks()) for rank in ends])
@@ -310,9 +310,9 @@ def test_compositions_of_several_axes_are_certified(ranks: RankPool, name: str) 
 @pytest.mark.parametrize("effort", ["quick", "normal", "thorough"])
 def test_which_ranks_are_looked_at(effort: certify.Effort) -> None:
     of = Layout(pp=4, dp_shard=3, tp=2)
-    found = certify.places(of, effort)
+    found = certify.drift_ranks(of, effort)
     assert {"quick": [0, 23], "normal": [0, 5, 12, 17, 18, 23], "thorough": list(range(24))}[effort] == found
-    assert {of.coordinate(rank, "pp") for rank in certify.places(of, "normal")} == {0, 2, 3}
+    assert {of.coordinate(rank, "pp") for rank in certify.drift_ranks(of, "normal")} == {0, 2, 3}
 
 
 @pytest.mark.parametrize(

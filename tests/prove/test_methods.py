@@ -28,5 +28,7 @@ def test_it_is_certified(ranks: RankPool, name: str, plan: Plan) -> None:
     subject = certify.subject_of(recipe, SPEC, replace(plan, loss=METHODS[name].loss), 16)
     assert subject.small is not None and subject.ranks == 4
     checks = [certify.run(subject, proof, 0, ranks) for proof in ("parity", "checkpoint")]
-    checks += [certify.run(subject, "drift", rank, NoRanks()) for rank in certify.places(subject.plan.layout, "quick")]
+    checks += [
+        certify.run(subject, "drift", rank, NoRanks()) for rank in certify.drift_ranks(subject.plan.layout, "quick")
+    ]
     assert not [check for check in checks if check.problems]

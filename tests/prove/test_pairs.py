@@ -31,7 +31,7 @@ def test_both_are_certified(ranks: RankPool, names: tuple[str, ...]) -> None:
     subject = subject_of(names)
     with RankPool(subject.ranks) if subject.ranks > 4 else nullcontext(ranks) as pool:
         checks = [certify.run(subject, proof, 0, pool) for proof in ("parity", "documents", "dtypes")]
-    ends = certify.places(subject.plan.layout, "quick")
+    ends = certify.drift_ranks(subject.plan.layout, "quick")
     checks += [certify.run(subject, "drift", rank, NoRanks()) for rank in ends]
     assert not [check for check in checks if check.problems]
 

@@ -257,5 +257,5 @@ def test_what_the_first_and_the_last_rank_of_a_recipe_send_and_hold(path: Path, 
     recipe = load_recipe(path, [quickstart_model(tmp_path)] if path.stem == "sft-tiny" else [])
     plan = choose(recipe, resolve(recipe), parse_cluster(MEANT_FOR[path.stem]))
     subject = certify.Certification(resolve(recipe), plan, None, Setting())
-    ends = certify.places(plan.layout, "quick")
+    ends = certify.drift_ranks(plan.layout, "quick")
     assert not [check for rank in ends if (check := certify.run(subject, "drift", rank, NoRanks())).problems]

@@ -1,5 +1,5 @@
-"""Figures that plans have in common that differ in how they shard, in their micro-batches and in their stages: sheets,
-sizes and what they hold, each found once."""
+"""Sheets, sizes of weights and bytes held: what is the same for plans that differ only in sharding, micro-batches or
+stages is found once for all of them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _of_weights = attrgetter(*(each.name for each in fields(Plan) if each.name not i
 
 
 def alike(plan: Plan) -> int:
-    """A number that plans have in common that compute the same in micro-batches of another size, and shard it over
-    others."""
+    """Return a number that is the same for all plans that compute the same, whatever the size of their micro-batches
+    and the ranks over which they shard."""
     return _numbered(plan, "_alike", _settings)
 
 
@@ -73,8 +73,8 @@ class PlanFigures:
         self.known_sheets, self.known_sizes, self.known_flops = _of_model(self.spec)
 
     def sheet(self, plan: Plan) -> Sheet:
-        """The sheet of a plan that computes the same, without stages, in micro-batches of another size unless these are
-        divided unevenly."""
+        """Return the sheet of the plan without stages. Plans with micro-batches of another size share it, unless ranks
+        divide a micro-batch unevenly."""
         key = 0 if even(plan) else plan.batch.micro_batch_size, alike(plan)
         if key not in self.known_sheets:
             self.known_sheets[key] = costed_of(self.spec, unstaged(plan))

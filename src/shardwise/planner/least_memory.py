@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from shardwise import techniques
-from shardwise.methods.head import loss_bytes
+from shardwise.methods.loss_memory import loss_bytes
 from shardwise.planner.figures import PlanFigures, alike, on_device
 from shardwise.planner.held import recomputed
 from shardwise.planner.overhead import fixed_bytes

@@ -25,7 +25,7 @@ from shardwise.spec.rank_kind import rank_kind_of, rank_kinds
 from shardwise.spec.sheet import EXPERT_ROWS, Sheet, is_control
 
 KEPT_PASSES = 4096
-"""A page prices fewer plans."""
+"""How many are remembered: more than the plans that are priced for one page."""
 
 
 def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float("inf")) -> Plan:

@@ -38,9 +38,9 @@ class Remedy:
 
 
 def remedies(recipe: Recipe, spec: ModelSpec, cluster: Cluster, chosen: Plan) -> list[Remedy]:
-    """The single changes that would make ``chosen``, which is above the margin, fit; if there are none, those that come
-    closest. Where the recipe leaves stages open, they are as many as in ``chosen``, or there are none; so ranks that
-    share rows."""
+    """Return the single changes that would make ``chosen``, which takes more memory than the margin leaves, fit; if
+    there are none, those that come closest. Where the recipe leaves the number of stages open, only plans with as many
+    as ``chosen`` and plans without stages are tried; likewise the ranks that share a row."""
     share = MARGIN if peak_share(chosen) <= 1 else 1.0
     found: list[Remedy] = []
     beyond: list[Change] = []
@@ -156,7 +156,7 @@ def alternatives(
     """Yield what single changes of the machines and of the recipe would make of a recipe's plan: the split of a much
     faster one of ``others`` that is tight, other GPUs, more of them, faster links, half the sequence, adapters, and
     what is stored in fewer bits. Those that are not allowed, do not fit, or are slower, are left out; what is hardly
-    faster takes less memory. Each is told as soon as it is found. Of stages as :func:`remedies`."""
+    faster takes less memory. Each is yielded as soon as it is found. Stages are tried as in :func:`remedies`."""
 
     def quick(plan: Plan) -> bool:
         tight = not fits(plan) and peak_share(plan) <= TIGHT
@@ -256,7 +256,8 @@ def _faster_by(plan: Plan, chosen: Plan) -> str:
 
 
 def _near(recipe: Recipe, chosen: Plan) -> Iterator[Recipe]:
-    """The recipe with ranks that share rows as many as in ``chosen`` or none, where it leaves them open."""
+    """Yield the recipe with its number of context-parallel ranks fixed, where it leaves it open: that of ``chosen``,
+    and one."""
     asked, layout = recipe.parallel, chosen.layout
     ranks = {asked.cp or 1}
     if asked.cp is None and asked.cp_kind == "auto":

@@ -43,8 +43,8 @@ from shardwise.techniques.variant import Variant, parameters
 Tell = Callable[[torch.Tensor], None]
 OVER_RANKS = "over_ranks"
 """In the names of operations whose keys, or states, are on several ranks."""
-SUMS = "shardwise.conv_silu_over_ranks"
-"""Of gated delta nets, over the last tokens of the piece before too."""
+CONVOLUTION = "shardwise.conv_silu_over_ranks"
+"""The short convolution of gated delta nets, which reads the last tokens of the rank before as well."""
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -362,10 +362,10 @@ class _Naming:
         if name.startswith("shardwise.gated_delta"):
             return replace(self.rule(name, event), read=read, written=written)
         dims = _dims(name, event, size)
-        if name.startswith(SUMS):
+        if name.startswith(CONVOLUTION):
             (*_, channels), (*_, taps) = event.shapes[name.endswith("_backward") :][:2]
             dims = size(channels), size(taps - 1), size(self.layout.cp)
-        return Op("elementwise", name, dims=dims, axis="cp" * name.startswith(SUMS), read=read, written=written)
+        return Op("elementwise", name, dims=dims, axis="cp" * name.startswith(CONVOLUTION), read=read, written=written)
 
     def rule(self, name: str, event: RecordedOp) -> Op:
         """The rule of gated delta nets: its products, and of its dims tokens of all heads, key and value; where states

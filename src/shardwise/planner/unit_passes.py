@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from shardwise import techniques
-from shardwise.methods.head import backward_tensors, forward_tensors, gathers, products, sums
+from shardwise.methods.loss_memory import backward_tensors, forward_tensors, gathers, products, sums
 from shardwise.models.roles import is_expert, role
 from shardwise.planner.held import recomputed, unfreed
 from shardwise.planner.overhead import workspace_bytes

@@ -10,7 +10,7 @@ from shardwise.models.config import parameter_count
 from shardwise.prove.asked import TOLERANCE as RATE_TOLERANCE
 from shardwise.prove.basis import Basis, digest, digests
 from shardwise.prove.beside import TOLERANCE as MODEL_TOLERANCE
-from shardwise.prove.certify import Certification, Check, Effort, micro_batches, places
+from shardwise.prove.certify import Certification, Check, Effort, drift_ranks, micro_batches
 from shardwise.prove.documents import OF_EXPERTS
 from shardwise.prove.drift import PEAK_FROM_BYTES, PEAK_TOLERANCE
 from shardwise.prove.kept import FORMAT, Command
@@ -63,7 +63,7 @@ class Certificate:
     def unseen(self) -> list[str]:
         """Return what the certificate does not show."""
         plan, small = self.subject.plan, self.subject.small
-        looked = len(places(plan.layout, self.facts.effort))
+        looked = len(drift_ranks(plan.layout, self.facts.effort))
         found = [f"all proofs but drift, data and recipe: {self.subject.why}"] if small is None else []
         if looked < plan.layout.world:
             found.append(f"drift on {plan.layout.world - looked:,} of {plan.layout.world:,} ranks")

@@ -92,7 +92,7 @@ class Certification:
 
     def cases(self, effort: Effort) -> list[tuple[str, int]]:
         """The proofs to be run, in their order, with the rank whose drift is looked at."""
-        ranks = [("drift", rank) for rank in places(self.plan.layout, effort)]
+        ranks = [("drift", rank) for rank in drift_ranks(self.plan.layout, effort)]
         left = {"dtypes"} if effort == "quick" else set()
         left |= set() if self.setting.packed else {"documents"}
         ranks += [("data", 0)] * isinstance(self.read, Read) + [("recipe", 0)] * (self.asked is not None)
@@ -144,7 +144,7 @@ def certify(
     return checks, least
 
 
-def places(layout: Layout, effort: Effort) -> list[int]:
+def drift_ranks(layout: Layout, effort: Effort) -> list[int]:
     """The ranks whose drift is looked at: the first and the last; with more effort, on the first, a middle and the
     last rank of each pipeline the first and last of every other axis, all at once; or all ranks."""
     if effort == "thorough":
@@ -354,7 +354,7 @@ def smallest_failing(subject: Certification, failed: Check, ranks: Ranks) -> Sma
     def outcome(setting: Setting, spec: ModelSpec, plan: Plan) -> Outcome:
         try:
             if drifts:
-                looked = places(plan.layout, "quick" if spec is subject.spec else "normal")
+                looked = drift_ranks(plan.layout, "quick" if spec is subject.spec else "normal")
                 found = any(_drift(spec, plan, rank, {}) for rank in looked)
             else:
                 found = any(PROOFS[failed.proof](Shrunk(spec, plan, plan, (), (), ()), setting, ranks, {}))

@@ -45,8 +45,8 @@ class Network:
         return self.known[key]
 
     def least_s(self, kind: str, group: str, size: float, calls: int) -> float:
-        """Return what so many collectives take at least that send ``size`` bytes together. What was measured need not
-        grow evenly with its bytes."""
+        """Return a lower bound of the seconds of ``calls`` collectives that send ``size`` bytes together. Where seconds
+        were measured they need not grow evenly with bytes, so that only one call is certain."""
         calls = 1 if self.cluster.measured else calls
         return calls * self.seconds(kind, group, size / calls) if size else 0.0
 

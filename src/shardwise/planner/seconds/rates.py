@@ -283,7 +283,8 @@ def _made(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
 
 
 def attention_kernel(plan: Plan, cluster: Cluster) -> str:
-    """The row of the constants that stands for the kernel that the plan's attention takes on this device."""
+    """Return the name of the row of ``constants.csv`` with the rate of the kernel that this device takes for the plan's
+    attention."""
     major = (cluster.device.capability or (8, 0))[0]
     if major < 8 or plan.precision.compute in ("fp32", "fp64"):
         return "flash1 ampere"
