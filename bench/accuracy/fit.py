@@ -159,11 +159,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fit the constants behind seconds to published measurements.")
     parser.add_argument("file", type=Path)
     parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument("--only", default="", help="constants whose names begin so; the others stay")
     given = parser.parse_args()
     data, lines = rows_to_fit(given.file), rows()
     free: dict[str, tuple[float, float, float]] = {}
     for line in lines:
         name = line["constant"]
+        if not name.startswith(given.only):
+            continue
         if line["prior"] and name.partition(":")[2] not in FOLLOWS and any(touches(name, row) for row, _ in data):
             free[name] = float(line["value"]), float(line["prior"]), float(line["sigma"])
     values, left = fitted(data, free)

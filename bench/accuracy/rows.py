@@ -48,6 +48,7 @@ CHUNKED = re.compile("chunked|fused linear|no full logits|no logits|linear.cross
 """Words for a loss that never has all logits."""
 CHUNK_TOKENS = 1024
 """Tokens that it takes at a time."""
+EIGHT_BITS = ("fp8", "mxfp8")
 Text = Mapping[str, str]
 
 
@@ -136,7 +137,9 @@ def _read(text: Text) -> Measurement:
     plan = _plan(text, spec, habits, guessed)
     cluster = _cluster(text, device, plan.layout)
     plan = replace(plan, model=spec.name, layout=replace(plan.layout, ranks_per_node=cluster.devices_per_node))
-    if found := [*problems(spec), *techniques.check(spec, plan, cluster)]:
+    # What other systems multiply in 8 bits is theirs to say: the rest of the plan has to be one of ours.
+    in_16_bits = replace(plan, precision=replace(plan.precision, products="compute"))
+    if found := [*problems(spec), *techniques.check(spec, in_16_bits, cluster)]:
         raise _Skipped(f"its plan would be refused ({found[0].code})")
     return Measurement(text, spec, plan, cluster, habits, tuple(guessed))
 
@@ -150,7 +153,8 @@ def _refuse(text: Text) -> None:
     rules: dict[str, object] = {
         "a reference, not a measurement": "reference" in (said(text, "verified"), said(text, "kind")),
         "a schedule that overlaps other stages": re.search("dualpipe|zero.?bubble", f"{notes} {program}"),
-        "8-bit or 4-bit products": re.match(r"(mx|nv)?fp[48]|int8", precision),
+        "4-bit products": re.match(r"(mx|nv)?fp4|int8", precision),
+        "8-bit products of experts": precision in EIGHT_BITS and sized,
         "experts of which not all sizes are told": not sized and re.search(r"\bmoe\b|-a\d+b|\d+x\d+b", model),
         "experts that tensor parallelism cuts": (number(text, "etp") or 1) > 1,
         "a hybrid of attention and other blocks": re.search("hybrid model|mamba|nemotron-?h", f"{notes} {model}"),
@@ -311,13 +315,16 @@ def _remat(text: Text, habits: Habits, guessed: list[str]) -> Remat:
 
 def _precision(text: Text, habits: Habits) -> Precision:
     """Weights in 16 bits where the row says so: of all that is trained."""
-    compute: Any = {"": "bf16"}.get(said(text, "precision"), said(text, "precision"))
+    named = said(text, "precision")
+    compute: Any = "bf16" if named in ("", *EIGHT_BITS) else named
     if compute not in ("bf16", "fp16", "fp32"):
         raise _Skipped("an unknown precision")
     detail = f"{said(text, 'precision_detail')} {said(text, 'notes')}".lower()
     pure = any(word in detail for word in PURE)
     low = "=pure" in detail or (habits.reduce_bytes == 2 and "=default" not in detail and "fp32 reduce" not in detail)
-    return Precision(compute, "bf16" if pure and compute == "bf16" else "fp32", "bf16" if low else "fp32")
+    weights: Any = "bf16" if pure and compute == "bf16" else "fp32"
+    found = Precision(compute, weights, "bf16" if low else "fp32")
+    return replace(found, products="float8", scales="row") if named in EIGHT_BITS else found
 
 
 def _lora(text: Text) -> Lora | None:

@@ -102,10 +102,12 @@ def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]
             continue
         capacity = row.cluster.device.memory_bytes
         failed = said(text, "outcome").upper() == "OOM"
-        fits[failed, memory.peak_bytes > capacity] += 1
+        in_16_bits = row.plan.precision.products == "compute"  # else what others keep of a product in 8 bits is theirs
+        if in_16_bits:
+            fits[failed, memory.peak_bytes > capacity] += 1
         kind = next(kind for word, kind in KINDS.items() if word in said(text, "mem_def").lower())
         measured = (number(text, "peak_mem_gib") or 0) * 2**30
-        if measured and not failed and "only the cap" not in said(text, "mem_def"):
+        if in_16_bits and measured and not failed and "only the cap" not in said(text, "mem_def"):
             predicted = memory.allocated_bytes if kind == "memory_allocated" else memory.peak_bytes
             scores += [Score(row, group, measured, predicted, capacity) for group in ("memory", kind)]
         seconds = measured_s(row)
@@ -115,7 +117,17 @@ def score(texts: Iterable[dict[str, str]]) -> tuple[dict[str, Any], list[Score]]
     by_group: dict[str, list[Score]] = defaultdict(list)
     for one in scores:
         by_group[one.group].append(one)
-    timed_groups = ("dense_16bit", "dense_16bit_stated", "fine_tune", "long", "experts", "experts_fine_tune")
+    timed_groups = (
+        "dense_16bit",
+        "dense_16bit_stated",
+        "fine_tune",
+        "long",
+        "experts",
+        "experts_fine_tune",
+        "dense_float8",
+        "dense_mxfp8",
+        "fine_tune_float8",
+    )
     levels = levels_of(scores)
     names = (*timed_groups, "memory", *sorted({*KINDS.values()}))
     groups: dict[str, Any] = {name: summary(by_group[name], levels) for name in names}
@@ -134,6 +146,9 @@ def groups_of(row: Measurement) -> list[str]:
     """The groups that the seconds of a row belong to."""
     inferred = {*said(row.text, "inferred_fields").split(), *row.guessed}
     stated = not inferred & (MATTERS | {"recompute"})
+    if row.plan.precision.products != "compute":
+        named = "float8" if said(row.text, "precision") == "fp8" else "mxfp8"
+        return [f"dense_{named}" if said(row.text, "task") == "pretrain" else f"fine_tune_{named}"]
     if row.spec.experts:
         return ["experts"] if said(row.text, "task") == "pretrain" else ["experts_fine_tune"]
     dense = ["dense_16bit", *["dense_16bit_stated"] * stated] if said(row.text, "task") == "pretrain" else ["fine_tune"]
@@ -171,6 +186,7 @@ def _traits(row: Measurement) -> Traits:
         2 * habits.logit_bytes / OWN_LOGIT_BYTES if habits.logit_bytes else 1.0,
         chained=False,
         scattered=True,
+        float8=(known["float8 product"], known["float8 casts"]),
     )
 
 

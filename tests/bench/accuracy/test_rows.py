@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench.accuracy.rows import Measurement, habits_of, read
+from bench.accuracy.fit import replaced
+from bench.accuracy.rows import Measurement, habits_of, read, said
+from bench.accuracy.score import groups_of, predicted_s
 from shardwise.models.config import parameter_count
 from shardwise.spec.devices import find_device
 from shardwise.spec.layout import Layout
@@ -41,6 +43,21 @@ def test_what_is_blank_is_guessed_and_named() -> None:
     assert row.plan.batch == Batch(8, 1, 2048, 8 * 2048)
     assert row.plan.remat.mode == "selective" and row.plan.shard.strategy == "zero3"
     assert row.cluster.network_bytes_per_s == 8 * 25e9, "what the table says of a node of A100"
+
+
+@pytest.mark.parametrize("named", ["fp8", "mxfp8"])
+def test_products_in_8_bits(named: str) -> None:
+    """Tensor-parallel ranks and all: what another system multiplies in 8 bits is its own to say."""
+    node = {"gpu": "H100", "num_gpus": "8"}  # where it does not wait for the network
+    row, plain = reading(precision=named, **node), reading(**node)
+    precision = Precision("bf16", "fp32", "fp32", products="float8", scales="row")
+    assert row.plan == replace(plain.plan, precision=precision)
+    task, name = said(row.text, "task"), "float8" if named == "fp8" else "mxfp8"
+    assert task == "pretrain" and groups_of(row) == [f"dense_{name}"] and groups_of(plain)[0] == "dense_16bit"
+    slow, fast = predicted_s(plain), predicted_s(row)
+    with replaced({"float8 product": 1.0, "float8 casts": 0.0}):
+        assert predicted_s(row) == pytest.approx(slow, rel=1e-6), "nothing else differs"
+    assert slow is not None and fast is not None and 1.1 * fast < slow
 
 
 @pytest.mark.parametrize(
@@ -138,7 +155,8 @@ def test_fine_tuning() -> None:
         ({"pp": "64", "num_gpus": "64", "tp": "1"}, "more stages than blocks"),
         ({"pp": "2", "notes": "zero bubble schedule"}, "a schedule that overlaps other stages"),
         ({"ep": "3"}, "ep does not divide dp x cp x tp"),
-        ({"precision": "mxfp8"}, "8-bit or 4-bit products"),
+        ({"precision": "nvfp4"}, "4-bit products"),
+        ({"precision": "fp8", "num_experts": "8", "moe_ffn": "1024"}, "8-bit products of experts"),
         ({"precision": "int4?"}, "an unknown precision"),
         ({"gpu": "H9000"}, "unknown GPU"),
         ({"gpu": ""}, "no GPU named"),

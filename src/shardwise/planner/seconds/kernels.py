@@ -156,10 +156,10 @@ def _product(name: str, dims: tuple[int, ...], rates: Rates) -> Duration:
     groups, m, n, k = dims
     if name in SCALED:
         passes, kernels = CASTS[rates.blocks]
-        each = passes * BYTES[rates.dtype] + CODE_BYTES
+        each = rates.casts * (passes * BYTES[rates.dtype] + CODE_BYTES)
         multiplied = _timed(rates.product_s(groups, m, n, k) / rates.scaled, rates, "products")
         cast_s = rates.pointwise_s(m * k * each) + rates.pointwise_s(n * k * each)
-        of_cast = _timed(cast_s, rates, "products", kernels=2 * kernels)
+        of_cast = _timed(cast_s, rates, "products", kernels=round(2 * kernels * rates.casts))
         return Duration(multiplied.device_ns + of_cast.device_ns, multiplied.host_ns + of_cast.host_ns, "products")
     if name not in (GROUPED, GROUPED_OUTER):
         return _timed(rates.product_s(groups, m, n, k), rates, "products")

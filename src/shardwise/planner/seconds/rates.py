@@ -56,7 +56,8 @@ class Traits:
     given and returns; 0 where it is one kernel. ``chained``: the stages of a pipeline wait while the one before them
     gathers weights or sums gradients. ``experts_s``: of host time a layer with experts; 0 for that of the constants.
     ``scattered``: tensor-parallel ranks that all have the same hidden states send the next stage a part each.
-    ``measured``: what this system measured on such a device goes before the table."""
+    ``measured``: what this system measured on such a device goes before the table. ``float8``: how many times as fast
+    as in bf16 its products in float8 are, and the share that its casts move of the bytes of ours; ours where None."""
 
     efficiency: float
     step_s: float
@@ -72,6 +73,7 @@ class Traits:
     experts_s: float = 0.0
     scattered: bool = False
     measured: bool = False
+    float8: tuple[float, float] | None = None
 
 
 def own_traits() -> Traits:
@@ -111,6 +113,7 @@ class Rates:
     grouped: float = 1.0
     experts_s: float = 0.0
     scaled: float = 1.0
+    casts: float = 1.0
     host_bytes_per_s: float = CPU_UPDATED_BYTES_PER_S
     host_link_bytes_per_s: tuple[float, float] = (CPU_BYTES_PER_S, CPU_BYTES_PER_S)
     disk_bytes_per_s: tuple[float, float] = (READ_TIMES * DISK_BYTES_PER_S, DISK_BYTES_PER_S)
@@ -246,7 +249,7 @@ def _made(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
     fixed |= {"grouped": known["grouped product"], "experts_s": traits.experts_s or known["experts_s"]}
     fixed |= {"dequantised": traits.dequantised, "fused_loss": traits.fused_loss and plan.compile}
     if cuda and plan.precision.products == "float8":
-        fixed["scaled"] = TIMES_AS_FAST[plan.precision.scales]
+        fixed["scaled"], fixed["casts"] = traits.float8 or (TIMES_AS_FAST[plan.precision.scales], 1.0)
     fixed |= {"bytes_share": known[f"bytes {blocks}"], **_beside(cluster)}
     if not cuda:
         return Rates(
