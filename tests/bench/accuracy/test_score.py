@@ -160,16 +160,18 @@ def test_a_report_counts_every_row() -> None:
         changed(peak_mem_gib="20", mem_def="nvidia-smi"),
         changed(mbs="64", gbs="512", ac="none", outcome="OOM", peak_mem_gib="79"),
         changed(outcome="OOM"),
+        changed(precision="fp8", peak_mem_gib="20", mem_def="nvidia-smi"),
         changed(gpu="H9000"),
         changed(ep="2"),
         {"unheard_of": "1"},
     ]
     report, scores = score(rows)
-    assert report["rows"] == 8
+    assert report["rows"] == 9
     assert sum(report["skipped"].values()) == 3 and report["skipped"]["unknown GPU"] == 1
     groups = report["groups"]
     assert {name: groups[name]["n"] for name in groups} == {
         "dense_16bit": 3, "dense_16bit_stated": 3, "fine_tune": 0, "long": 0, "experts": 0, "experts_fine_tune": 0,
+        "dense_float8": 1, "dense_mxfp8": 0, "fine_tune_float8": 0,
         "memory": 3, "memory_allocated": 1, "memory_reserved": 1, "memory_smi": 1, "fit": 5, "pairs": 0,
     }  # fmt: skip
     assert groups["fit"] == {"n": 5, "right": 4, "false_does_not_fit": 0, "oom": 2, "missed_oom": 1}
