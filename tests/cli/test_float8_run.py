@@ -47,6 +47,25 @@ def test_what_two_ranks_read_is_what_transformers_reads(
         assert moved <= 2e-12, (name, moved)
 
 
+@pytest.mark.prove
+def test_an_export_in_float8_is_the_run_in_8_bits(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """What was read from float8, after a step that moves nothing, goes back into float8 with other scales: no value
+    moves by more than what the format tells apart."""
+    assert main(words) == 0
+    assert main(["export", "runs/a", "--dtype", "float8", "-o", "eight"]) == 0
+    held = load_file(Path("eight") / hf.SINGLE)
+    assert held[NAME].dtype == torch.float8_e4m3fn and held[f"{NAME}_scale_inv"].dtype == torch.float32
+    exported, theirs = (
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).state_dict() for name in ("eight", "model")
+    )
+    matrices = [name for name, value in theirs.items() if value.dim() > 1]
+    assert len(matrices) > 10
+    for name in matrices:
+        off = (exported[name] - theirs[name]).abs()
+        worst = float((off / (theirs[name].abs() / 16 + theirs[name].abs().max() * 2.0**-16)).max())
+        assert worst <= 1, (name, worst)
+
+
 def test_float8_without_scales_starts_no_process(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     held = load_file(Path("model") / hf.SINGLE)
     del held[f"{NAME}_scale_inv"]

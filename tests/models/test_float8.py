@@ -24,6 +24,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.hf_names import Location
 from shardwise.models.lookup import load_spec, read_spec
 from shardwise.models.stored import StoredParameter, StoredRows
+from shardwise.techniques.float8 import codes
 from tests.models import hf_models
 from tests.models.families import config_of, in_memory, random_model, spec_of
 from tests.models.llama import relative, tokens
@@ -125,6 +126,67 @@ def test_what_compressed_tensors_wrote_is_what_it_reads(kind: str) -> None:
     read = parameter(file, Location(0, 44, f"{kind}.weight", shape), blocks)
     found = read.read_finite((slice(0, 44), slice(0, shape[1])))
     assert torch.equal(found.bfloat16(), held[f"{kind}.values"])
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (128, 384)])
+def test_what_is_written_is_rounded_once(shape: tuple[int, int]) -> None:
+    """By a scale that is the smallest power of two with which no value is above 448, which the search here finds by
+    trying; and as products in float8 code a whole matrix."""
+    torch.manual_seed(0)
+    values = torch.randn(shape) * torch.logspace(-30, 6, shape[0]).unsqueeze(1)
+    values[:128, :128] *= 448 / values[:128, :128].abs().max()  # the largest number of the format is told with 1
+    stored, scales = float8.coded(values)
+    assert stored.dtype == E4M3 and scales.shape == (shape[0] // 128, shape[1] // 128) and scales[0, 0] == 1
+    for row in range(0, shape[0], 128):
+        for column in range(0, shape[1], 128):
+            own = slice(row, row + 128), slice(column, column + 128)
+            largest = float(values[own].abs().max())
+            power = min(power for power in range(-126, 100) if largest <= 448 * 2.0**power)
+            assert scales[row // 128, column // 128] == 2.0**power
+            assert torch.equal(stored[own].float(), (values[own].double() / 2.0**power).to(E4M3).float())
+    theirs = codes.coded(values, 128, 128)
+    assert torch.equal(theirs.codes.float(), stored.float()) and torch.equal(theirs.scales, scales)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe", "llama"])
+def test_what_is_written_is_what_transformers_reads(tmp_path: Path, kind: str) -> None:
+    """The matrices of blocks in float8, and with their scales what each was within half a unit of the format; all else
+    in bf16. Read again, and by transformers, they have the same values, and written again too."""
+    latent = LATENT | HEADS | {"attention_bias": False, "head_dim": 8} if kind == "deepseek_v3" else {"head_dim": 32}
+    ours = random_model(read_spec(config_of(kind, 1) | WIDE | latent, "test"), 1)
+    assert not float8.unwritable(ours.spec, hf.written(ours.spec))
+    hf.write_weights(tmp_path / "one", ours.spec, ours.state_dict().__getitem__, E4M3)
+    hf.write_weights(tmp_path / "plain", ours.spec, ours.state_dict().__getitem__)
+    plain, held = (load_file(tmp_path / name / hf.SINGLE) for name in ("plain", "one"))
+    inner = [name for name, value in held.items() if value.dtype == E4M3]
+    assert len(inner) >= 8 and not any(re.search("norm|embed|lm_head|gate.weight", name) for name in inner)
+    for name in inner:
+        found = meant(held[name], held[f"{name}_scale_inv"], 128, 128)
+        unit = held[f"{name}_scale_inv"].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        rows, columns = found.shape
+        off, exact = (found - plain[name].double()).abs(), plain[name].double().abs()
+        assert (off <= torch.maximum(exact / 16, unit[:rows, :columns] * 2.0**-10)).all(), name
+    spec = load_spec(str(tmp_path / "one"))
+    assert spec.stored == "float8, with a scale for 128 x 128"
+    read = dict(hf.read_weights(tmp_path / "one", everything(spec), spec))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype=torch.float32).state_dict()
+    state = in_memory(spec, read, theirs)
+    assert not theirs.keys() - state.keys() - {"lm_head.weight"}, "a head that is the embedding"
+    for name in state:
+        assert torch.equal(state[name].float(), theirs[name].float()), name
+    hf.write_weights(tmp_path / "two", spec, read.__getitem__, E4M3)
+    for name, value in hf.read_weights(tmp_path / "two", everything(spec), spec):
+        assert torch.equal(value, read[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("gpt_oss", "experts.gate_up_proj"), ("qwen3", "128 x 128"), ("gpt2", "transformers' own modules")],
+)
+def test_models_that_are_not_written_in_float8(kind: str, why: str) -> None:
+    """Whose files stack experts, of which no layer has whole blocks, and whose modules are transformers' own."""
+    spec = hf_models.spec_of(kind) if kind == "gpt2" else spec_of(kind)
+    assert why in float8.unwritable(spec, hf.written(spec))
 
 
 class Quantizer:

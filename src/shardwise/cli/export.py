@@ -36,7 +36,10 @@ class Options(Common):
         str | None,
         Option("--push", metavar="ORG/NAME", help="Upload it to the Hub, as a private repository if it is new."),
     ] = None
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Of the files.")] = None
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16", "float8"] | None,
+        Option("--dtype", help="Of the files; float8: linear layers in 8 bits with a scale for 128 x 128."),
+    ] = None
     adapter: Annotated[
         bool, Option("--adapter", help="Only the adapter, as peft reads it, into RUN/adapter; not merged.")
     ] = False
@@ -44,6 +47,8 @@ class Options(Common):
 
 def run(options: Options) -> None:
     """Write the directory."""
+    from shardwise.models.float8 import unwritable
+    from shardwise.models.hf_names import written
     from shardwise.runtime.export import export_adapter_of, export_run
     from shardwise.runtime.own_model import export_own
 
@@ -72,6 +77,8 @@ def run(options: Options) -> None:
     else:
         tokenizer = open_directory(options.run / "tokenizer")
         spec = resolve(recipe)
+        if options.dtype == "float8" and (why := unwritable(spec, written(spec))):
+            raise misused(f"--dtype float8: {why}", "--dtype bf16")
         if options.adapter:
             export_adapter_of(source, recipe, spec, tokenizer, target)
             merged = "the adapter"

@@ -1,15 +1,20 @@
-"""Weights that files hold in float8, and beside each tensor its scales, with which values are to be multiplied."""
+"""Weights that files hold in float8, and beside each tensor its scales, with which values are to be multiplied: read as
+others wrote them, and written as DeepSeek's files have them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import Problem
+from shardwise.models.config import ModelSpec
+from shardwise.models.hf_names import Location
 from shardwise.models.quantization import USUAL, Block
+from shardwise.models.roles import is_adaptable
 from shardwise.models.tensorfile import Entry, check_finite, some
 
 KINDS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -17,6 +22,13 @@ NAMES = ("_scale_inv", "_scale")
 """Appended to a tensor's name: DeepSeek's, and that of compressed-tensors and others. Both are factors."""
 _BYTES = (torch.float8_e8m0fnu, torch.uint8)
 """Scales that are a power of two in a byte."""
+WRITTEN = torch.float8_e4m3fn
+"""The dtype in which weights are written beside scales."""
+SCALE = NAMES[0]
+LARGEST_MANTISSA, LARGEST_EXPONENT = 0.875, 9
+"""The largest number of e4m3 is 448, 0.875 times 2^9."""
+SMALLEST_EXPONENT = -126
+"""That of the smallest scale: the inverse of a smaller one is no number of fp32."""
 
 
 @dataclass(frozen=True)
@@ -88,3 +100,53 @@ def _fitting(name: str, held: Entry, shape: tuple[int, ...], blocks: Sequence[Bl
         if held.shape in (grid, *shorter):
             return Scales(name, replace(held, shape=grid), height, width)
     return None
+
+
+Parts = Sequence[tuple[str, Location]]
+"""Parameters with rows in a tensor of the files, and which."""
+
+
+def is_coded(parts: Parts) -> bool:
+    """Return whether a tensor of the files is written in float8 where that is asked for: a matrix of a linear layer of
+    a block, or of one expert. Embeddings, the head, norms and routers never are; nor is what is no whole number of
+    blocks, of which readers differ in what they make."""
+    shape = parts[0][1].shape
+    blocks = len(shape) == 2 and not any(size % block for size, block in zip(shape, USUAL, strict=True))
+    return blocks and all(is_adaptable(name) for name, _ in parts)
+
+
+def unwritable(spec: ModelSpec, written: Mapping[str, Parts]) -> str:
+    """Return why the weights of a model cannot be written in float8; nothing where they can."""
+    if spec.hf_model is not None:
+        return f"{spec.name} runs in transformers' own modules"
+    stacks = [name for name, parts in written.items() if len(parts[0][1].shape) > 2 and is_adaptable(parts[0][0])]
+    if stacks:
+        return f"files of {spec.family} have the matrices of all experts in one tensor (`{stacks[0]}`)"
+    none = f"no linear layer of {spec.name} has a whole number of blocks of {USUAL[0]} x {USUAL[1]}"
+    return "" if any(map(is_coded, written.values())) else none
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many blocks a matrix has, one above the other and side by side."""
+    rows, columns = shape
+    return rows // USUAL[0], columns // USUAL[1]
+
+
+def coded(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix [m,n] in e4m3 and the scales of its blocks in fp32: of each the smallest power of two with which
+    its largest value can be told, as products in float8 choose it, so that what is served has the weights of training.
+    What a code stands for is its value rounded once."""
+    down, across = scales_shape(matrix.shape)
+    blocks = matrix.float().reshape(down, USUAL[0], across, USUAL[1])
+    mantissas, exponents = torch.frexp(blocks.abs().amax(dim=(1, 3)))
+    exponents = exponents - LARGEST_EXPONENT + (mantissas > LARGEST_MANTISSA).int()
+    scales = torch.ldexp(torch.ones_like(mantissas), exponents.clamp(min=SMALLEST_EXPONENT))
+    return (blocks / scales[:, None, :, None]).view(matrix.shape).to(WRITTEN), scales
+
+
+def config_of(beside: Sequence[str]) -> dict[str, Any]:
+    """Return what a config says of such files. ``beside``: the matrices that are not in float8; of linear layers among
+    them a reader has to be told."""
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*USUAL]}
+    modules = [name.removesuffix(".weight") for name in beside if name.endswith(".weight")]
+    return {"quantization_config": settings | {"modules_to_not_convert": ["lm_head", *modules]}}

@@ -304,12 +304,20 @@ def write_weights(
 
     ``fetch`` gives the whole value of a canonical parameter; it is called once for each, in :func:`order_of_writing`,
     and no more than one parameter, one tensor of the files and a copy of it are held. What follows from counts is
-    written in fp32, whatever the ``dtype``."""
+    written in fp32, whatever the ``dtype``. In float8 linear layers of blocks are, with scales behind them, and the
+    rest in bf16."""
     directory.mkdir(parents=True, exist_ok=True)
-    held, fetched = written(spec), {"": torch.empty(0)}
+    held, fetched, scales = written(spec), {"": torch.empty(0)}, dict[str, Tensor]()
+    coded = {name for name, parts in held.items() if dtype == float8.WRITTEN and float8.is_coded(parts)}
+    dtype = torch.bfloat16 if dtype == float8.WRITTEN else dtype
     others = {name: torch.float32 for name, parts in held.items() if is_counted(parts[0][0])}
     others |= {name: each.entry.dtype for name, each in kept.tensors.items() if each.float8 is None}
-    shapes = {name: parts[0][1].shape for name, parts in held.items()}
+    shapes = dict[str, tuple[int, ...]]()
+    for name, parts in held.items():
+        shapes[name] = parts[0][1].shape
+        if name in coded:
+            shapes[name + float8.SCALE] = float8.scales_shape(shapes[name])
+            others |= {name: float8.WRITTEN, name + float8.SCALE: torch.float32}
     shapes |= {name: each.entry.shape for name, each in kept.tensors.items()}
     sizes_bytes = {name: prod(shape) * others.get(name, dtype).itemsize for name, shape in shapes.items()}
     files = _files(sizes_bytes, max_shard_bytes)
@@ -321,7 +329,12 @@ def write_weights(
         return fetched[name]
 
     def made(name: str) -> Tensor:
-        return assembled(held[name], value) if name in held else kept.tensors[name].read()
+        if name in scales:
+            return scales.pop(name)
+        found = assembled(held[name], value) if name in held else kept.tensors[name].read()
+        if name in coded:
+            found, scales[name + float8.SCALE] = float8.coded(found)
+        return found
 
     for file, names in files.items():
         own = {name: shapes[name] for name in names}
@@ -330,6 +343,9 @@ def write_weights(
         file_of = {name: file for file, names in files.items() for name in names}
         _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": file_of})
     config = to_hf(without_predictor(spec)) | {**kept.config, "dtype": str(dtype).removeprefix("torch.")}
+    if coded:
+        matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+        config |= float8.config_of([name for name in matrices if others.get(name, dtype) == dtype])
     if spec.predictors:
         config[FAMILIES[spec.family].predictor_count] = spec.predictors
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})

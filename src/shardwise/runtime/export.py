@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.torch_private import placed_as
 from shardwise.errors import DataError, Problem, ShardwiseError, TrainingError
 from shardwise.methods.loss import logits
-from shardwise.models import hf, peft
+from shardwise.models import float8, hf, peft
 from shardwise.models.blocks import named, spec_of
 from shardwise.models.config import ModelSpec
 from shardwise.models.families import FAMILIES
@@ -35,11 +35,12 @@ from shardwise.runtime import objects, passes
 from shardwise.runtime.build import begins_trained, build_parts, fill
 from shardwise.runtime.checkpoint.save import read
 from shardwise.runtime.generate import ask_turns, chat_of
-from shardwise.spec.plan import Dtype, Lora, Plan, Precision
+from shardwise.spec.plan import Lora, Plan, Precision
 from shardwise.spec.recipe import Recipe
 from shardwise.techniques import lora
 from shardwise.techniques.dtypes import torch_dtype
 
+FileDtype = Literal["fp32", "bf16", "fp16", "float8"]
 _OF_ALL_IDS = re.compile(r"(embed_tokens|head)\.weight$")
 """Tensors with a row for each id."""
 
@@ -187,7 +188,12 @@ def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = T
 
 
 def export_run(
-    run: Path, recipe: Recipe, spec: ModelSpec, tokenizer: tokens.Tokenizer, target: Path, dtype: Dtype | None = None
+    run: Path,
+    recipe: Recipe,
+    spec: ModelSpec,
+    tokenizer: tokens.Tokenizer,
+    target: Path,
+    dtype: FileDtype | None = None,
 ) -> str:
     """``shardwise export``: the newest checkpoint of ``run`` as one model in ``target``, adapters merged, in one
     process, in ``dtype`` or else that of its weights; returns what is to be said of it. Raises TrainingError
@@ -198,7 +204,7 @@ def export_run(
     if adapters is not None:
         said = merge([model], adapters)
         said += ", into the weights as they were before quantisation" if adapters.nf4 else ""
-    out = torch_dtype(dtype or recipe.precision.weights)
+    out = float8.WRITTEN if dtype == "float8" else torch_dtype(dtype or recipe.precision.weights)
     export(dict(model.named_parameters()), spec, tokenizer, target, out, kept)
     return "; ".join(filter(None, (said, left_out)))
 
