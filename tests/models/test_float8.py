@@ -159,7 +159,7 @@ def test_what_is_written_is_what_transformers_reads(tmp_path: Path, kind: str) -
     hf.write_weights(tmp_path / "plain", ours.spec, ours.state_dict().__getitem__)
     plain, held = (load_file(tmp_path / name / hf.SINGLE) for name in ("plain", "one"))
     inner = [name for name, value in held.items() if value.dtype == E4M3]
-    assert len(inner) >= 8 and not any(re.search("norm|embed|lm_head|gate.weight", name) for name in inner)
+    assert len(inner) >= 6 and not any(re.search("norm|embed|lm_head|gate.weight", name) for name in inner)
     for name in inner:
         found = meant(held[name], held[f"{name}_scale_inv"], 128, 128)
         unit = held[f"{name}_scale_inv"].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
