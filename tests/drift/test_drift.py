@@ -103,6 +103,42 @@ def test_no_reshard_after_forward() -> None:
     check(plan_of("zero3", 8, shard=Shard("zero3", False), batch=Batch(2, 3, 32, 64)))
 
 
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize(
+    ("ahead", "kind", "remat", "accumulation"),
+    pairwise((0, 2, 5, 40), ("even", "tied", "pieces", "norms apart"), REMATS, (1, 3)),
+)
+def test_units_gathered_ahead_in_backward(ahead: int, kind: str, remat: str, accumulation: int) -> None:
+    plan = plan_of("hsdp-zero3", 8, batch=Batch(2, accumulation, 32, 64), precision=PRECISIONS["bf16"])
+    spec = model_spec("deep", 600, 48, 100, 12, 6, 2, 8, tie_word_embeddings=kind == "tied")
+    if kind == "norms apart":
+        plan = replace(plan, precision=Precision("bf16", modules=PATTERNS["norms"]))  # type: ignore[arg-type]
+    shard = Shard("zero3", 2 if kind == "pieces" else True, ahead)
+    check(replace(plan, shard=shard, remat=REMATS[remat]), spec)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_unit_gathered_ahead_is_a_blocks_weights_more(tied: bool) -> None:
+    """Counted by hand: the four projections of attention, the three of the MLP and two norms, in bf16."""
+    spec = model_spec("ahead", 512, 1024, 8192, 8, 8, 8, 128, tie_word_embeddings=tied)
+    block_bytes = 2 * (4 * 1024 * 1024 + 3 * 1024 * 8192 + 2 * 1024)
+    plan = plan_of("zero3", 8, batch=Batch(1, 2, 64, 64), precision=PRECISIONS["bf16"])
+    found = [drift(spec, replace(plan, shard=Shard("zero3", True, ahead))) for ahead in (1, 2, 3)]
+    for one in found:
+        assert not one.differences() and abs(one.peak_error) < 1e-4
+    for peaks in ([one.measured.peak_bytes for one in found], [one.predicted.peak_bytes for one in found]):
+        assert peaks == [peaks[0] + number * block_bytes for number in range(3)]
+
+
+def test_norms_apart_do_not_keep_the_next_block_from_being_gathered_ahead() -> None:
+    """What a norm in fp32 gathers by itself comes with its block."""
+    spec = model_spec("apart", 512, 1024, 8192, 4, 8, 8, 128)
+    precision = Precision("bf16", modules=PATTERNS["norms"])  # type: ignore[arg-type]
+    found = drift(spec, plan_of("zero3", 8, batch=Batch(1, 1, 64, 64), precision=precision))
+    assert not found.differences() and abs(found.peak_error) < 0.02
+
+
 PATTERNS = {
     "norms": (("*norm", "fp32"),),
     "one layer of each block": (("*.down", "fp32"),),

@@ -42,10 +42,12 @@ BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8,
 
 @dataclass(frozen=True)
 class Shard:
-    """``strategy`` says what lives on a slice of the data-parallel ranks (hsdp is zero3 with dp_replicate > 1)."""
+    """``strategy`` says what lives on a slice of the data-parallel ranks (hsdp is zero3 with dp_replicate > 1). In a
+    backward of zero3, weights of ``backward_prefetch`` units are gathered ahead, while one computes."""
 
     strategy: Strategy = "ddp"
     reshard_after_forward: bool | int = True
+    backward_prefetch: int = 1
     bucket_bytes: int = 25 * 2**20
 
 

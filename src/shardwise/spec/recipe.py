@@ -257,6 +257,7 @@ class Parallel(Section):
     dp_replicate: Degree | None = None
     dp_shard: Degree | None = None
     reshard_after_forward: bool | int | None = None
+    backward_prefetch: int | None = Field(default=None, ge=0)
     tp: Degree | None = None
     sequence_parallel: bool = True
     cp: Degree | None = None
@@ -315,9 +316,8 @@ class EvaluationTask(Section):
 
 
 class Evaluate(Section):
-    """Validation every ``eval_steps``, or ``evals_per_epoch`` times while the data are read once; the run ends when
-    ``early_stopping_patience`` of them in a row have found no lower loss. ``tasks`` are answered at the same steps, and
-    after the last."""
+    """Validation every ``eval_steps``, or ``evals_per_epoch`` times an epoch; the run ends when
+    ``early_stopping_patience`` in a row have found no lower loss. ``tasks`` are answered then, and after the last."""
 
     eval_steps: int | None = Field(default=None, ge=1)
     evals_per_epoch: int | None = Field(default=None, ge=1)

@@ -136,7 +136,7 @@ class Sizes(NamedTuple):
             block = experts = Own()
         elif each_time:
             whole = ends = self.head.gathered
-            ahead = 0 if plan.frozen else self.ahead
+            ahead = 0 if plan.frozen or not plan.shard.backward_prefetch else self.ahead
         else:
             whole = self.whole.gathered + self.experts.gathered
             ends = self.whole.gathered - self.blocks.gathered

@@ -130,13 +130,17 @@ class Gathers:
         self.copy_out_for_forward(self.group_of[name])
 
     def begin_backward(self, name: UnitName) -> None:
-        """Have the weights of a unit, and gather those of the unit whose backward comes next."""
+        """Have the weights of a unit, and gather those of the units whose backward comes next."""
         self.copy_out_for_backward(self.group_of[name])
-        ahead = self.group_of[self.before[name]]
-        if not self.is_whole(ahead) and ahead not in self.once:
-            for one in (ahead, *self.experts_of(ahead)):
-                if not self.is_whole(one) and one not in self.buffers:
-                    self._gather(one)
+        for _ in range(self.plan.shard.backward_prefetch):
+            if name == "embedding":
+                return
+            name = self.before[name]
+            ahead = self.group_of[name]
+            if not self.is_whole(ahead) and ahead not in self.once:
+                for one in (ahead, *self.experts_of(ahead)):
+                    if not self.is_whole(one) and one not in self.buffers:
+                        self._gather(one)
 
     def copy_out_for_forward(self, group: Group) -> None:
         if self.is_whole(group):
