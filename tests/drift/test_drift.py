@@ -117,6 +117,44 @@ def test_units_gathered_ahead_in_backward(ahead: int, kind: str, remat: str, acc
     check(replace(plan, shard=shard, remat=REMATS[remat]), spec)
 
 
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize(
+    ("sharding", "precision", "remat", "accumulation", "tied"),
+    pairwise(("zero3", "hsdp-zero3"), PRECISIONS, REMATS, (1, 2, 3), (False, True)),
+)
+def test_gradients_reduced_after_the_last_micro_batch(
+    sharding: str, precision: str, remat: str, accumulation: int, tied: bool
+) -> None:
+    plan = replace(subset(sharding, precision, remat, accumulation), shard=Shard("zero3", sync_each_batch=False))
+    check(plan, replace(SPEC, tie_word_embeddings=tied), ranks=(7,))
+
+
+def test_what_is_not_synchronised_is_sent_once_and_kept_whole() -> None:
+    """By hand: a reduction a unit, of four units, instead of three; all numbers, padded to eighths, in fp32."""
+    plan = plan_of("zero3", 8, batch=Batch(2, 3, 32, 64), precision=PRECISIONS["bf16"])
+    each, once = (drift(SPEC, replace(plan, shard=Shard("zero3", sync_each_batch=sync))) for sync in (True, False))
+    sums = [
+        {key[2]: calls for key, calls in found.measured.sent.items() if key[1] == "reduce_scatter"}
+        for found in (each, once)
+    ]
+    assert sums[0].keys() == sums[1].keys() and sum(sums[1].values()) == 4
+    assert all(sums[0][size] == 3 * calls for size, calls in sums[1].items())
+    assert each.measured.state == once.measured.state
+    # Rows of 600 and 48 are eighths as they are; of 100 in gate and up four are added.
+    block = 48 * 48 * 2 + 16 * 48 * 2 + 104 * 48 * 2 + 48 * 100 + 2 * 48
+    whole_bytes = 4 * (2 * block + 2 * 600 * 48 + 48)
+    assert sum(size * calls for size, calls in sums[1].items()) == whole_bytes
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("sync", [False, True])
+def test_peaks_of_a_gigabyte_with_and_without_synchronised_batches(sync: bool) -> None:
+    spec = model_spec("sync", 4096, 1024, 8192, 8, 8, 8, 128)
+    plan = plan_of("zero3", 8, batch=Batch(1, 2, 64, 64), precision=PRECISIONS["bf16"])
+    found = drift(spec, replace(plan, shard=Shard("zero3", sync_each_batch=sync)))
+    assert not found.differences() and abs(found.peak_error) < 1e-3
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_unit_gathered_ahead_is_a_blocks_weights_more(tied: bool) -> None:

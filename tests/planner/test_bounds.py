@@ -46,6 +46,7 @@ SETTINGS: list[dict[str, object]] = [
     {"model": {"frozen": ["embed.*", "layers.0.*"]}},
     {"parallel": {"strategy": "zero3", "reshard_after_forward": False}},
     {"parallel": {"strategy": "zero3", "backward_prefetch": 0}},
+    {"parallel": {"strategy": "zero3", "sync_each_batch": False}},
     {"parallel": {"strategy": "hsdp"}},
     {"recompute": {"mode": "full", "every": 2}},
 ]

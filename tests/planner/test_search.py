@@ -185,6 +185,22 @@ def test_weights_are_gathered_as_far_ahead_as_is_pinned() -> None:
     assert plan.why["shard.backward_prefetch"] == "not used: zero2 gathers nothing for backward"
 
 
+def test_gradients_that_are_reduced_once_take_memory_and_spare_the_network() -> None:
+    once, each = (
+        choose(recipe(parallel=Parallel(strategy="zero3", tp=1, pp=1, sync_each_batch=sync)), ONE_B, A100S)
+        for sync in (False, True)
+    )
+    assert (once.shard.sync_each_batch, each.shard.sync_each_batch) == (False, True)
+    other = price(ONE_B, replace(each, shard=once.shard), A100S)
+    reduced = [sum(t.bytes for t in plan.estimate.traffic if t.kind == "reduce_scatter") for plan in (other, each)]
+    assert each.batch.accumulation > 1 and reduced[1] == each.batch.accumulation * reduced[0]
+    assert other.estimate.peak_bytes > each.estimate.peak_bytes
+    wrong = replace(each, shard=replace(each.shard, strategy="zero2", sync_each_batch=False))
+    assert [problem.where for problem in techniques.check(ONE_B, wrong, A100S)] == ["parallel.sync_each_batch"]
+    plan = choose(recipe(parallel=Parallel(strategy="zero2", sync_each_batch=False)), ONE_B, A100S)
+    assert plan.why["shard.sync_each_batch"].startswith("not used")
+
+
 def test_what_cannot_be_gathered_ahead_is_refused() -> None:
     alone = {"strategy": "zero3", "tp": 1, "pp": 1, "backward_prefetch": 2}
     on_host = OffloadSection(optimizer="host", weights="host")

@@ -258,6 +258,7 @@ class Parallel(Section):
     dp_shard: Degree | None = None
     reshard_after_forward: bool | int | None = None
     backward_prefetch: int | None = Field(default=None, ge=0)
+    sync_each_batch: bool | None = None
     tp: Degree | None = None
     sequence_parallel: bool = True
     cp: Degree | None = None
@@ -328,8 +329,7 @@ class Evaluate(Section):
 
     def contradictions(self) -> Iterator[Problem]:
         if len({task.name for task in self.tasks}) < len(self.tasks):
-            what = "two tasks of `evaluate.tasks` have one name"
-            yield Problem("CFG008", what, "evaluate.tasks", "give each a name of its own")
+            yield Problem("CFG008", "two tasks have one name", "evaluate.tasks", "give each a name of its own")
 
 
 class Run(Section):

@@ -4,7 +4,7 @@
     ddp        nothing                      all-reduce of the gradients, once
     zero1      moments, masters             gathers P once; reduce-scatters once
     zero2      + gradients                  gathers P once; reduce-scatters m times
-    zero3      + weights                    gathers P 2m times (the ends m times); reduce-scatters m times
+    zero3      + weights                    gathers P 2m times (the ends m times); reduce-scatters m times, or once
 
 (fsdp is another name of zero3.) With dp_replicate > 1 a sharded strategy is hybrid (hsdp): slices over dp_shard ranks,
 and one all-reduce of the slices over dp_replicate a step. Built on FSDP2's ``fully_shard``, a unit of which is the
@@ -65,12 +65,15 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
     own = grouped(cluster, plan)
     for strategy, degrees in layouts(recipe, own, plan.layout.cp, pinned=pinned):
         why, again, ahead = dict(plan.why), asked.reshard_after_forward, asked.backward_prefetch
+        each_batch = asked.sync_each_batch is not False
         if pinned and (asked.strategy != "auto" or cluster.world == 1):
             why["shard.strategy"] = "pinned" if asked.strategy != "auto" else "derived: one process"
         if again is not None and strategy != "zero3":
             why["shard.reshard_after_forward"] = f"not used: {strategy} keeps its weights unsharded"
         if ahead is not None and strategy != "zero3":
             why["shard.backward_prefetch"] = f"not used: {strategy} gathers nothing for backward"
+        if asked.sync_each_batch is not None and strategy != "zero3":
+            why["shard.sync_each_batch"] = "not used: but for zero3, strategies differ in it"
         layout = dataclasses.replace(
             plan.layout, dp_replicate=degrees.dp_replicate, dp_shard=degrees.dp_shard, ranks_per_node=each
         )
@@ -78,7 +81,7 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
             layout = dataclasses.replace(layout, dp_replicate=degrees.dp_replicate // least, dp_shard=least)
         shard = Shard(strategy)
         if strategy == "zero3":
-            shard = Shard(strategy, True if again is None else again, 1 if ahead is None else ahead)
+            shard = Shard(strategy, True if again is None else again, 1 if ahead is None else ahead, each_batch)
         yield dataclasses.replace(plan, layout=layout, shard=shard, why=why)
 
 
@@ -87,12 +90,14 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
     strategy = "auto" if layout.size("loss") == 1 else asked.strategy
     zero3 = shard.strategy == "zero3"
     again, ahead = (asked.reshard_after_forward, asked.backward_prefetch) if zero3 else (None, None)
+    each_batch = asked.sync_each_batch if zero3 else None
     return {
         "parallel.strategy": (shard.strategy, "zero3" if strategy in ("fsdp", "hsdp") else strategy),
         "parallel.dp_replicate": (layout.dp_replicate, asked.dp_replicate or "auto"),
         "parallel.dp_shard": (layout.dp_shard, asked.dp_shard or "auto"),
         "parallel.reshard_after_forward": (shard.reshard_after_forward, "auto" if again is None else again),
         "parallel.backward_prefetch": (shard.backward_prefetch, "auto" if ahead is None else ahead),
+        "parallel.sync_each_batch": (shard.sync_each_batch, "auto" if each_batch is None else each_batch),
     }
 
 
@@ -112,6 +117,11 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"reshard_after_forward {k} with {plan.shard.strategy} over {layout.fsdp} ranks"
         fix = f"strategy zero3 with {', '.join(legal) or 'true or false'}"
         problems.append(Problem("PLAN015", what, "parallel.reshard_after_forward", fix))
+    if not plan.shard.sync_each_batch and plan.shard.strategy != "zero3":
+        what = f"sync_each_batch false with {plan.shard.strategy}"
+        problems.append(
+            Problem("PLAN015", what, "parallel.sync_each_batch", "strategy zero3, or zero1 instead of zero2")
+        )
     ahead, where = plan.shard.backward_prefetch, plan.offload.weights
     if ahead != 1 and (plan.shard.strategy != "zero3" or k is False):
         what = f"backward_prefetch {ahead}, but nothing is gathered for backward"
@@ -317,7 +327,7 @@ def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) ->
         if isinstance(part, FSDPModule):
             part.set_is_last_backward(last)
             part.set_requires_all_reduce(last)
-            if plan.shard.strategy == "zero1":
+            if plan.shard.accumulates:
                 part.set_requires_gradient_sync(last)
             if plan.shard.strategy != "zero3":
                 part.set_reshard_after_backward(last)
@@ -343,7 +353,7 @@ def after_weight_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool
     for part in parts:
         _activate(part, last=last)  # and not at the first half of others
         if isinstance(part, FSDPModule):
-            part.set_requires_gradient_sync(last or plan.shard.strategy != "zero1")
+            part.set_requires_gradient_sync(last or not plan.shard.accumulates)
             part.set_reshard_after_backward(last or plan.shard.strategy == "zero3")
             end_backward(part)
 

@@ -221,7 +221,7 @@ class Sharded(StrategyWeights):
         super().__init__(log, sheet, plan, gradients)
         self.gathers = Gathers(log, sheet, plan)
         self.groups, self.group_of = self.gathers.groups, self.gathers.group_of
-        self.strategy = plan.shard.strategy
+        self.strategy, self.accumulates = plan.shard.strategy, plan.shard.accumulates
         self.unreduced = {group: Unreduced(log, plan, group, one.last) for group, one in self.groups.items()}
         self.reduced = ""  # the mark behind what was reduced last
 
@@ -276,7 +276,7 @@ class Sharded(StrategyWeights):
         last = self.last and not self.half
         if last or self.strategy == "zero3":
             self.log.drop(("weights", group))
-        if (last or self.strategy != "zero1") and not self.half:
+        if (last or not self.accumulates) and not self.half:
             self._reduce(group, summed=self.last)
         else:
             self.unreduced[group].keep()
@@ -286,13 +286,13 @@ class Sharded(StrategyWeights):
             if self.last:
                 self.log.drop(("weights", group))
             self.unreduced[group].keep()
-            if (self.last or self.strategy != "zero1") and self.unreduced[group].names:
+            if (self.last or not self.accumulates) and self.unreduced[group].names:
                 self._reduce(group, summed=True)
 
     def end(self) -> None:
         if self.half:
             return
-        if self.reduced and (self.last or self.strategy != "zero1"):
+        if self.reduced and (self.last or not self.accumulates):
             self.log.wait("compute", self.reduced)
         if self.last:
             self.log.drop("scatter")
