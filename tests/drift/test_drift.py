@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.config import ModelSpec, model_spec
+from shardwise.planner.price import price
 from shardwise.prove.drift import drift
 from shardwise.prove.fake_run import measure
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from tests.covering import pairwise
@@ -167,6 +169,22 @@ def test_each_unit_gathered_ahead_is_a_blocks_weights_more(tied: bool) -> None:
         assert not one.differences() and abs(one.peak_error) < 1e-4
     for peaks in ([one.measured.peak_bytes for one in found], [one.predicted.peak_bytes for one in found]):
         assert peaks == [peaks[0] + number * block_bytes for number in range(3)]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_buffers_of_gathers_and_reductions_are_told_apart(ahead: int) -> None:
+    """By hand, where backward is fullest: so many blocks in bf16 are gathered ahead of one whose gradients, in fp32,
+    are being reduced. Ids, labels and positions of 64 tokens, 8 bytes each, are neither's."""
+    spec = model_spec("ahead", 512, 1024, 8192, 5, 8, 8, 128)
+    block = 4 * 1024 * 1024 + 3 * 1024 * 8192 + 2 * 1024
+    plan = plan_of(
+        "zero3", 8, batch=Batch(1, 2, 64, 64), precision=PRECISIONS["bf16"], shard=Shard("zero3", True, ahead)
+    )
+    priced = price(spec, plan, parse_cluster("8xCPU")).estimate
+    assert priced.memory["gather buffers"] == ahead * 2 * block
+    assert priced.memory["reduce buffers"] == 4 * block
+    assert priced.memory["buffers"] == 2 * 3 * 64 * 8
+    assert sum(priced.memory.values()) == priced.peak_bytes
 
 
 def test_norms_apart_do_not_keep_the_next_block_from_being_gathered_ahead() -> None:

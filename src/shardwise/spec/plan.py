@@ -28,6 +28,8 @@ MEMORY_CATEGORIES = (
     "accumulated gradients",
     "activations",
     "logits",
+    "gather buffers",
+    "reduce buffers",
     "buffers",
     "attention workspace",
     "cuBLAS workspaces",

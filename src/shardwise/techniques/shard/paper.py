@@ -185,8 +185,8 @@ class Gathers:
     def _gather(self, group: Group) -> None:
         """Copies this rank's slice into the compute type, then gathers into a buffer."""
         size, again = self.groups[group], ("post forward", group) in self.log.alive
-        self.log.make(("slice", group), "buffers", size.cast_bytes if size.buffer_bytes and not again else 0)
-        self.log.make(("gather", group), "buffers", size.buffer_bytes)
+        self.log.make(("slice", group), "gather buffers", size.cast_bytes if size.buffer_bytes and not again else 0)
+        self.log.make(("gather", group), "gather buffers", size.buffer_bytes)
         if again:
             self.log.wait("gather", ("kept", group))
         else:
@@ -317,7 +317,7 @@ class Sharded(StrategyWeights):
         calls = size.reduces_of(self.unreduced[group].names)
         total, share = sum(call.bytes for call in calls), sum(call.part for call in calls)
         self.unreduced[group].join()
-        self.log.make("scatter", "buffers", total)
+        self.log.make("scatter", "reduce buffers", total)
         self.copy(total)
         self.log.follow("reduce", "to scatter")
         for call in calls:
@@ -328,9 +328,9 @@ class Sharded(StrategyWeights):
         self.unreduced[group].free(last=False)
         if share == total:
             self.unreduced[group].free(last=True)
-        self.log.make(("scattered", group), "buffers", share)
+        self.log.make(("scattered", group), "reduce buffers", share)
         if share == total:  # of no other rank: torch divides it, by one
-            self.log.make(("divided", group), "buffers", total)
+            self.log.make(("divided", group), "reduce buffers", total)
             self.log.free(("divided", group))
         if replicas > 1 and not summed:
             self.log.hold(("partial", group), "gradients", share)

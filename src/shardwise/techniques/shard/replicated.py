@@ -102,7 +102,7 @@ class Replicated(StrategyWeights):
         precision = self.plan.precision
         wired = total // BYTES[precision.weights] * BYTES[precision.reduce]
         if precision.reduce != precision.weights:
-            self.log.make(("wire", index), "buffers", wired)
+            self.log.make(("wire", index), "reduce buffers", wired)
             self.copy(total)
         self.log.follow("reduce", ("bucket", index))
         self.log.add(Send("all_reduce", over, "gradients", wired, "reduce"))
