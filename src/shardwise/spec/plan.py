@@ -37,6 +37,8 @@ MEMORY_CATEGORIES = (
     "NCCL buffers",
     "reserve",
 )
+"""In the order of the page. A plan's peak is their sum: what is made under another name is not counted, but for rows of
+experts."""
 NOT_ALLOCATED = ("allocator rounding", "NCCL buffers", "reserve")
 """The categories that are not part of torch's count of allocated memory."""
 BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
