@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.config import ModelSpec, model_spec
+from shardwise.planner.price import price
 from shardwise.prove.drift import drift
 from shardwise.prove.fake_run import measure
+from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
 from tests.covering import pairwise
@@ -101,6 +103,96 @@ def test_reshard_to_part_of_the_ranks(k: int) -> None:
 
 def test_no_reshard_after_forward() -> None:
     check(plan_of("zero3", 8, shard=Shard("zero3", False), batch=Batch(2, 3, 32, 64)))
+
+
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize(
+    ("ahead", "kind", "remat", "accumulation"),
+    pairwise((0, 2, 5, 40), ("even", "tied", "pieces", "norms apart"), REMATS, (1, 3)),
+)
+def test_units_gathered_ahead_in_backward(ahead: int, kind: str, remat: str, accumulation: int) -> None:
+    plan = plan_of("hsdp-zero3", 8, batch=Batch(2, accumulation, 32, 64), precision=PRECISIONS["bf16"])
+    spec = model_spec("deep", 600, 48, 100, 12, 6, 2, 8, tie_word_embeddings=kind == "tied")
+    if kind == "norms apart":
+        plan = replace(plan, precision=Precision("bf16", modules=PATTERNS["norms"]))  # type: ignore[arg-type]
+    shard = Shard("zero3", 2 if kind == "pieces" else True, ahead)
+    check(replace(plan, shard=shard, remat=REMATS[remat]), spec)
+
+
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize(
+    ("sharding", "precision", "remat", "accumulation", "tied"),
+    pairwise(("zero3", "hsdp-zero3"), PRECISIONS, REMATS, (1, 2, 3), (False, True)),
+)
+def test_gradients_reduced_after_the_last_micro_batch(
+    sharding: str, precision: str, remat: str, accumulation: int, tied: bool
+) -> None:
+    plan = replace(subset(sharding, precision, remat, accumulation), shard=Shard("zero3", sync_each_batch=False))
+    check(plan, replace(SPEC, tie_word_embeddings=tied), ranks=(7,))
+
+
+def test_what_is_not_synchronised_is_sent_once_and_kept_whole() -> None:
+    """By hand: a reduction a unit, of four units, instead of three; all numbers, padded to eighths, in fp32."""
+    plan = plan_of("zero3", 8, batch=Batch(2, 3, 32, 64), precision=PRECISIONS["bf16"])
+    each, once = (drift(SPEC, replace(plan, shard=Shard("zero3", sync_each_batch=sync))) for sync in (True, False))
+    sums = [
+        {key[2]: calls for key, calls in found.measured.sent.items() if key[1] == "reduce_scatter"}
+        for found in (each, once)
+    ]
+    assert sums[0].keys() == sums[1].keys() and sum(sums[1].values()) == 4
+    assert all(sums[0][size] == 3 * calls for size, calls in sums[1].items())
+    assert each.measured.state == once.measured.state
+    # Rows of 600 and 48 are eighths as they are; of 100 in gate and up four are added.
+    block = 48 * 48 * 2 + 16 * 48 * 2 + 104 * 48 * 2 + 48 * 100 + 2 * 48
+    whole_bytes = 4 * (2 * block + 2 * 600 * 48 + 48)
+    assert sum(size * calls for size, calls in sums[1].items()) == whole_bytes
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("sync", [False, True])
+def test_peaks_of_a_gigabyte_with_and_without_synchronised_batches(sync: bool) -> None:
+    spec = model_spec("sync", 4096, 1024, 8192, 8, 8, 8, 128)
+    plan = plan_of("zero3", 8, batch=Batch(1, 2, 64, 64), precision=PRECISIONS["bf16"])
+    found = drift(spec, replace(plan, shard=Shard("zero3", sync_each_batch=sync)))
+    assert not found.differences() and abs(found.peak_error) < 1e-3
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_unit_gathered_ahead_is_a_blocks_weights_more(tied: bool) -> None:
+    """Counted by hand: the four projections of attention, the three of the MLP and two norms, in bf16."""
+    spec = model_spec("ahead", 512, 1024, 8192, 8, 8, 8, 128, tie_word_embeddings=tied)
+    block_bytes = 2 * (4 * 1024 * 1024 + 3 * 1024 * 8192 + 2 * 1024)
+    plan = plan_of("zero3", 8, batch=Batch(1, 2, 64, 64), precision=PRECISIONS["bf16"])
+    found = [drift(spec, replace(plan, shard=Shard("zero3", True, ahead))) for ahead in (1, 2, 3)]
+    for one in found:
+        assert not one.differences() and abs(one.peak_error) < 1e-4
+    for peaks in ([one.measured.peak_bytes for one in found], [one.predicted.peak_bytes for one in found]):
+        assert peaks == [peaks[0] + number * block_bytes for number in range(3)]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_buffers_of_gathers_and_reductions_are_told_apart(ahead: int) -> None:
+    """By hand, where backward is fullest: so many blocks in bf16 are gathered ahead of one whose gradients, in fp32,
+    are being reduced. Ids, labels and positions of 64 tokens, 8 bytes each, are neither's."""
+    spec = model_spec("ahead", 512, 1024, 8192, 5, 8, 8, 128)
+    block = 4 * 1024 * 1024 + 3 * 1024 * 8192 + 2 * 1024
+    plan = plan_of(
+        "zero3", 8, batch=Batch(1, 2, 64, 64), precision=PRECISIONS["bf16"], shard=Shard("zero3", True, ahead)
+    )
+    priced = price(spec, plan, parse_cluster("8xCPU")).estimate
+    assert priced.memory["gather buffers"] == ahead * 2 * block
+    assert priced.memory["reduce buffers"] == 4 * block
+    assert priced.memory["buffers"] == 2 * 3 * 64 * 8
+    assert sum(priced.memory.values()) == priced.peak_bytes
+
+
+def test_norms_apart_do_not_keep_the_next_block_from_being_gathered_ahead() -> None:
+    """What a norm in fp32 gathers by itself comes with its block."""
+    spec = model_spec("apart", 512, 1024, 8192, 4, 8, 8, 128)
+    precision = Precision("bf16", modules=PATTERNS["norms"])  # type: ignore[arg-type]
+    found = drift(spec, plan_of("zero3", 8, batch=Batch(1, 1, 64, 64), precision=precision))
+    assert not found.differences() and abs(found.peak_error) < 0.02
 
 
 PATTERNS = {

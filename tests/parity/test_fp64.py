@@ -58,8 +58,10 @@ def test_tied_embeddings_biases_and_scaled_rotation(ranks: RankPool) -> None:
 
 @pytest.mark.prove
 def test_weights_kept_after_forward_by_some_or_all(ranks: RankPool) -> None:
-    three = plan("zero3", 4, FP64, accumulation=4)
+    three, hybrid = (plan(name, 4, FP64, accumulation=4) for name in ("zero3", "hsdp"))
     plans = [replace(three, shard=replace(three.shard, reshard_after_forward=kept)) for kept in (False, 2)]
+    plans += [replace(three, shard=replace(three.shard, backward_prefetch=ahead)) for ahead in (0, 2)]
+    plans += [replace(each, shard=replace(each.shard, sync_each_batch=False)) for each in (three, hybrid)]
     holds(parity.prove(ranks, UNTIED, plans), plans)
 
 

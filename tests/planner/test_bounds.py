@@ -45,6 +45,8 @@ SETTINGS: list[dict[str, object]] = [
     {"offload": {"activations": "host"}},
     {"model": {"frozen": ["embed.*", "layers.0.*"]}},
     {"parallel": {"strategy": "zero3", "reshard_after_forward": False}},
+    {"parallel": {"strategy": "zero3", "backward_prefetch": 0}},
+    {"parallel": {"strategy": "zero3", "sync_each_batch": False}},
     {"parallel": {"strategy": "hsdp"}},
     {"recompute": {"mode": "full", "every": 2}},
 ]

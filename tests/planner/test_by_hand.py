@@ -266,6 +266,7 @@ def test_memory(plan: Plan) -> None:
     memory = plan.estimate.memory
     assert (memory["weights"], memory["moments"]) == (HAND.weights_bytes, HAND.moments_bytes)
     assert (memory["activations"], memory["logits"]) == (HAND.activations_bytes, HAND.logits_bytes)
+    assert (memory["gather buffers"], memory["buffers"]) == (HAND.head_bytes, 24 * HAND.tokens)
     assert plan.estimate.peak_bytes == HAND.peak_bytes
 
 
@@ -331,7 +332,8 @@ output layer (V d = {hand.end:,} each) and the last norm the model has {hand.par
 | gathered | norm and output layer in bf16: 2 (V d + d) | {hand.head_bytes:,} |
 | activations | {hand.layers + 2} rows of hidden states (the inputs of {hand.layers} blocks, the head's input and its norm), {hand.row:,} each; rotation tables; a number a token of the norm | {hand.activations_bytes:,} |
 | logits | the gradient of hidden states; that of the output weight in fp32; a chunk of {hand.chunk:,} x V in bf16, fp32, and as log-probabilities | {hand.logits_bytes:,} |
-| buffers | what norm and output layer were gathered into; ids, labels and positions | {hand.head_bytes + 24 * hand.tokens:,} |
+| gather buffers | what norm and output layer were gathered into | {hand.head_bytes:,} |
+| buffers | ids, labels and positions | {24 * hand.tokens:,} |
 | outside of tensors | cuBLAS 64 MiB; NCCL 3 x 24 x 9.2 MiB; segments of 3 streams; 1.5 GiB assumed | the rest |
 | sum | | {hand.peak_bytes:,} ({hand.peak_bytes / GIB:.1f} GiB of {plan.estimate.capacity_bytes / GIB:.1f}) |
 

@@ -22,7 +22,7 @@ from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import Cluster, Kind, parse_cluster
 from shardwise.spec.devices import Device
 from shardwise.spec.plan import Plan
-from shardwise.spec.recipe import LoraSection, Parallel, PrecisionSection, Recipe, Recompute, Train
+from shardwise.spec.recipe import LoraSection, OffloadSection, Parallel, PrecisionSection, Recipe, Recompute, Train
 from shardwise.techniques.shard.degrees import STRATEGIES
 
 EIGHT_B = load_spec("meta-llama/Llama-3.1-8B")
@@ -170,6 +170,45 @@ def test_a_setting_that_has_nothing_to_act_on_is_told() -> None:
     assert plan.why["remat.every"] == "not used: nothing is recomputed"
     used = recipe(parallel=Parallel(strategy="zero3", reshard_after_forward=False), recompute=Recompute(mode="full"))
     assert not {"shard.reshard_after_forward", "remat.every"} & {*choose(used, ONE_B, parse_cluster("4xH100")).why}
+
+
+def test_weights_are_gathered_as_far_ahead_as_is_pinned() -> None:
+    plans = [
+        choose(recipe(parallel=Parallel(strategy="zero3", tp=1, pp=1, backward_prefetch=n)), ONE_B, H100S)
+        for n in (0, 1, 3)
+    ]
+    assert [plan.shard.backward_prefetch for plan in plans] == [0, 1, 3]
+    none, one, three = (seconds(plan) for plan in plans)
+    assert sum(none.exposed_s.values()) > sum(one.exposed_s.values()) >= sum(three.exposed_s.values())
+    pinned = recipe(parallel=Parallel(strategy="zero2", backward_prefetch=2))
+    plan = choose(pinned, ONE_B, H100S)
+    assert plan.why["shard.backward_prefetch"] == "not used: zero2 gathers nothing for backward"
+
+
+def test_gradients_that_are_reduced_once_take_memory_and_spare_the_network() -> None:
+    once, each = (
+        choose(recipe(parallel=Parallel(strategy="zero3", tp=1, pp=1, sync_each_batch=sync)), ONE_B, A100S)
+        for sync in (False, True)
+    )
+    assert (once.shard.sync_each_batch, each.shard.sync_each_batch) == (False, True)
+    other = price(ONE_B, replace(each, shard=once.shard), A100S)
+    reduced = [sum(t.bytes for t in plan.estimate.traffic if t.kind == "reduce_scatter") for plan in (other, each)]
+    assert each.batch.accumulation > 1 and reduced[1] == each.batch.accumulation * reduced[0]
+    assert other.estimate.peak_bytes > each.estimate.peak_bytes
+    wrong = replace(each, shard=replace(each.shard, strategy="zero2", sync_each_batch=False))
+    assert [problem.where for problem in techniques.check(ONE_B, wrong, A100S)] == ["parallel.sync_each_batch"]
+    plan = choose(recipe(parallel=Parallel(strategy="zero2", sync_each_batch=False)), ONE_B, A100S)
+    assert plan.why["shard.sync_each_batch"].startswith("not used")
+
+
+def test_what_cannot_be_gathered_ahead_is_refused() -> None:
+    alone = {"strategy": "zero3", "tp": 1, "pp": 1, "backward_prefetch": 2}
+    on_host = OffloadSection(optimizer="host", weights="host")
+    for more, keys, fix in (({"reshard_after_forward": False}, {}, "reshard"), ({}, {"offload": on_host}, "offload.w")):
+        with pytest.raises(ConfigError) as error:
+            choose(recipe(parallel=Parallel.model_validate({**alone, **more}), **keys), ONE_B, H100S)
+        (problem,) = error.value.problems
+        assert (problem.code, problem.where) == ("PLAN015", "parallel.backward_prefetch") and fix in problem.fix
 
 
 def test_hybrid_shards_in_the_node_and_replicates_across() -> None:

@@ -26,7 +26,7 @@ from shardwise.prove.regimes import Case
 from shardwise.prove.small_layout import Raised, small_layout
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import MESH, Axis, Layout
-from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat
 from shardwise.spec.rows import parts_of
 from shardwise.techniques import float8
 from shardwise.techniques.dtypes import compute_dtype
@@ -150,7 +150,9 @@ def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
         plan,
         layout=layout,
         batch=Batch(rows, count, length, chunk),
-        shard=Shard(plan.shard.strategy, bool(plan.shard.reshard_after_forward), BUCKET_BYTES),
+        shard=replace(
+            plan.shard, reshard_after_forward=bool(plan.shard.reshard_after_forward), bucket_bytes=BUCKET_BYTES
+        ),
         precision=EXACT,
         remat=Remat(plan.remat.mode, min(2, plan.remat.every)),
         compile=False,

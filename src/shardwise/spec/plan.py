@@ -28,6 +28,8 @@ MEMORY_CATEGORIES = (
     "accumulated gradients",
     "activations",
     "logits",
+    "gather buffers",
+    "reduce buffers",
     "buffers",
     "attention workspace",
     "cuBLAS workspaces",
@@ -35,6 +37,8 @@ MEMORY_CATEGORIES = (
     "NCCL buffers",
     "reserve",
 )
+"""In the order of the page. A plan's peak is their sum: what is made under another name is not counted, but for rows of
+experts."""
 NOT_ALLOCATED = ("allocator rounding", "NCCL buffers", "reserve")
 """The categories that are not part of torch's count of allocated memory."""
 BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
@@ -42,11 +46,20 @@ BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8,
 
 @dataclass(frozen=True)
 class Shard:
-    """``strategy`` says what lives on a slice of the data-parallel ranks (hsdp is zero3 with dp_replicate > 1)."""
+    """``strategy`` says what lives on a slice of the data-parallel ranks (hsdp is zero3 with dp_replicate > 1). In a
+    backward of zero3, weights of ``backward_prefetch`` units are gathered ahead, while one computes; and its gradients
+    are reduced after every micro-batch, unless ``sync_each_batch`` is false."""
 
     strategy: Strategy = "ddp"
     reshard_after_forward: bool | int = True
+    backward_prefetch: int = 1
+    sync_each_batch: bool = True
     bucket_bytes: int = 25 * 2**20
+
+    @property
+    def accumulates(self) -> bool:
+        """True where ranks add up whole gradients of micro-batches, and reduce them after the last."""
+        return self.strategy == "zero1" or not self.sync_each_batch
 
 
 @dataclass(frozen=True)

@@ -257,6 +257,8 @@ class Parallel(Section):
     dp_replicate: Degree | None = None
     dp_shard: Degree | None = None
     reshard_after_forward: bool | int | None = None
+    backward_prefetch: int | None = Field(default=None, ge=0)
+    sync_each_batch: bool | None = None
     tp: Degree | None = None
     sequence_parallel: bool = True
     cp: Degree | None = None
@@ -315,9 +317,8 @@ class EvaluationTask(Section):
 
 
 class Evaluate(Section):
-    """Validation every ``eval_steps``, or ``evals_per_epoch`` times while the data are read once; the run ends when
-    ``early_stopping_patience`` of them in a row have found no lower loss. ``tasks`` are answered at the same steps, and
-    after the last."""
+    """Validation every ``eval_steps``, or ``evals_per_epoch`` times an epoch; the run ends when
+    ``early_stopping_patience`` in a row have found no lower loss. ``tasks`` are answered then, and after the last."""
 
     eval_steps: int | None = Field(default=None, ge=1)
     evals_per_epoch: int | None = Field(default=None, ge=1)
@@ -328,8 +329,7 @@ class Evaluate(Section):
 
     def contradictions(self) -> Iterator[Problem]:
         if len({task.name for task in self.tasks}) < len(self.tasks):
-            what = "two tasks of `evaluate.tasks` have one name"
-            yield Problem("CFG008", what, "evaluate.tasks", "give each a name of its own")
+            yield Problem("CFG008", "two tasks have one name", "evaluate.tasks", "give each a name of its own")
 
 
 class Run(Section):

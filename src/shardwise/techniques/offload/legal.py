@@ -24,7 +24,7 @@ def leave_at_once(plan: Plan) -> bool:
 def leave_each(plan: Plan) -> bool:
     """Return whether the gradients of each micro-batch can leave as backward makes them: ranks have added them up by
     then."""
-    return leave_early(plan) and plan.shard.strategy != "zero1" and plan.layout.dp_replicate == 1
+    return leave_early(plan) and not plan.shard.accumulates and plan.layout.dp_replicate == 1
 
 
 def with_sums(plan: Plan) -> list[Plan]:

@@ -4,7 +4,7 @@
     ddp        nothing                      all-reduce of the gradients, once
     zero1      moments, masters             gathers P once; reduce-scatters once
     zero2      + gradients                  gathers P once; reduce-scatters m times
-    zero3      + weights                    gathers P 2m times (the ends m times); reduce-scatters m times
+    zero3      + weights                    gathers P 2m times (the ends m times); reduce-scatters m times, or once
 
 (fsdp is another name of zero3.) With dp_replicate > 1 a sharded strategy is hybrid (hsdp): slices over dp_shard ranks,
 and one all-reduce of the slices over dp_replicate a step. Built on FSDP2's ``fully_shard``, a unit of which is the
@@ -42,7 +42,6 @@ from shardwise.techniques.states import division, is_cut, one_of_each, piece, su
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.fsdp import FSDPModule
 
     from shardwise.distributed.meshes import Meshes
 
@@ -65,29 +64,40 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
     asked, each = recipe.parallel, cluster.devices_per_node
     own = grouped(cluster, plan)
     for strategy, degrees in layouts(recipe, own, plan.layout.cp, pinned=pinned):
-        why, again = dict(plan.why), asked.reshard_after_forward
+        why, again, ahead = dict(plan.why), asked.reshard_after_forward, asked.backward_prefetch
+        each_batch = asked.sync_each_batch is not False
         if pinned and (asked.strategy != "auto" or cluster.world == 1):
             why["shard.strategy"] = "pinned" if asked.strategy != "auto" else "derived: one process"
         if again is not None and strategy != "zero3":
             why["shard.reshard_after_forward"] = f"not used: {strategy} keeps its weights unsharded"
+        if ahead is not None and strategy != "zero3":
+            why["shard.backward_prefetch"] = f"not used: {strategy} gathers nothing for backward"
+        if asked.sync_each_batch is not None and strategy != "zero3":
+            why["shard.sync_each_batch"] = "not used: but for zero3, strategies differ in it"
         layout = dataclasses.replace(
             plan.layout, dp_replicate=degrees.dp_replicate, dp_shard=degrees.dp_shard, ranks_per_node=each
         )
         if strategy == "ddp" and degrees.dp_replicate % (least := least_dp_shard(layout)) == 0:
             layout = dataclasses.replace(layout, dp_replicate=degrees.dp_replicate // least, dp_shard=least)
-        shard = Shard(strategy, True if again is None or strategy != "zero3" else again)
+        shard = Shard(strategy)
+        if strategy == "zero3":
+            shard = Shard(strategy, True if again is None else again, 1 if ahead is None else ahead, each_batch)
         yield dataclasses.replace(plan, layout=layout, shard=shard, why=why)
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
     asked, layout, shard = recipe.parallel, plan.layout, plan.shard
     strategy = "auto" if layout.size("loss") == 1 else asked.strategy
-    again = asked.reshard_after_forward if shard.strategy == "zero3" else None
+    zero3 = shard.strategy == "zero3"
+    again, ahead = (asked.reshard_after_forward, asked.backward_prefetch) if zero3 else (None, None)
+    each_batch = asked.sync_each_batch if zero3 else None
     return {
         "parallel.strategy": (shard.strategy, "zero3" if strategy in ("fsdp", "hsdp") else strategy),
         "parallel.dp_replicate": (layout.dp_replicate, asked.dp_replicate or "auto"),
         "parallel.dp_shard": (layout.dp_shard, asked.dp_shard or "auto"),
         "parallel.reshard_after_forward": (shard.reshard_after_forward, "auto" if again is None else again),
+        "parallel.backward_prefetch": (shard.backward_prefetch, "auto" if ahead is None else ahead),
+        "parallel.sync_each_batch": (shard.sync_each_batch, "auto" if each_batch is None else each_batch),
     }
 
 
@@ -107,6 +117,19 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         what = f"reshard_after_forward {k} with {plan.shard.strategy} over {layout.fsdp} ranks"
         fix = f"strategy zero3 with {', '.join(legal) or 'true or false'}"
         problems.append(Problem("PLAN015", what, "parallel.reshard_after_forward", fix))
+    if not plan.shard.sync_each_batch and plan.shard.strategy != "zero3":
+        what = f"sync_each_batch false with {plan.shard.strategy}"
+        problems.append(
+            Problem("PLAN015", what, "parallel.sync_each_batch", "strategy zero3, or zero1 instead of zero2")
+        )
+    ahead, where = plan.shard.backward_prefetch, plan.offload.weights
+    if ahead != 1 and (plan.shard.strategy != "zero3" or k is False):
+        what = f"backward_prefetch {ahead}, but nothing is gathered for backward"
+        fix = "1, or strategy zero3 with reshard_after_forward true"
+        problems.append(Problem("PLAN015", what, "parallel.backward_prefetch", fix))
+    elif ahead != 1 and where != "none":
+        what = f"backward_prefetch {ahead}, but weights come from the {where} one block ahead"
+        problems.append(Problem("PLAN015", what, "parallel.backward_prefetch", "1, or `offload.weights=none`"))
     return problems
 
 
@@ -231,16 +254,10 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
     for module in embedding:
         # Only itself; by default it would prefetch what ran before it: the head of the previous micro-batch.
         module.set_modules_to_backward_prefetch([module])  # type: ignore[operator]
-    if plan.layout.pp > 1 or spread:  # micro-batches take turns: what ran before a unit may be of another one
-        leading = [unit[0] for unit in (embedding, *([block] for block in blocks(part)), head) if unit]
-        sharded = [module for module in leading if isinstance(module, FSDPModule)]
-        for before, module in zip(sharded[:1] + sharded, sharded, strict=False):
-            within, ahead = (_spread_experts(one) if spread else [] for one in (module, before))
-            module.set_modules_to_backward_prefetch([before, *ahead])
-            module.set_modules_to_forward_prefetch(within)  # the host waits before it comes to them
-        for module in set(part.modules()) - set(sharded):  # those inside with a dtype of their own: only itself
-            if isinstance(module, FSDPModule):
-                module.set_modules_to_backward_prefetch([module])
+    # In a pipeline micro-batches take turns: what ran before a unit may be of another one. With dtypes of their own,
+    # what ran before it is a part of it.
+    if plan.layout.pp > 1 or spread or plan.shard.backward_prefetch != 1 or plan.precision.modules:
+        _gather_ahead(part, plan)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             # gloo can only sum, and elsewhere FSDP2 would take a mean although the loss is divided already.
@@ -248,13 +265,28 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
             module.set_gradient_divide_factor(1.0)
 
 
-def _spread_experts(unit: nn.Module) -> list[FSDPModule]:
-    """The experts in a unit, which are gathered over other ranks than the rest of it."""
+def _gather_ahead(part: nn.Module, plan: Plan) -> None:
+    """Say, in place of FSDP2, what each unit gathers ahead in backward, with all that is sharded in it."""
     from torch.distributed.fsdp import FSDPModule
 
     from shardwise.models.moe import Experts
 
-    return [one for one in unit.modules() if isinstance(one, Experts) and isinstance(one, FSDPModule)]
+    embedding, head = ends(part)
+    leading = [unit[0] for unit in (embedding, *([block] for block in blocks(part)), head or [part]) if unit]
+    sharded = [module for module in leading if isinstance(module, FSDPModule)]
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            itself: list[FSDPModule] = [module]
+            module.set_modules_to_backward_prefetch(itself)
+    for number, module in enumerate(sharded):
+        before = sharded[max(0, number - plan.shard.backward_prefetch) : number][::-1]
+        ahead: list[FSDPModule] = [each for one in before for each in one.modules() if isinstance(each, FSDPModule)]
+        if ahead:
+            module.set_modules_to_backward_prefetch(ahead)
+        if plan.layout.ep > 1:  # over other ranks; the host waits before it comes to them
+            experts = (one for one in module.modules() if isinstance(one, Experts))
+            gathered: list[FSDPModule] = [one for one in experts if isinstance(one, FSDPModule)]
+            module.set_modules_to_forward_prefetch(gathered)
 
 
 def _without_backward(part: nn.Module) -> list[nn.Module]:
@@ -295,7 +327,7 @@ def before_micro_batch(parts: Sequence[nn.Module], plan: Plan, *, last: bool) ->
         if isinstance(part, FSDPModule):
             part.set_is_last_backward(last)
             part.set_requires_all_reduce(last)
-            if plan.shard.strategy == "zero1":
+            if plan.shard.accumulates:
                 part.set_requires_gradient_sync(last)
             if plan.shard.strategy != "zero3":
                 part.set_reshard_after_backward(last)
@@ -321,7 +353,7 @@ def after_weight_gradients(parts: Sequence[nn.Module], plan: Plan, *, last: bool
     for part in parts:
         _activate(part, last=last)  # and not at the first half of others
         if isinstance(part, FSDPModule):
-            part.set_requires_gradient_sync(last or plan.shard.strategy != "zero1")
+            part.set_requires_gradient_sync(last or not plan.shard.accumulates)
             part.set_reshard_after_backward(last or plan.shard.strategy == "zero3")
             end_backward(part)
 

@@ -118,7 +118,7 @@ class Sizes(NamedTuple):
         gradients: that wait for the last micro-batch, and when all are summed, unless only that sums them."""
         gathered = (self.blocks.gathered + self.experts.gathered) * _stays(plan)
         summed = self._replace(whole=self.blocks).gradient_bytes(plan, leave=False)
-        if plan.shard.strategy == "zero1":
+        if plan.shard.accumulates:
             return gathered, (self.blocks.trained + self.experts.trained) * BYTES[plan.precision.reduce], 0
         return gathered, summed, summed
 
@@ -136,12 +136,12 @@ class Sizes(NamedTuple):
             block = experts = Own()
         elif each_time:
             whole = ends = self.head.gathered
-            ahead = 0 if plan.frozen else self.ahead
+            ahead = 0 if plan.frozen or not plan.shard.backward_prefetch else self.ahead
         else:
             whole = self.whole.gathered + self.experts.gathered
             ends = self.whole.gathered - self.blocks.gathered
         before = gradients if several else 0
-        if several and strategy == "zero1":
+        if several and plan.shard.accumulates:
             each = BYTES[precision.reduce]
             before, head = (self.whole.trained + self.experts.trained) * each, self.head.trained * each
             added, again = experts.trained * each, True
@@ -257,12 +257,12 @@ class BlockSeconds(NamedTuple):
         waiting = opening = closing = 0.0
         if each_time:
             forward += gathered
-        if each_time or strategy == "zero2":
+        if plan.shard.accumulates:
+            closing = reduced
+        elif each_time or strategy == "zero2":
             backward, later = backward + reduced, later + reduced
         elif strategy == "ddp":
             closing = max(0.0, n * self.reduced - backward)
-        elif strategy == "zero1":
-            closing = reduced
         if _stays(plan) and stage_rank(plan.layout, number) == 0:
             opening = gathered
         elif _stays(plan):
@@ -271,7 +271,7 @@ class BlockSeconds(NamedTuple):
             return StageTimes(
                 {"F": forward, "B": backward, "I": backward - later, "W": later}, waiting, opening, closing, (0.0, 0.0)
             )
-        after = last * (strategy in ("zero2", "zero3")), last
+        after = last * (strategy in ("zero2", "zero3") and not plan.shard.accumulates), last
         return StageTimes({"F": forward, "B": backward}, waiting, opening, closing, after)
 
 
@@ -279,7 +279,7 @@ def _rounds(plan: Plan) -> tuple[int, int, int]:
     """Return how often a strategy gathers all weights in a step, and those of blocks again for backward, and how often
     it reduces gradients."""
     strategy, m = plan.shard.strategy, plan.batch.accumulation
-    gathers, reduces = m if strategy == "zero3" else 1, 1 if strategy == "zero1" else m
+    gathers, reduces = m if strategy == "zero3" else 1, 1 if plan.shard.accumulates else m
     again = strategy == "zero3" and plan.shard.reshard_after_forward is True and not plan.frozen
     return gathers, m * again, reduces
 

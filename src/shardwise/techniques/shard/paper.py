@@ -130,13 +130,17 @@ class Gathers:
         self.copy_out_for_forward(self.group_of[name])
 
     def begin_backward(self, name: UnitName) -> None:
-        """Have the weights of a unit, and gather those of the unit whose backward comes next."""
+        """Have the weights of a unit, and gather those of the units whose backward comes next."""
         self.copy_out_for_backward(self.group_of[name])
-        ahead = self.group_of[self.before[name]]
-        if not self.is_whole(ahead) and ahead not in self.once:
-            for one in (ahead, *self.experts_of(ahead)):
-                if not self.is_whole(one) and one not in self.buffers:
-                    self._gather(one)
+        for _ in range(self.plan.shard.backward_prefetch):
+            if name == "embedding":
+                return
+            name = self.before[name]
+            ahead = self.group_of[name]
+            if not self.is_whole(ahead) and ahead not in self.once:
+                for one in (ahead, *self.experts_of(ahead)):
+                    if not self.is_whole(one) and one not in self.buffers:
+                        self._gather(one)
 
     def copy_out_for_forward(self, group: Group) -> None:
         if self.is_whole(group):
@@ -181,8 +185,8 @@ class Gathers:
     def _gather(self, group: Group) -> None:
         """Copies this rank's slice into the compute type, then gathers into a buffer."""
         size, again = self.groups[group], ("post forward", group) in self.log.alive
-        self.log.make(("slice", group), "buffers", size.cast_bytes if size.buffer_bytes and not again else 0)
-        self.log.make(("gather", group), "buffers", size.buffer_bytes)
+        self.log.make(("slice", group), "gather buffers", size.cast_bytes if size.buffer_bytes and not again else 0)
+        self.log.make(("gather", group), "gather buffers", size.buffer_bytes)
         if again:
             self.log.wait("gather", ("kept", group))
         else:
@@ -217,7 +221,7 @@ class Sharded(StrategyWeights):
         super().__init__(log, sheet, plan, gradients)
         self.gathers = Gathers(log, sheet, plan)
         self.groups, self.group_of = self.gathers.groups, self.gathers.group_of
-        self.strategy = plan.shard.strategy
+        self.strategy, self.accumulates = plan.shard.strategy, plan.shard.accumulates
         self.unreduced = {group: Unreduced(log, plan, group, one.last) for group, one in self.groups.items()}
         self.reduced = ""  # the mark behind what was reduced last
 
@@ -272,7 +276,7 @@ class Sharded(StrategyWeights):
         last = self.last and not self.half
         if last or self.strategy == "zero3":
             self.log.drop(("weights", group))
-        if (last or self.strategy != "zero1") and not self.half:
+        if (last or not self.accumulates) and not self.half:
             self._reduce(group, summed=self.last)
         else:
             self.unreduced[group].keep()
@@ -282,13 +286,13 @@ class Sharded(StrategyWeights):
             if self.last:
                 self.log.drop(("weights", group))
             self.unreduced[group].keep()
-            if (self.last or self.strategy != "zero1") and self.unreduced[group].names:
+            if (self.last or not self.accumulates) and self.unreduced[group].names:
                 self._reduce(group, summed=True)
 
     def end(self) -> None:
         if self.half:
             return
-        if self.reduced and (self.last or self.strategy != "zero1"):
+        if self.reduced and (self.last or not self.accumulates):
             self.log.wait("compute", self.reduced)
         if self.last:
             self.log.drop("scatter")
@@ -313,7 +317,7 @@ class Sharded(StrategyWeights):
         calls = size.reduces_of(self.unreduced[group].names)
         total, share = sum(call.bytes for call in calls), sum(call.part for call in calls)
         self.unreduced[group].join()
-        self.log.make("scatter", "buffers", total)
+        self.log.make("scatter", "reduce buffers", total)
         self.copy(total)
         self.log.follow("reduce", "to scatter")
         for call in calls:
@@ -324,9 +328,9 @@ class Sharded(StrategyWeights):
         self.unreduced[group].free(last=False)
         if share == total:
             self.unreduced[group].free(last=True)
-        self.log.make(("scattered", group), "buffers", share)
+        self.log.make(("scattered", group), "reduce buffers", share)
         if share == total:  # of no other rank: torch divides it, by one
-            self.log.make(("divided", group), "buffers", total)
+            self.log.make(("divided", group), "reduce buffers", total)
             self.log.free(("divided", group))
         if replicas > 1 and not summed:
             self.log.hold(("partial", group), "gradients", share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from math import lcm
+from math import ceil, lcm
 from typing import Any
 
 from shardwise.spec.plan import BYTES, Plan
@@ -31,9 +31,9 @@ def gradient_bytes(sheet: Sheet, plan: Plan) -> dict[str, int]:
 
 def period(sheet: Sheet, plan: Plan, order: tuple[int, ...]) -> int:
     """Return after how many blocks all is done again between units, where the kinds of blocks repeat as in ``order``:
-    when as many have filled their buckets."""
+    when as many have filled their buckets. Where weights are gathered so many blocks ahead, no period is shorter."""
     if plan.sharded or plan.layout.size("loss") == 1:
-        return len(order)
+        return len(order) * max(1, ceil(plan.shard.backward_prefetch / len(order)))
     sizes = gradient_bytes(replace(sheet, order=order), plan)
     block = sum(size for name, size in sizes.items() if name.startswith("layers.")) // len(order)
     return lcm(len(order), blocks_of_bucket(block, plan.shard.bucket_bytes))
@@ -102,7 +102,7 @@ class Replicated(StrategyWeights):
         precision = self.plan.precision
         wired = total // BYTES[precision.weights] * BYTES[precision.reduce]
         if precision.reduce != precision.weights:
-            self.log.make(("wire", index), "buffers", wired)
+            self.log.make(("wire", index), "reduce buffers", wired)
             self.copy(total)
         self.log.follow("reduce", ("bucket", index))
         self.log.add(Send("all_reduce", over, "gradients", wired, "reduce"))
