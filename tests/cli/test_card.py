@@ -59,7 +59,7 @@ def test_a_model_is_pushed_with_the_login_that_is_there(tmp_path: Path, monkeypa
         raise LocalTokenNotFoundError("no token")
 
     monkeypatch.setattr(HfApi, "create_repo", refused)
-    with pytest.raises(UnavailableError, match="org/mine cannot be pushed: no token"):
+    with pytest.raises(UnavailableError, match=r"org/mine .*no token"):
         push(tmp_path, "org/mine")
 
 

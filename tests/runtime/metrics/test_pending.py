@@ -227,7 +227,7 @@ def test_a_poisoned_run_names_its_step_although_the_figures_come_late(
     with monkeypatch.context() as patch:
         spoil(patch, set(range(5, 9)))
         seen = order_of(patch)
-        with pytest.raises(TrainingError, match=f"not finite for {allowed + 1} steps") as raised:
+        with pytest.raises(TrainingError, match=f"not finite .*{allowed + 1} steps") as raised:
             train_here(made)
     [problem] = raised.value.problems
     assert (problem.code, problem.where.partition(",")[0]) == ("NUM001", f"step {stops_at}")
