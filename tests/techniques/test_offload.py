@@ -630,8 +630,7 @@ def test_drift_of_a_large_model_writes_no_file(monkeypatch: pytest.MonkeyPatch) 
     both = replace(plan, offload=Offload("nvme", "nvme"), remat=Remat("full"))
     for each, told in ((plan, " and ".join(plan.offload.filed)), (both, "optimizer and activations")):
         assert certify._drift(spec, each, 0, {}) == []
-        [unseen] = [line for line in shrink(spec, each).unseen if "NVMe" in line]
-        assert shows(unseen, "drift", told, "on the host")
+        assert any(shows(line, "NVMe", "drift", told, "on the host") for line in shrink(spec, each).unseen)
 
 
 @pytest.mark.big
