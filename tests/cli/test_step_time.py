@@ -75,7 +75,7 @@ def test_mfu_does_not_count_what_is_recomputed() -> None:
     ],
 )
 def test_whether_the_links_are_the_bottleneck(
-    axis: str, link: str, waits_s: float, cluster: object, words: str
+    axis: str, link: str, waits_s: float, cluster: object, words: list[str]
 ) -> None:
     assert shows(bottleneck(with_seconds(PLAN, axis, link, waits_s), cluster), *words)  # type: ignore[arg-type]
 

@@ -135,9 +135,8 @@ def test_b61_no_end_of_text(tokenizer: Tokenizer, tmp_path: Path, eos: str | Non
     with pytest.raises(DataError) as caught:
         tokens.open_directory(tmp_path)
     [problem] = caught.value.problems
-    assert (problem.code, problem.where) == ("TOK003", "data.tokenizer") and shows(
-        problem.what, "no end-of-text token", what
-    )
+    assert (problem.code, problem.where) == ("TOK003", "data.tokenizer")
+    assert problem.what.startswith("no end-of-text token") and what in problem.what
     assert f'"eos_token" in {tmp_path}/tokenizer_config.json' in problem.fix and f'"{EOT}"' in problem.fix
 
 

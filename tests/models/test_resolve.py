@@ -227,7 +227,7 @@ def test_a_model_has_a_row_for_each_new_token(
 
 def test_adapters_alone_leave_a_new_token_untrained(tmp_path: Path) -> None:
     words = [f"model.path={in_files(tmp_path / 'model', 12, 9)}", "lora.rank=2", "data.add_tokens=[<a>]"]
-    with pytest.raises(ConfigError, match=refusal("CFG008", "`<a>`", fix="modules_to_save")):
+    with pytest.raises(ConfigError, match=refusal("CFG008", "`<a>`", fix="lora.modules_to_save")):
         resolve(load_recipe(None, words))
     assert resolve(load_recipe(None, [*words, "lora.modules_to_save=[embed_tokens,lm_head]"])).vocab_size == 12
     assert resolve(load_recipe(None, [*words[:2], "data.add_tokens=[t3]"])).vocab_size == 12, "nothing is new"

@@ -55,7 +55,7 @@ def test_sizes_always_multiply(dp: int, seq_len: int, whole: int | None, micro: 
         (
             Train(global_batch_size=512, micro_batch_size=4, gradient_accumulation_steps=8),
             8,
-            "global_batch_size 512 ≠ micro 4 × accumulation 8 × dp 8 = 256",
+            [512, "micro 4", "accumulation 8", "dp 8", 256],
             ["`train.gradient_accumulation_steps=16`", "`train.global_batch_size=256`"],
         ),
         (
