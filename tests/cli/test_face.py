@@ -23,7 +23,7 @@ from shardwise.errors import ConfigError, DataError, Problem, TrainingError
 from shardwise.launch import local
 from shardwise.spec.plan import Estimate, Plan
 from tests.runtime.small_run import write_text
-from tests.said import shows
+from tests.said import refusal, shows
 from tests.style.source import ROOT
 
 TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -141,7 +141,7 @@ def test_a_run_returns_its_report(text: None) -> None:
     sent = {(item.axis, item.kind): item.bytes for item in plan.estimate.traffic if item.category != "control"}
     assert sent and {k: v for k, v in [((t.axis, t.kind), t.bytes) for t in report.traffic] if k in sent} == sent
     assert {row[0] for row in report.rows()} >= {"memory: weights", "step time"}
-    with pytest.raises(ConfigError, match=r"`train\.seq_len` 32.* 16"):
+    with pytest.raises(ConfigError, match=refusal("PLAN019", "`train.seq_len` 32", 16)):
         shardwise.train(shardwise.load_recipe(None, [*WORDS, "train.seq_len=16"]), plan)
     done = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": "run-1"})})
     assert shardwise.train(done, plan, resume=True) == report

@@ -160,6 +160,6 @@ def test_what_no_formula_counts_transformers_does(monkeypatch: pytest.MonkeyPatc
     config = {"model_type": "mamba2", "hidden_size": d, "num_hidden_layers": layers, "vocab_size": rows}
     config |= {"state_size": state, "num_heads": heads, "head_dim": 16, "n_groups": 1, "tie_word_embeddings": True}
     assert unserved.count_in_transformers(config) == layers * block + d + rows * d
-    with pytest.raises(ConfigError, match=r"recurrent state(.|\n)* 90,920 parameters"):
+    with pytest.raises(ConfigError, match=r"MOD001.*recurrent state(.|\n)* 90,920 parameters"):
         read_spec(config, "x")
     assert unserved.count_in_transformers({"model_type": "nobody's"}) is None

@@ -22,7 +22,7 @@ from shardwise.techniques.dtypes import compute_dtype
 from shardwise.techniques.states import frozen
 from tests.models.hf_models import CONFIGS, spec_of
 from tests.prove.test_certify import COMPOSITIONS
-from tests.said import shows
+from tests.said import refusal, shows
 
 SPEC = load_spec("Llama-3.1-70B")
 
@@ -228,5 +228,5 @@ def test_a_model_of_transformers_own_modules_is_of_its_own_family(kind: str) -> 
 
 def test_a_family_of_which_no_smaller_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(THEIRS, "num_attention_heads", 5)  # which do not divide its hidden size
-    with pytest.raises(ConfigError, match="no smaller model"):
+    with pytest.raises(ConfigError, match=refusal("PLAN025", "no smaller model")):
         shrink(spec_of("gpt2"), Plan(Layout(dp_shard=2), Batch(), Shard("zero3")))

@@ -24,7 +24,7 @@ from shardwise.runtime.owner import Claim, Owner, Pace, check_free, claim, follo
 from shardwise.runtime.world import process
 from tests.runtime.small_run import directory as run_of
 from tests.runtime.small_run import plan, recipe
-from tests.said import shows
+from tests.said import refusal, shows
 
 RACE = """
 import os, sys, time
@@ -188,7 +188,7 @@ def test_an_owner_beats_until_it_has_lost_its_directory(tmp_path: Path) -> None:
     assert shows(refused(caught.value), tmp_path, ".owner", "removed")
     assert "intact" not in refused(caught.value)
     other = written(tmp_path, 5)
-    with pytest.raises(OutputError, match=f"pid {other.pid} "):
+    with pytest.raises(OutputError, match=refusal("OUT005", f"pid {other.pid}")):
         made.check()
     made.release()
     assert [path.name for path in tmp_path.iterdir()] == [".owner-5"]
@@ -225,7 +225,7 @@ def test_ranks_follow_rank_0_of_their_own_start(tmp_path: Path) -> None:
     followed = follow(tmp_path, "mine", 600.0, clock.pace())
     assert 3 <= clock.slept_s < 4 and followed.held()
     assert standing(tmp_path) is not None
-    with pytest.raises(OutputError, match="rank 0 "):
+    with pytest.raises(OutputError, match=refusal("OUT005", "rank 0")):
         follow(tmp_path, "another", 600.0, clock.pace())
     assert clock.slept_s > 660
     written(tmp_path, 9, token="another")
@@ -235,7 +235,7 @@ def test_ranks_follow_rank_0_of_their_own_start(tmp_path: Path) -> None:
 def test_ranks_elsewhere_do_not_follow_who_had_the_same_name_and_is_dead(tmp_path: Path) -> None:
     """Of two starts by the same line of torchrun, the nodes having been started anew between them."""
     stale, clock = written(tmp_path, 1, token="mine", kernel="another/1", host="n1"), Clock()
-    with pytest.raises(OutputError, match="rank 0 "):
+    with pytest.raises(OutputError, match=refusal("OUT005", "rank 0")):
         follow(tmp_path, "mine", 60.0, clock.pace())
     clock = Clock(after_s=50, act=lambda: written(tmp_path, 2, token="mine", kernel="another/2", host="n1"))
     assert follow(tmp_path, "mine", 60.0, clock.pace()).held() and 50 <= clock.slept_s < 51
