@@ -441,7 +441,7 @@ def test_losses_of_pairs(tmp_path: Path, text: str, method: str) -> None:
     [
         (AXOLOTL + "neftune_noise_alpha: 5\n", "NEFTune"),
         (AXOLOTL + "relora: true\n", "ReLoRA"),
-        (AXOLOTL + "rl: kto\n", "kto"),
+        (AXOLOTL + "rl: kto\n", "kto is not"),
         (TRL + "num_generations: 8\n", "GRPO"),
         (TRL + "optim: rmsprop\n", "rmsprop"),
         (LLAMAFACTORY + "use_galore: true\n", "GaLore"),
@@ -488,7 +488,7 @@ def test_references_within_a_file(tmp_path: Path) -> None:
     found = imported(tmp_path, TORCHTUNE.replace("batch_size: 2\n", "batch_size: ${epochs}\n"))
     assert values(found)["train.micro_batch_size"] == 1
     loop = TORCHTUNE.replace("batch_size: 2\n", "batch_size: ${batch_size_val}\n")
-    assert "batch_size" in refusals(tmp_path, loop)
+    assert "batch_size is not in" in refusals(tmp_path, loop)
 
 
 def test_the_last_of_two_equal_keys_counts_as_there(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_a_setting_that_has_nothing_to_act_on_is_told() -> None:
     )
     plan = choose(asked, ONE_B, parse_cluster("4xH100"))
     assert shows(plan.why["shard.reshard_after_forward"], "not used", "zero1")
-    assert shows(plan.why["remat.every"], "not used", "nothing")
+    assert shows(plan.why["remat.every"], "not used", "nothing is recomputed")
     used = recipe(parallel=Parallel(strategy="zero3", reshard_after_forward=False), recompute=Recompute(mode="full"))
     assert not {"shard.reshard_after_forward", "remat.every"} & {*choose(used, ONE_B, parse_cluster("4xH100")).why}
 

@@ -134,11 +134,11 @@ def test_first_values_do_not_depend_on_who_has_which_expert() -> None:
     [
         (
             replace(SETTINGS, dora=True),
-            "DoRA",
+            "no magnitudes of",
             "lora.targets: [q, k, v, o, gate, up, down]",
         ),
-        (replace(SETTINGS, targets=("expert",)), "`expert`", "did you mean `expert_"),
-        (replace(SETTINGS, targets=("router",)), "`router`", "expert_gate"),
+        (replace(SETTINGS, targets=("expert",)), "the role `expert`", "did you mean `expert_"),
+        (replace(SETTINGS, targets=("router",)), "the role `router`", "expert_gate"),
         (Lora(20, 6.0, ("q", "expert_up")), "rank 20 exceeds", "16"),
     ],
 )
