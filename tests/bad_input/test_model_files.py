@@ -29,6 +29,7 @@ from shardwise.spec.plan import Lora, Plan
 from shardwise.techniques import lora
 from tests.models import families, hf_models
 from tests.models.test_config import SMALL
+from tests.said import refuses
 
 SPEC = from_hf(SMALL, "small")
 OURS = (ConfigError, DataError, MissingInputError, PolicyError)
@@ -196,7 +197,7 @@ def test_layers_are_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
         (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": kind, layers: 10**6}))
         assert main(["plan", "--model", str(tmp_path)]) == 65
-        assert f"error[MOD005]: `{layers}` is 1,000,000; the limit is 1,000" in capfd.readouterr().err
+        assert refuses(capfd.readouterr().err, "MOD005", f"`{layers}`", "1,000,000", "1,000")
 
 
 @pytest.mark.prove
@@ -219,7 +220,7 @@ def test_a_search_is_interrupted() -> None:
 
 def test_a_timeout_beyond_reason(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.timeout_s=1e308"]) == 78
-    assert "error[CFG005]: `run.timeout_s` must be a number > 0 and ≤ 604,800" in capfd.readouterr().err
+    assert refuses(capfd.readouterr().err, "CFG005", "`run.timeout_s`", "> 0", "604,800")
 
 
 ADAPTER = Lora(2, 4.0, ("q", "down"))
@@ -258,7 +259,7 @@ def test_an_adapter_that_is_not_finite(adapter: Path, tmp_path: Path) -> None:
     infinite = {name: torch.full(shape, torch.inf) for name, shape in shapes.items()}
     peft.write_adapter(tmp_path, ADAPTER, SPEC, None, infinite, infinite.__getitem__)
     parts = {name: tuple(slice(0, size) for size in shape) for name, shape in shapes.items()}
-    with pytest.raises(DataError, match=r"MOD006.*`layers.0.attention.q.lora_a.weight` holds 96 infinite of 96 values"):
+    with pytest.raises(DataError, match=r"MOD006.*`layers.0.attention.q.lora_a.weight` .*96 infinite of 96 "):
         list(peft.read_adapter(tmp_path, parts, ADAPTER, SPEC))
     stored = safetensors.torch.load_file(tmp_path / peft.WEIGHTS)
     for dtype in (torch.int8, torch.float8_e4m3fn):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shardwise.cli.app import main
+from tests.said import shows
 
 SECONDS: dict[str, Any] = run_path(str(Path(__file__).parents[2] / "bench" / "seconds.py"))
 Pair = SECONDS["Pair"]
@@ -23,10 +24,10 @@ def test_the_table_by_hand() -> None:
     times = (("b", 1.6, 2.0), ("a", 1.0, 1.0), ("b", 2.2, 2.0), ("a", 1.5, 1.0))
     lines = SECONDS["told"]([Pair(case, predicted, measured, 0.5, {}) for case, predicted, measured in times])
     assert lines[1].split() == ["b", "1.600", "s", "2.000", "s", "0.80", "0.50"]
-    assert lines[-2] == "ratio: median 1.05, quartiles 0.95 and 1.20, of 4"
-    assert lines[-1] == "order as predicted: a < b; the measured one"
+    assert shows(lines[-2], "median 1.05", 0.95, "1.20", 4)
+    assert shows(lines[-1], "predicted: a < b", "measured")
     swapped = SECONDS["told"]([Pair("a", 1.0, 3.0, 0.5, {}), Pair("b", 2.0, 1.0, 0.5, {})])
-    assert swapped[-1] == "order as predicted: a < b; measured b < a"
+    assert shows(swapped[-1], "predicted: a < b", "measured b < a")
 
 
 def test_what_another_program_works_is_counted() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.said import shows
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(REPOSITORY / "bench" / "step.py"), "--rows", "1", "--pairs", "3", "--exact"]
 
@@ -34,4 +36,4 @@ def test_a_version_computes_what_it_computes_itself() -> None:
 def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
     ended = subprocess.run([*COMMAND, "--against", str(tmp_path)], capture_output=True, text=True)
     assert ended.returncode == 2
-    assert f"{tmp_path} is no checkout of Shardwise" in ended.stderr
+    assert shows(ended.stderr, tmp_path, "checkout of Shardwise")

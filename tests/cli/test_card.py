@@ -13,6 +13,7 @@ from shardwise.cli.app import main
 from shardwise.cli.card import card_of, push, write_card
 from shardwise.cli.run_files import read_history
 from shardwise.errors import UnavailableError
+from tests.said import refusal
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_model_is_pushed_with_the_login_that_is_there(tmp_path: Path, monkeypa
         raise LocalTokenNotFoundError("no token")
 
     monkeypatch.setattr(HfApi, "create_repo", refused)
-    with pytest.raises(UnavailableError, match="org/mine cannot be pushed: no token"):
+    with pytest.raises(UnavailableError, match=refusal("MOD003", "org/mine", "no token")):
         push(tmp_path, "org/mine")
 
 

@@ -31,6 +31,7 @@ from shardwise.spec.keys import keys_of
 from shardwise.spec.load import load_plan, load_recipe, recipe_schema
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import show_bytes
+from tests.said import refuses, shows
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -106,17 +107,17 @@ def test_plan_of_the_sketch(shardwise: Run) -> None:
     words = ("--model", "meta-llama/Llama-3.1-70B", "--cluster", "2x8xRTX-PRO-6000+200Gb/node", "--seq-len", "4096")
     code, out, err = shardwise("plan", *words, "--global-batch-size", "64", "-o", "plan.yaml")
     assert (code, err) == (0, "")
-    assert out.startswith(
-        "Llama-3.1-70B (70.6 B parameters) on 2 nodes x 8 x RTX Pro 6000 (95.0 GiB each)\nassumed: 200 Gb/s"
-    )
+    first, assumed = out.splitlines()[:2]
+    assert shows(first, "Llama-3.1-70B", "70.6 B", "2 nodes", 8, "RTX Pro 6000", "95.0 GiB")
+    assert assumed.startswith("assumed: 200 Gb/s")
     for setting in ("DDP over 16", "ZeRO-1 over 16", "ZeRO-2 over 16", "ZeRO-3 over 16", "ZeRO-3 over 8, 2 replicas"):
         assert setting in out
     lines = out.splitlines()
     head = next(
         i for i, line in enumerate(lines, 1) if line.startswith("the best plan of each kind, by the time of a ")
     )
-    assert lines[head].split("  ")[-2:] == ["sent in the node", "over the network"]
-    assert "does not fit" in out and "memory of the fullest rank" in out and "all-gather" in out
+    assert [cell[:4] for cell in lines[head].split("  ")[-2:]] == ["sent", "over"]
+    assert "does not fit" in out and "fullest rank" in out and "all-gather" in out
     plan = load_plan("plan.yaml")
     assert lines[3].startswith(f"It fits: {label(plan)}, ") and lines[5].startswith("a step  ")
     assert any(line.startswith(">  ") and label(plan) in line for line in lines[head:])
@@ -143,8 +144,8 @@ def test_a_plan_in_json_is_the_one_that_is_written(shardwise: Run) -> None:
 def test_a_tight_plan_ends_with_what_leaves_more_room(shardwise: Run) -> None:
     words = ("--model", "meta-llama/Llama-3.1-70B", "--lora", "16", "--seq-len", "32768")
     code, out, _ = shardwise("plan", *words, "--cluster", "8xH100", "parallel.tp=1", "parallel.cp=1")
-    assert code == 0 and "tight: 75.9 GiB of 79.1 GiB (96%)" in out
-    assert "any one of these changes leaves more room\n" in out and "makes it fit" not in out
+    assert code == 0 and shows(out, "tight", "75.9 GiB", "79.1 GiB", "96%")
+    assert "leaves more room\n" in out and "makes it fit" not in out
 
 
 @pytest.mark.prove
@@ -153,10 +154,10 @@ def test_what_does_not_fit_ends_with_a_remedy(shardwise: Run) -> None:
     code, out, _ = shardwise("plan", *words, "--cluster", "1xH100")
     assert code == 0 and "does not fit" in out
     rows = out[out.index("any one of these changes makes it fit\n") :].splitlines()[1:4]
-    assert rows[0].split("  ")[1] == "offload.weights=host" and "fits: 25.2 GiB of 79.1 GiB (32%)" in rows[0]
-    assert rows[0].endswith("frozen weights wait on the host, copied beside what blocks compute")
-    assert rows[1].split("  ")[1] == "lora.frozen=nf4" and "fits: 54.5 GiB of 79.1 GiB (69%)" in rows[1]
-    assert rows[1].endswith("frozen weights in 4 bits: less exact")
+    assert rows[0].split("  ")[1] == "offload.weights=host" and shows(rows[0], "fits", "25.2 GiB", "79.1 GiB", "32%")
+    assert shows(rows[0], "on the host")
+    assert rows[1].split("  ")[1] == "lora.frozen=nf4" and shows(rows[1], "fits", "54.5 GiB", "79.1 GiB", "69%")
+    assert rows[1].endswith("less exact")
     assert rows[2].split()[:2] == ["--cluster", "1x2xH100-SXM-80GB"] and rows[2].endswith("2 devices instead of 1")
     _, text, _ = shardwise("plan", *words, "--cluster", "1xH100", "--json")
     assert json.loads(text)["remedies"][0]["change"] == "offload.weights=host"
@@ -170,12 +171,12 @@ def test_train_says_what_would_fit() -> None:
         (
             ["lora=16"],
             "1xH100",
-            "`offload.weights=host` (25.2 GiB), or `lora.frozen=nf4` (54.5 GiB), or 2 devices instead of 1 (",
+            "`offload.weights=host` (25.2 GiB), or `lora.frozen=nf4` (54.5 GiB), ",
         ),
         (
             ["seq_len=512"],
             "1x3090",
-            "no single change is enough; the closest are 32 devices instead of 1 (",
+            "no single change",
         ),
     ):
         recipe = load_recipe(None, ["model=meta-llama/Llama-3.1-70B", *words])
@@ -251,11 +252,7 @@ def test_nodes_print_their_lines(shardwise: Run) -> None:
     assert code == 0
     lines = [line.strip() for line in out.splitlines() if "torchrun" in line]
     assert len(lines) == 2 and "--node-rank 1" in lines[1]
-    assert (
-        "--master-port 29500" in lines[0]
-        and "FIRST_NODE is the first node's address" in out
-        and "docs/security.md" in out
-    )
+    assert "--master-port 29500" in lines[0] and "FIRST_NODE" in out and "docs/security.md" in out
     assert lines[0].endswith("-m shardwise train runs/a/recipe.yaml --plan runs/a/plan.yaml")
     assert load_plan("runs/a/plan.yaml").layout.world == 2
     assert load_recipe("runs/a/recipe.yaml").run.nodes == 2
@@ -318,7 +315,7 @@ def test_what_a_finished_run_says_to_do_next_works(shardwise: Run, ended: list[t
     assert steps[1] == "shardwise train runs/a/recipe.yaml --run NEW_NAME data.path=YOUR_DATA"
     words = steps[1].replace("NEW_NAME", "b").replace("YOUR_DATA", "text").split()[1:]
     code, out, err = shardwise(*words, "--dry-run")
-    assert (code, err) == (0, "") and "dry run: nothing was started" in out
+    assert (code, err) == (0, "") and shows(out, "dry run", "nothing")
     code, _, err = shardwise(*steps[2].split()[1:])
     assert (code, err) == (0, "")
 
@@ -345,7 +342,7 @@ def test_what_a_plan_says_to_do_next_works(shardwise: Run, machines: tuple[str, 
     code, out, _ = shardwise(*next_words(out))
     assert code == 0
     code, out, err = shardwise(*next_words(out), "--dry-run")
-    assert code == 0 and "dry run: nothing was started" in out, err
+    assert code == 0 and shows(out, "dry run", "nothing"), err
 
 
 @pytest.mark.prove
@@ -377,7 +374,7 @@ def test_a_run_that_wandb_cannot_follow_is_refused_before_it_starts(
 def test_a_failure_of_a_rank_is_printed_once_with_its_code(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
     ended[0] = (Ended(65, Problem("DATA004", "bad line", "x.jsonl:3 (rank 0)", "repair it")),)
     code, _, err = shardwise("train", texts(), *SMALL)
-    assert (code, err) == (65, "error[DATA004]: bad line\nwhere: x.jsonl:3 (rank 0)\nfix:   repair it\n")
+    assert code == 65 and refuses(err, "DATA004", "bad line", where="x.jsonl:3 (rank 0)", fix="repair it")
     code, out, _ = shardwise("train", texts(), *SMALL, "--json")
     assert code == 65
     assert json.loads(out)["error"] == {
@@ -387,7 +384,7 @@ def test_a_failure_of_a_rank_is_printed_once_with_its_code(shardwise: Run, ended
     ended[0] = (Ended(75, Problem("STOP001", "saved at step 3 of 9", "", "shardwise train --resume runs/a")),)
     code, out, err = shardwise("train", texts(), *SMALL)
     assert (code, err) == (75, "")
-    assert out.endswith("stopped: saved at step 3 of 9\nnext     shardwise train --resume runs/a\n")
+    assert shows(out, "stopped", 3, 9) and shows(out.splitlines()[-1], "next", "shardwise train --resume runs/a")
 
 
 def test_runs_are_numbered_and_resumed(shardwise: Run, ended: list[tuple[object, ...]]) -> None:
@@ -422,11 +419,11 @@ def test_a_finished_run_is_resumed_within_a_second(shardwise: Run, ended: list[t
     Path("runs/a/checkpoints/step-00000005").mkdir(parents=True)
     Path("runs/a/recipe.yaml").write_text("train: {max_steps: 5}")
     write_exit(Path("runs/a"), Exit("done", 0, "done", step=5))
-    said = "nothing to do: runs/a was finished at step 5; for more, give a larger train.max_steps\n"
-    assert shardwise("train", "--resume", "runs/a") == (0, said, "")
+    code, said, err = shardwise("train", "--resume", "runs/a")
+    assert (code, err, said.count("\n")) == (0, "", 1) and shows(said, "nothing", "runs/a", 5, "train.max_steps")
     assert shardwise("train", "--resume", "runs/a", "--json")[:2] == (0, '{\n "run": "runs/a",\n "exit_code": 0\n}\n')
     code, _, err = shardwise("train", "--resume", "runs/a", "--max-steps", "4")
-    assert code == 65 and err.startswith("error[CKPT024]: the run is at step 5") and " step 4\n" in err
+    assert code == 65 and refuses(err, "CKPT024", "step 5", "step 4")
     program = (
         "import sys; from shardwise.cli.app import main; main(['train', '--resume', 'runs/a']); "
         "print('torch' in sys.modules)"
@@ -449,7 +446,7 @@ def test_a_run_that_is_in_use_is_left_alone(shardwise: Run, ended: list[tuple[ob
     for more in ((), ("--resume",), ("--dry-run",)):
         code, _, err = shardwise("train", texts(), *SMALL, "--run", "a", *more)
         assert code == 73 and err.startswith("error[OUT005]: runs/a ") and "`--run`\n" in err
-        assert f" in use by pid {os.getppid()} on {other.host}\nwhere: runs/a\n" in err
+        assert refuses(err, "OUT005", os.getppid(), other.host, where="runs/a")
     assert sorted(path.name for path in Path("runs/a").iterdir()) == [".owner-5", "recipe.yaml"] and len(ended) == 1
     Path("runs/a/.owner-5").unlink()
     assert shardwise("train", texts(), *SMALL, "--run", "a")[0] == 0
@@ -503,7 +500,7 @@ def test_the_keys_are_listed_with_their_other_names(capsys: pytest.CaptureFixtur
     assert main(["schema", "--keys"]) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["run.trackers"].endswith("; also report_to, log_with, loggers")
-    assert lines["optim.warmup_steps"].startswith("a whole number ≥ 0, or a number > 0 (default 0); also warmup_ratio")
+    assert shows(lines["optim.warmup_steps"], "whole number ≥ 0", "number > 0", "default 0", "warmup_ratio")
 
 
 def test_what_stands_before_the_ranks_needs_no_torch(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from shardwise.spec.load import dump_plan, load_recipe
 from shardwise.spec.measured import Measured
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Parallel, Recipe
+from tests.said import shows
 
 RECIPE = load_recipe(Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml")
 SPEC = resolve(RECIPE)
@@ -68,7 +69,7 @@ def test_this_machine_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -
     gpu = ("NVIDIA H100 80GB HBM3", 79 * 2**30, (9, 0))
     monkeypatch.setattr(machines, "gpus", lambda: [gpu])
     monkeypatch.setattr(decide, "compiler_lacks", lambda kind: f"a compiler for {kind}")
-    assert cluster_of(RECIPE).device.no_compiler == "a compiler for cuda"
+    assert shows(cluster_of(RECIPE).device.no_compiler, "compiler", "cuda")
     assert cluster_of(RECIPE, "8xH100").device.no_compiler == ""
     here = cluster_of(RECIPE)
     first = replace(here, device=replace(here.device, no_compiler="what rank 0 lacks"))
@@ -76,8 +77,7 @@ def test_this_machine_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("shardwise.runtime.world.told_by_first", lambda make: json.dumps(asdict(first)))
     assert as_first(here) == replace(first, host_memory_bytes=here.host_memory_bytes), "memory is each machine's own"
     plan = plan_of(RECIPE, SPEC, cluster_of(RECIPE), None)
-    why = "derived: off: torch.compile needs a compiler for cuda, which is not installed here"
-    assert (plan.compile, plan.why["compile"]) == (False, why)
+    assert not plan.compile and shows(plan.why["compile"], "derived", "off", "compiler", "cuda", "not installed")
 
 
 def test_a_run_that_goes_on_keeps_its_compute_dtype(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_keeps_its_compute_dtype(tmp_path: Path) -> None:
     begun = plan_of(pinned(compute="bf16"), SPEC, CPUS, None)
     (tmp_path / "plan.yaml").write_text(dump_plan(begun))
     again = resumed(RECIPE, CPUS)
-    assert again.precision.compute == "bf16" and again.why["precision.compute"] == "as when the run was started"
+    assert again.precision.compute == "bf16" and shows(again.why["precision.compute"], "was started")
     assert resumed(pinned(compute="fp32"), CPUS).precision.compute == "fp32"
     assert resumed(RECIPE, parse_cluster("2xT4")).precision.compute == "bf16"
     (tmp_path / "plan.yaml").write_text("layout: [")
@@ -150,7 +150,7 @@ def test_a_pinned_bf16_that_is_emulated_is_warned_of(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(decide, "cpu_has_bf16", lambda has=has: has)
         assert (slower(narrow, CPUS) is None) == has
         assert slower(wide, CPUS) is None
-    assert slower(narrow, parse_cluster("1xT4")) == "warning: the T4 emulates bf16, slowly; `precision.compute=fp16`"
+    assert shows(slower(narrow, parse_cluster("1xT4")), "warning", "T4", "bf16", "`precision.compute=fp16`")
     assert slower(narrow, parse_cluster("1xA100")) is None
 
 
@@ -166,17 +166,17 @@ def test_a_pinned_bf16_that_is_emulated_is_warned_of(monkeypatch: pytest.MonkeyP
 )
 def test_experts_on_several_nodes_are_warned_of(layout: Layout, fits: int | None) -> None:
     """With as many ranks as are on one."""
-    said = f"the {layout.ep} ranks that have different experts are on several nodes"
+    values = f"{layout.ep} ranks", "different experts", "several nodes"
     warning = far(Plan(layout), Parallel(ep=layout.ep))
-    assert warning is None if fits is None else warning is not None and said in warning
-    assert fits is None or f"`parallel.ep={fits}` keeps them on one" in str(warning)
+    assert warning is None if fits is None else shows(warning, *values)
+    assert fits is None or f"`parallel.ep={fits}`" in str(warning)
     assert far(Plan(layout), Parallel()) is None, "what a search chose is not advised against"
 
 
 def test_a_plan_tells_how_much_of_a_mixture_computes_a_token() -> None:
     """Of 47 billion parameters 13."""
     mixture, cluster = load_spec("mistralai/Mixtral-8x7B-v0.1"), parse_cluster("8xH100")
-    assert title(mixture, cluster).startswith("Mixtral-8x7B-v0.1 (46.7 B parameters, 12.9 B active) on 8 x H100")
+    assert shows(title(mixture, cluster), "Mixtral-8x7B-v0.1", "46.7 B", "12.9 B active", "8 x H100")
     assert "active" not in title(EIGHT_B, cluster)
 
 
@@ -184,9 +184,7 @@ def test_sequences_beyond_the_positions_are_told_with_what_to_set() -> None:
     mistral = load_spec("mistralai/Mistral-7B-v0.3")
     recipe = load_recipe(None, ["model=m", "train.seq_len=64k"])
     warning = beyond(recipe, mistral)
-    assert warning is not None and warning.startswith(
-        f"warning: `train.seq_len` is 65,536, but the positions of {mistral.name} reach 32,768 tokens, and "
-    )
+    assert shows(warning, "warning", "`train.seq_len`", "65,536", mistral.name, "32,768 tokens")
     assert "`train.seq_len=32768`, or stretch them: `model.rope_scaling=" in warning
     asked = load_recipe(None, ["model=mistralai/Mistral-7B-v0.3", warning.split("`")[-2]])
     stretched = resolve(asked)

@@ -78,8 +78,8 @@ def test_a_file_is_shared_by_processes(model: Path, capfd: pytest.CaptureFixture
         ('{"prompt": 1', "DATA004", "prompts.jsonl:2"),
         ("[]", "DATA005", "prompts.jsonl:2"),
         ('{"text": "x"}', "DATA005", "prompts.jsonl:2"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "DATA005", "nothing is left to answer"),
-        ('{"messages": [{"role": "user"}]}', "DATA005", "`messages[0].content` is not a string"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "DATA005", "nothing is left"),
+        ('{"messages": [{"role": "user"}]}', "DATA005", "`messages[0].content`"),
     ],
 )
 def test_a_line_that_asks_nothing_is_named(
@@ -156,7 +156,7 @@ def test_tools_are_in_what_the_model_reads(
     Path("tools.json").write_text(json.dumps(TOOLS))
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi"))
     assert main(["chat", "model", "--tools", "tools.json"]) == 65
-    assert "this template cannot write tools" in capfd.readouterr().err
+    assert "cannot write tools" in capfd.readouterr().err
     Path("model/chat_template.jinja").write_text(WITH_TOOLS)
     found = "\n".join(talk(capfd, monkeypatch, ["Hi", "/tool noon", "/prompt"], "--tools", "tools.json"))
     assert f"tools: {json.dumps(TOOLS)}" in found and "tool: noon<|endoftext|>assistant: " in found

@@ -33,6 +33,7 @@ from shardwise.spec.cluster import Cluster, local_cluster, parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, load_plan, load_recipe
 from shardwise.spec.plan import Batch, Estimate, Plan, Seconds, Shard
+from tests.said import refuses, shows
 
 Run = Callable[..., tuple[int, str, str]]
 QUICK = ["train.global_batch_size=8"]
@@ -62,19 +63,19 @@ def shardwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
 
 def test_the_lines() -> None:
     whole = Length("--tokens", 2385, 10_003_415_040, 11_520.0, 10_200.0, 13_200.0, 25.6, 2.5, 64.0)
-    assert length_lines(whole) == [
-        "10.0 B tokens: 2,385 steps, 3 h 12 min (2 h 50 min to 3 h 40 min), 25.6 GPU-hours, $64 at $2.5 a GPU-hour"
-    ]
+    [line] = length_lines(whole)
+    assert shows(
+        line, "10.0 B tokens", "2,385 steps", "3 h 12 min", "2 h 50 min", "3 h 40 min", "25.6 GPU-hours", "$64"
+    )
+    assert line.endswith("$2.5 a GPU-hour")
     bare = {"low_s": None, "high_s": None, "gpu_hours": None, "dollars": None}
-    assert length_lines(replace(whole, set_by="train.max_steps", steps=1, **bare)) == [  # type: ignore[arg-type]
-        "1 step (train.max_steps): 10.0 B tokens, 3 h 12 min"
-    ]
+    [line] = length_lines(replace(whole, set_by="train.max_steps", steps=1, **bare))  # type: ignore[arg-type]
+    assert shows(line, "1 step", "train.max_steps", "10.0 B tokens", "3 h 12 min") and line.endswith(" min")
     cheap = replace(whole, set_by="train.num_epochs", gpu_hours=0.02, dollars=0.05)
-    assert length_lines(cheap)[0].startswith("all epochs: 2,385 steps, 10.0 B tokens, 3 h 12 min (")
-    assert length_lines(cheap)[0].endswith(", 0.020 GPU-hours, $0.05 at $2.5 a GPU-hour")
-    unknown = length_lines(Length("unknown", 239, 10**9))
-    assert unknown == ["the length is not known before the data are prepared; 1.0 B tokens would be: 239 steps"]
-    assert length_lines(Length("the default", 1000, 2_000_000)) == ["1,000 steps (the default): 2.0 M tokens"]
+    assert shows(length_lines(cheap)[0], "all epochs", "2,385 steps", "10.0 B tokens", "3 h 12 min")
+    assert shows(length_lines(cheap)[0], "0.020 GPU-hours", "$0.05", "$2.5")
+    assert shows(length_lines(Length("unknown", 239, 10**9)), "not known", "1.0 B tokens", "239 steps")
+    assert shows(length_lines(Length("the default", 1000, 2_000_000)), "1,000 steps", "the default", "2.0 M tokens")
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,8 @@ def test_a_plan_says_what_the_recipes_steps_take(shardwise: Run) -> None:
     [again] = [line for line in out.splitlines() if line.startswith("next: ")]
     assert all(flag in shlex.split(again) for flag in flags), "what was asked is asked again"
     assert code == 0  # 900 steps of 2 s are half an hour, on 8 GPUs 4 GPU-hours
-    said = "900 steps (train.max_steps): 1.8 M tokens, 30 min 0 s (22 min 30 s to 39 min 0 s), 4.0 GPU-hours, "
-    assert f"{said}$10 at $2.5 a GPU-hour\n" in out
+    assert shows(out, "900 steps", "train.max_steps", "1.8 M tokens", "30 min 0 s", "22 min 30 s", "39 min 0 s")
+    assert shows(out, "900 steps", "4.0 GPU-hours", "$10", "$2.5")
 
 
 def test_the_same_for_tokens_as_an_object(shardwise: Run) -> None:
@@ -124,48 +125,27 @@ def test_the_same_for_tokens_as_an_object(shardwise: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "values", "fix"),
     [
-        (
-            ("--price", "A100=2"),
-            "error[CLI001]: a price for the A100-SXM-80GB, and the GPUs of 1x8xH100-SXM-80GB are of another kind\n"
-            "where: --price\nfix:   --price H100-SXM-80GB=2.5\n",
-        ),
-        (
-            ("--price", "H100"),
-            "error[CLI001]: `H100` is not a GPU with its price in dollars an hour\n"
-            "where: --price\nfix:   --price H100-SXM-80GB=2.5\n",
-        ),
-        (
-            ("--price", "H100=1", "--price", "H100=nan"),
-            "error[CLI001]: `H100=nan`: a price is a number of dollars above 0\n"
-            "where: --price\nfix:   --price H100-SXM-80GB=2.5\n",
-        ),
-        (
-            ("--price", "H101=1"),
-            "error[CLI001]: unknown device `H101`\nwhere: --price\nfix:   did you mean H100-SXM-80GB?\n",
-        ),
-        (
-            ("--tokens", "many"),
-            "error[CLI001]: `many` is not a number of tokens, from 1 to 1,000,000 T\n"
-            "where: --tokens\nfix:   write 10B, 1.5T, 300M or 2e9\n",
-        ),
-        (
-            ("--tokens", "-1B"),
-            "error[CLI001]: `-1B` is not a number of tokens, from 1 to 1,000,000 T\n"
-            "where: --tokens\nfix:   write 10B, 1.5T, 300M or 2e9\n",
-        ),
+        (("--price", "A100=2"), ["A100-SXM-80GB", "1x8xH100-SXM-80GB"], "--price H100-SXM-80GB=2.5"),
+        (("--price", "H100"), ["`H100`", "price", "dollars"], "--price H100-SXM-80GB=2.5"),
+        (("--price", "H100=1", "--price", "H100=nan"), ["`H100=nan`", "above 0"], "--price H100-SXM-80GB=2.5"),
+        (("--price", "H101=1"), ["`H101`"], "H100-SXM-80GB"),
+        (("--tokens", "many"), ["`many`", 1, "1,000,000 T"], "10B, 1.5T, 300M or 2e9"),
+        (("--tokens", "-1B"), ["`-1B`", 1, "1,000,000 T"], "10B, 1.5T, 300M or 2e9"),
     ],
 )
-def test_bad_prices_and_tokens(shardwise: Run, words: tuple[str, ...], message: str) -> None:
-    assert shardwise("plan", "--cluster", "8xH100", *QUICK, *words) == (2, "", message)
+def test_bad_prices_and_tokens(shardwise: Run, words: tuple[str, ...], values: list[object], fix: str) -> None:
+    code, out, err = shardwise("plan", "--cluster", "8xH100", *QUICK, *words)
+    assert (code, out) == (2, "")
+    assert refuses(err, "CLI001", *values, where=words[0], fix=fix) and err.count("error") == 1
 
 
 def test_a_plan_that_is_only_shown_takes_neither(shardwise: Run) -> None:
     assert shardwise("plan", *QUICK, "--cluster", "2xCPU", "-o", "plan.yaml")[0] == 0
     for words in (("--tokens", "1B"), ("--price", "H100=2")):
         code, _, err = shardwise("plan", "--plan", "plan.yaml", *words)
-        assert code == 2 and f"so `{words[1]}` has no effect" in err
+        assert code == 2 and refuses(err, "CLI001", f"`{words[1]}`")
 
 
 def test_epochs_are_known_once_the_data_are_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,10 +188,7 @@ def test_a_plan_counts_the_records_of_data_that_are_not_prepared(
     words += ["data.tokenizer.path=none", "data.chat_template=zephyr", "train.global_batch_size=null"]
     code, out, _ = shardwise("plan", *words, "--cluster", "1xH100")
     assert code == 0 and len(turn) + 1 == 2000
-    said = (
-        "about all epochs (57 records counted, 4 bytes a token; the data are not prepared): 42 steps, 86,016 tokens, "
-    )
-    assert said in out, out
+    assert shows(out, "about all epochs", "57 records", "4 bytes", "42 steps", "86,016 tokens"), out
     monkeypatch.setattr(rough, "SAMPLE_BYTES", 20_000)
     assert rough.roughly(load_recipe(None, words)) == rough.Rough(57, 14)
     assert rough.roughly(load_recipe(None, [*words, "data.path=s3://bucket/talks.jsonl"])) is None
@@ -251,7 +228,7 @@ def test_earlier_runs_correct_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     remember(replace(PLAN, shard=Shard("zero3")), HERE, 2.0, 8.0, state_directory())
     found = with_history(PLAN, HERE, LLAMA).estimate.seconds
     assert found is not None and found.step_s == pytest.approx(3.0) and found.compute_s == pytest.approx(3.0)
-    assert found.basis == "3 earlier runs like it on this machine: 1.5 x what the model says"
+    assert shows(found.basis, 3, "this machine", "1.5 x")
     other = replace(PLAN, shard=Shard("zero3"))
     alone, beside = (with_history(other, HERE, LLAMA, like).estimate.seconds for like in (None, PLAN))
     assert alone is not None and alone.step_s == pytest.approx(8.0)
@@ -264,7 +241,7 @@ def test_a_history_that_cannot_be_read_stops_no_plan() -> None:
     (state_directory() / FILE).mkdir(parents=True)
     found = with_history(PLAN, HERE, LLAMA).estimate.seconds
     assert found is not None and found.step_s == 2.0
-    assert found.basis.startswith("the table; earlier runs cannot be read: ")
+    assert shows(found.basis, "the table", "cannot be read")
 
 
 def test_a_torn_history_corrects_by_what_is_whole_and_says_so() -> None:
@@ -275,7 +252,7 @@ def test_a_torn_history_corrects_by_what_is_whole_and_says_so() -> None:
     file.write_text(whole + whole.splitlines()[0][:40])
     found = with_history(PLAN, HERE, LLAMA).estimate.seconds
     assert found is not None and found.step_s == pytest.approx(3.0)
-    assert found.basis.startswith("3 earlier runs like it") and f"(1 line of {FILE} could not be read)" in found.basis
+    assert shows(found.basis, 3, "1 line", FILE)
     file.write_text(whole[:40])
     assert with_history(PLAN, HERE, LLAMA) == PLAN
 
@@ -319,7 +296,7 @@ def test_a_run_leaves_what_it_took_beside_what_was_predicted(
     assert (kept.predicted_s, kept.strategy, kept.tp, kept.model) == (0.5, plan.shard.strategy, 1, plan.model)
     found = with_history(timed, cluster, LLAMA).estimate.seconds
     assert found is not None and found.step_s == pytest.approx(kept.measured_s)
-    assert found.basis.startswith("1 earlier run like it on this machine: ")
+    assert shows(found.basis, 1, "this machine")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -333,8 +310,7 @@ def test_only_the_first_rank_keeps_it_and_a_run_survives_a_disk_that_does_not(
     monkeypatch.setattr(work, "plan_of", lambda *given: PLAN)
     monkeypatch.setattr("shardwise.runtime.loop.train", lambda *given, **named: replace(REPORT, step_s=3.0))
     work._train(load_recipe(None, ["model.path=Llama-3.1-8B", "run.device=cpu"]), How(Path("plan.yaml")), None)
-    warned = "warning[REP001]: keeping the step's time for later plans failed: "
-    assert (warned in capfd.readouterr().out) == (rank == 0)
+    assert refuses(capfd.readouterr().out, "REP001", "step's time", "failed", as_warning=True) == (rank == 0)
 
 
 def test_a_run_is_remembered_with_what_it_measured_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:

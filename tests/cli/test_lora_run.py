@@ -16,6 +16,7 @@ from shardwise.models import hf, init
 from shardwise.models.config import from_hf, parameter_shapes
 from shardwise.models.tensorfile import entries
 from tests.runtime.small_run import MODEL, write_text
+from tests.said import shows
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names
 
@@ -75,13 +76,13 @@ def test_a_second_run_begins_from_the_adapter(words: list[str], capfd: pytest.Ca
         assert torch.allclose(entry.read(), after[name].read(), atol=1e-6), name
     capfd.readouterr()
     assert main([*words[:-1], "c", "lora.path=runs/a/adapter", "lora.rank=4", "--max-steps", "1"]) == 65
-    assert "the adapter has r 2, the recipe 4" in capfd.readouterr().err
+    assert shows(capfd.readouterr().err, "r 2", "recipe 4")
     assert not Path("runs/c").exists(), "told before any process starts"
     alone = [word for word in [*words[:-1], "d", "lora.path=runs/a/adapter", "--max-steps"] if "lora.rank" not in word]
     assert main([*alone, "2"]) == 0, "rank, alpha and targets are the adapter's"
     assert entries(Path("runs/d/adapter/adapter_model.safetensors")).keys() == before.keys()
     assert main([*alone, "3", "--resume"]) == 0
-    assert "resuming runs/d from step 2; train.max_steps 3 (was 2)\n" in capfd.readouterr().err
+    assert shows(capfd.readouterr().err, "runs/d", "step 2", "train.max_steps 3", 2)
 
 
 @pytest.mark.prove
@@ -127,8 +128,8 @@ def test_added_tokens(words: list[str], capfd: pytest.CaptureFixture[str]) -> No
     asked = ["data.add_tokens=[<a>,<b>,<|endoftext|>]", "--max-steps", "2", "train.num_epochs=null"]
     ends = ["lora.modules_to_save=[embed_tokens,lm_head]", "parallel.tp=2"]
     assert main([*own, *asked, *ends]) == 0
-    said = "(vocabulary 322, 2 tokens added; `<|endoftext|>` was in it before)"
-    assert said in capfd.readouterr().out
+    values = "vocabulary 322", "2 tokens added", "`<|endoftext|>`"
+    assert shows(capfd.readouterr().out, *values)
     assert main(["export", "runs/a"]) == 0
     tokenizer = AutoTokenizer.from_pretrained("runs/a/adapter")
     assert tokenizer.encode("<a><b>") == [320, 321]

@@ -4,6 +4,7 @@ what a plan says of it, and what is refused."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shardwise.spec.plan import Pipeline, Plan
 from shardwise.spec.shipped import recipes_directory
 from tests.cli import moved_ranks
 from tests.cli.test_tp_run import MODEL, PROMPT, contents, lines, train  # noqa: F401
+from tests.said import shows
 
 TIED: dict[str, Any] = MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}
 
@@ -40,7 +42,7 @@ def test_a_run_is_that_of_one_process(
     words = ["parallel.pp=2", f"parallel.schedule={schedule}", "train.micro_batch_size=1", *more]
     assert train("--nproc", "2", "--run", "two", *words, model=TIED) == 0
     told = capfd.readouterr().out
-    assert f"plan    pp 2 ({schedule}, stages of" in told
+    assert shows(told, "plan", "pp 2", schedule)
     report = told[told.index("predicted") :]
     sent = [row for row in report.splitlines() if "over pp" in row]
     assert len(sent) == (3 if schedule == "1f1b" else 2), "a V has both ends of the model on one rank"
@@ -103,10 +105,10 @@ def test_a_plan_draws_its_schedule(train: Callable[..., int], capfd: pytest.Capt
     words += ["train.micro_batch_size=1", "train.global_batch_size=4", "parallel.pp=2", "--cluster", "2xCPU"]
     assert main([*words, "parallel.schedule=1f1b", "--explain", "schedule", "--plot", "step.svg"]) == 0
     told = capfd.readouterr().out
-    assert "the schedule of a step (1f1b)" in told and "rank 1" in told and "B backward" in told
+    assert "(1f1b)" in told and "rank 1" in told and "B backward" in told
     assert Path("step.svg").read_text().startswith("<svg")
     assert main([*words[:-4], "--cluster", "2xCPU", "--plot", "other.svg"]) == 2
-    assert "the plan has no pipeline" in capfd.readouterr().err
+    assert "no pipeline" in capfd.readouterr().err
 
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 321, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -116,14 +118,14 @@ ZBV = ["parallel.pp=2", "parallel.schedule=zbv"]
 @pytest.mark.parametrize(
     ("model", "words", "code", "said", "fix"),
     [
-        (TIED, ["parallel.pp=3"], "PLAN001", "pp 3 does not divide the 2 devices", "1, 2"),
+        (TIED, ["parallel.pp=3"], "PLAN001", "pp 3 .*2 devices", "1, 2"),
         (TIED | {"num_hidden_layers": 1}, ["parallel.pp=2"], "PLAN023", "has 1 blocks", "`parallel.pp=1`"),
-        (TIED | {"num_hidden_layers": 3}, ZBV, "PLAN023", "2 ranks with 2 stages each", "`parallel.pp=1`"),
+        (TIED | {"num_hidden_layers": 3}, ZBV, "PLAN023", "2 ranks .*2 stages", "`parallel.pp=1`"),
         (
             TIED,
             [*ZBV, "parallel.stages_per_rank=3"],
             "PLAN023",
-            "zbv takes 2 stages per rank, not 3",
+            "zbv .*2 stages.* 3",
             "`parallel.stages_per_rank=2`",
         ),
         (TIED, ["parallel.pp=2", "parallel.split=[3,2]", "parallel.schedule=1f1b"], "PLAN023", "add up to 4", "[3, 1]"),
@@ -131,7 +133,7 @@ ZBV = ["parallel.pp=2", "parallel.schedule=zbv"]
             TIED,
             ["parallel.pp=2", "parallel.schedule=1f1b", "train.micro_batch_size=4"],
             "PLAN024",
-            "needs 2 micro-batches or more, not 1",
+            "needs 2 micro-batches.* 1",
             "`train.gradient_accumulation_steps=2`",
         ),
         (TIED, [*ZBV, "compile=true", "train.micro_batch_size=1"], "PLAN023", "apart", "`compile=false`"),
@@ -150,5 +152,5 @@ def test_what_cannot_be(
     """Before any process starts, with the nearest value that can be."""
     assert train("--nproc", "2", "--run", "none", *words, model=model) == 78
     told = capfd.readouterr().err
-    assert f"error[{code}]" in told and said in told and fix in told, told
+    assert re.search(rf"error\[{code}\]: .*{said}", told) and fix in told, told
     assert not Path("runs/none").exists()

@@ -4,6 +4,7 @@ starts."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -86,30 +87,30 @@ def _config(**changes: float) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("case", "spoil", "code", "what"),
     [
-        ("B-29", lambda model: (model / "model.safetensors").unlink(), 66, "error[CKPT001]: no weights in model "),
-        ("B-29", shutil.rmtree, 66, "error[MOD002]: no model 'model'"),
+        ("B-29", lambda model: (model / "model.safetensors").unlink(), 66, r"CKPT001\]: no weights"),
+        ("B-29", shutil.rmtree, 66, r"MOD002\]: no model 'model'"),
         (
             "B-30",
             _config(vocab_size=301),
             65,
-            "error[CKPT002]: 2 of 12 tensors differ: `embed.weight` file [300, 16], model [301, 16], `head",
+            r"CKPT002\]: 2 of 12 .*`embed.weight` .*\[300, 16\], .*\[301, 16\], `head",
         ),
-        ("B-31", _config(num_hidden_layers=2), 65, "error[CKPT003]: 9 tensors missing (layers.1.attention_norm.weight"),
+        ("B-31", _config(num_hidden_layers=2), 65, r"CKPT003\]: 9 .*missing \(layers.1.attention_norm.weight"),
         (
             "negative epsilon",
             _config(rms_norm_eps=-1.0),
             65,
-            "error[MOD005]: `rms_norm_eps` is -1.0; it must not be neg",
+            r"MOD005\]: `rms_norm_eps` is -1.0; .*negative",
         ),
-        ("B-33", _cut, 65, "error[CKPT005]: model.safetensors "),
-        ("B-34", _pointer, 65, "error[CKPT006]: model.safetensors is a Git LFS pointer ("),
-        ("B-37", _pickle, 77, "error[SEC004]: pytorch_model.bin is a pickle and can run code"),
-        ("B-57", _config(vocab_size=200), 65, "error[TOK001]: tokenizer has 290 ids, model 200"),
+        ("B-33", _cut, 65, r"CKPT005\]: model.safetensors "),
+        ("B-34", _pointer, 65, r"CKPT006\]: model.safetensors .*LFS pointer \("),
+        ("B-37", _pickle, 77, r"SEC004\]: pytorch_model.bin .*pickle"),
+        ("B-57", _config(vocab_size=200), 65, r"TOK001\]: tokenizer .*290 ids, model 200"),
         (
             "no tokenizer",
             lambda model: (model / "tokenizer.json").unlink(),
             66,
-            "error[TOK004]: `model` holds no tokenizer that can be read; it holds config.json, ",
+            r"TOK004\]: `model` .*no tokenizer.* config.json, ",
         ),
     ],
 )
@@ -128,7 +129,7 @@ def test_bad_model_files_are_told_before_any_rank_starts(
     _, error = capfd.readouterr()
     assert (dry, told) == (found, error), "a dry run checks the same"
     first, where, fix = error.splitlines()[:3]
-    assert (found, first[: len(what)]) == (code, what), case
+    assert found == code and re.match(rf"error\[{what}", first), case
     assert where.startswith("where: ") and fix.startswith("fix:   ") and "Traceback" not in error
     assert not started and not Path("runs/a").exists()
 

@@ -10,6 +10,7 @@ import pytest
 from shardwise.cli.app import main
 from shardwise.runtime.faults.outcome import Exit, write_exit
 from shardwise.runtime.owner import claim
+from tests.said import shows
 
 
 def make(name: str, losses: list[float | None], exit_: Exit | None = None) -> Path:
@@ -61,7 +62,7 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert main(["runs"]) == 66
     assert "error[CFG011]: no directory runs" in capsys.readouterr().err
     Path("runs").mkdir()
-    assert main(["runs"]) == 0 and capsys.readouterr().out == "no runs in runs\n"
+    assert main(["runs"]) == 0 and shows(capsys.readouterr().out, "no runs")
     make("a", [3.25, 2.5], Exit("done", 0, ""))
     assert main(["runs"]) == 0
     table = capsys.readouterr().out

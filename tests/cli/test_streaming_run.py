@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from shardwise.cli.app import main
+from tests.said import shows
 
 MODEL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -67,7 +68,7 @@ def test_a_run_on_streamed_data_killed_in_the_third_portion_equals_one_that_was_
 
     assert main(["train", *WORDS, "--run", "whole"]) == 0, capfd.readouterr()
     said = capfd.readouterr().out
-    assert "data    streamed in 5 portions, one prepared ahead; the first: " in said
+    assert shows(said, "data", "5 portions")
     visits = json.loads(Path("runs/whole/stream/stream.json").read_text())["visits"]
     ends = [sum(count for count, _ in visits[: number + 1]) for number in range(len(visits))]
     assert ends[1] < KILL * 4 - 8 < KILL * 4 < ends[2] and ends[-1] >= 36 * 4, ends

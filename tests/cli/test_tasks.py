@@ -15,6 +15,7 @@ from shardwise.data import tokens
 from shardwise.models import hf, init
 from shardwise.models.config import from_hf, parameter_shapes
 from tests.cli.test_chat_run import MODEL
+from tests.said import refuses
 
 PROMPTS = [{"prompt": f"the colour of {i} is ", "answer": ("red", "green", "blue")[i % 3]} for i in range(6)]
 MINE = "def score(answer, expected):\n    return float(answer[:1] == expected[:1])\n"
@@ -107,5 +108,5 @@ def test_answers_are_kept_and_scored(words: list[str], capfd: pytest.CaptureFixt
 def test_a_wrong_task_is_refused_before_anything_starts(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     Path("mine.py").write_text("def other(): ...\n")
     assert main([*words, "--run", "one"]) == 65
-    assert "error[EVAL001]: there is no function `score`" in capfd.readouterr().err
+    assert refuses(capfd.readouterr().err, "EVAL001", "`score`")
     assert not Path("runs/one").exists()

@@ -20,6 +20,7 @@ from shardwise.spec.load import load_plan
 from shardwise.spec.plan import Plan, Precision, Shard
 from tests.cli import moved_ranks
 from tests.runtime.small_run import write_text
+from tests.said import shows
 
 MODEL = {
     "model_type": "llama",
@@ -63,7 +64,7 @@ def test_a_run_is_that_of_one_process(train: Callable[..., int], capfd: pytest.C
     capfd.readouterr()
     assert train("--nproc", "2", "--run", "two", "parallel.tp=2") == 0
     told = capfd.readouterr().out
-    assert "plan    tp 2 with sp" in told
+    assert shows(told, "plan", "tp 2", "sp")
     report = told[told.index("predicted") :]
     assert "reduce-scatter over tp" in report and "all-gather over tp" in report
     assert load_plan("runs/two/plan.yaml").layout.tp == 2
@@ -119,27 +120,27 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 321, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-ONLY = "`parallel.tp=1`, the only number that serves this model, with these settings, on 2 devices"
+ONLY = "`parallel.tp=1`"
 WIDE = MODEL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
 
 
 @pytest.mark.parametrize(
     ("model", "words", "code", "said", "fix"),
     [
-        (MODEL, ["parallel.tp=3"], "PLAN001", "tp 3 does not divide the 2 devices", "one of 1, 2"),
+        (MODEL, ["parallel.tp=3"], "PLAN001", "tp 3 .*2 devices", "one of 1, 2"),
         (MODEL, ["parallel.tp=0"], "CFG005", "`parallel.tp` must be", "1"),
         (
             MODEL | {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
             ["parallel.tp=2"],
             "PLAN022",
-            "2 does not divide its 3 query heads",
+            "2 .*3 query heads",
             ONLY,
         ),
         (
             MODEL | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
             ["parallel.tp=2"],
             "PLAN022",
-            "2 does not divide its 3 key heads, nor do they divide 2",
+            "2 .*3 key heads",
             ONLY,
         ),
         (
@@ -149,26 +150,26 @@ WIDE = MODEL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
             "2 does not divide `intermediate_size` 49",
             ONLY,
         ),
-        (GPT2, ["parallel.tp=2"], "PLAN022", "runs in transformers' own modules", "parallel.tp=1"),
+        (GPT2, ["parallel.tp=2"], "PLAN022", "transformers' own modules", "parallel.tp=1"),
         (
             WIDE,
             ["parallel.tp=2", "optim.name=adamw8bit"],
             "PLAN022",
-            "in blocks of 256, and of `o` a rank would have 64 columns",
+            "blocks of 256.*`o` .*64 columns",
             ONLY,
         ),
         (
             WIDE | {"intermediate_size": 192},
             ["parallel.tp=2", "lora.rank=4", "lora.frozen=nf4"],
             "PLAN022",
-            "nf4 stores rows in blocks of 64, and of `down` a rank would have 96 columns",
+            "blocks of 64.*`down` .*96 columns",
             ONLY,
         ),
         (
             WIDE,
             ["parallel.tp=2", "lora.rank=4", "lora.frozen=nf4", "compile=true"],
             "PLAN018",
-            "nf4 does not work with compiled blocks",
+            "nf4 .*compiled blocks",
             "false, or `lora.frozen: bf16`",
         ),
     ],
@@ -185,7 +186,7 @@ def test_what_cannot_be_is_told_before_anything_starts(
 ) -> None:
     assert train("--nproc", "2", "--run", "never", *words, model=model) == 78
     told = capfd.readouterr().err
-    assert f"error[{code}]" in told and said in told and fix in told[told.index("fix:") :]
+    assert re.search(rf"error\[{code}\]: .*{said}", told) and fix in told[told.index("fix:") :]
     assert not Path("runs/never").exists()
 
 
@@ -205,13 +206,12 @@ def test_the_numbers_that_a_refusal_names_are_accepted(
 def test_a_group_over_several_nodes_is_legal_and_warned_of(
     train: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = "warning: the {} ranks of a tensor-parallel group are on several nodes, and wait for the network"
     words = ["model=meta-llama/Llama-3.1-70B", "seq_len=4096", "global_batch=64", "parallel.tp=16"]
     assert main(["plan", *words, "--cluster", "2x8xH100+400Gb/node"]) == 0
     told = capfd.readouterr()
-    assert said.format(16) in told.err and "`parallel.tp=8` keeps them on one" in told.err
+    assert shows(told.err, "warning", "16 ranks", "tensor-parallel", "nodes", "`parallel.tp=8`")
     assert train("--nproc", "1", "--dry-run", "run.nodes=2", "parallel.tp=2") == 0
-    assert said.format(2) in capfd.readouterr().err
+    assert shows(capfd.readouterr().err, "warning", "2 ranks", "tensor-parallel", "nodes")
     assert train("--nproc", "2", "--dry-run", "run.nodes=2", "parallel.tp=2") == 0
     assert "on several nodes" not in capfd.readouterr().err
 
@@ -220,10 +220,10 @@ def test_a_group_over_several_nodes_is_legal_and_warned_of(
 @pytest.mark.parametrize(
     ("kind", "tp", "said"),
     [
-        ("ulysses", 1, "8 ranks exchange tokens for heads between nodes, .* `parallel.cp_kind=nested`"),
+        ("ulysses", 1, "8 ranks .*heads .*nodes, .* `parallel.cp_kind=nested`"),
         ("ring", 1, None),
         ("nested", 1, None),
-        ("nested", 4, "2 ranks exchange tokens for heads between nodes, .* `parallel.cp_kind=ring`"),
+        ("nested", 4, "2 ranks .*heads .*nodes, .* `parallel.cp_kind=ring`"),
     ],
 )
 def test_heads_exchanged_between_nodes_are_warned_of(

@@ -102,20 +102,20 @@ def test_what_is_damaged_is_named(settings: Make, tmp_path: Path, documents: lis
             prepare(settings(path, validation_share=0.0))
 
     path.write_bytes(bytes(10_001))
-    refused(r"DATA010\]: a.bin: size 10,001 is not a multiple of 2 \(uint16\)")
+    refused(r"DATA010\]: a.bin: size 10,001 .* 2 \(uint16\)")
     path.write_bytes(np.array([1, 2, 300], dtype="<u2").tobytes())
-    refused(r"DATA009\]: a.bin: id 300 at token 2 >= vocab 300")
+    refused(r"DATA009\]: a.bin: id 300 .* 2 >= vocab 300")
     megatron(path, documents)
     index = path.with_suffix(".idx").read_bytes()
     path.with_suffix(".idx").write_bytes(b"XX" + index[2:])
-    refused(r"DATA010\]: a.idx: it does not start like a Megatron index")
+    refused(r"DATA010\]: a.idx: .*Megatron index")
     path.with_suffix(".idx").write_bytes(index[:17] + b"\x07" + index[18:])
-    refused(r"DATA010\]: a.idx: version 1 with data type 7")
+    refused(r"DATA010\]: a.idx: version 1 .*type 7")
     path.with_suffix(".idx").write_bytes(index[:-3])
-    refused(r"DATA010\]: a.idx: size [0-9,]+ should be [0-9,]+ for 12 sequences")
+    refused(r"DATA010\]: a.idx: size [0-9,]+ .*[0-9,]+ for 12 sequences")
     path.with_suffix(".idx").write_bytes(index)
     path.write_bytes(path.read_bytes()[:40])
-    refused(r"DATA010\]: a.idx: it points outside of a.bin")
+    refused(r"DATA010\]: a.idx: .*outside of a.bin")
 
 
 def test_ids_need_their_tokenizer(settings: Make, tmp_path: Path, documents: list[list[int]]) -> None:

@@ -28,6 +28,7 @@ from shardwise.errors import DataError, PolicyError
 from shardwise.spec.recipe import Data
 from tests.data import chat_templates
 from tests.data.conftest import prose
+from tests.said import shows
 
 Turn = dict[str, Any]
 Make = Callable[..., Path]
@@ -450,9 +451,9 @@ def test_whole_numbers_do_not_grow_without_end() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "it is nested too deeply"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
         ("{% if a %}" * 200 + "{% endif %}" * 200, "."),
-        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "statically nested blocks"),
     ],
     ids=["brackets", "conditions", "loops"],
 )
@@ -506,7 +507,7 @@ def test_a_handler_that_only_c_knows_of_is_no_hindrance(monkeypatch: pytest.Monk
 
 
 def test_a_template_with_a_fault_is_named_by_its_line() -> None:
-    with pytest.raises(DataError, match=r"error\[CHAT001\]: chat template line 3: .*endfor"):
+    with pytest.raises(DataError, match=r"error\[CHAT001\]: .* line 3: .*endfor"):
         Template("{% if messages %}\n\n{% endfor %}", {})
 
 
@@ -648,17 +649,13 @@ def test_a_template_that_leaves_tools_out_names_those_that_write_them(tokenizer:
     silent = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<{% endif %}"
     )
-    own = "cannot be rendered by the chat template: this template cannot write tools or their calls"
-    for text, said in ((SHIPPED["zephyr"], own), (silent, "has `{}`, which the chat template leaves out")):
+    for text, said in ((SHIPPED["zephyr"], "cannot write tools"), (silent, "`{}`")):
         chat = Chat(Template(text, {"eos_token": ""}), Encoder(tokenizer.directory), True)
         for field, tools in (("tools", [SCHEMA]), ("tool_calls", None)):
             with pytest.raises(Fault) as caught:
                 chat.render(Conversation(WITH_CALL, [m["role"] == "assistant" for m in WITH_CALL], tools))
-            assert caught.value.what == said.format(field)
-            assert (
-                "data.chat_template=glm4_5 or gpt_oss or llama3_1 or mistral_v3 or qwen3, which write"
-                in caught.value.fix
-            )
+            assert shows(caught.value.what, said.format(field))
+            assert shows(caught.value.fix, "data.chat_template=glm4_5", "gpt_oss", "llama3_1", "mistral_v3", "qwen3")
 
 
 @pytest.mark.parametrize(
@@ -706,10 +703,10 @@ def test_mistrals_format() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({2: {**WITH_CALL[2], "tool_calls": [{**CALL, "id": "call_1"}]}}, "the id of a tool call is not 9"),
-        ({3: {**WITH_CALL[3], "tool_call_id": None}}, "the id of a tool call is not 9"),
-        ({4: {"role": "user", "content": "And Rome?"}}, "do not take turns"),
-        ({4: {"role": "system", "content": "Be long."}}, "do not take turns|a message has a role besides user"),
+        ({2: {**WITH_CALL[2], "tool_calls": [{**CALL, "id": "call_1"}]}}, "call is not 9"),
+        ({3: {**WITH_CALL[3], "tool_call_id": None}}, "call is not 9"),
+        ({4: {"role": "user", "content": "And Rome?"}}, "take turns"),
+        ({4: {"role": "system", "content": "Be long."}}, "take turns|role besides user"),
     ],
 )
 def test_what_mistrals_format_has_no_room_for(changed: dict[int, Any], said: str) -> None:
@@ -729,7 +726,7 @@ def test_zephyr_needs_no_token_but_the_end_of_text(make: Make) -> None:
 
 
 def test_a_template_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"CHAT001.*aaa.*: File name too long"):
+    with pytest.raises(DataError, match=r"CHAT001.*aaa.*name too long"):
         find_template("a" * 5000, tmp_path)
     (tmp_path / "a.jinja").write_text("{{ 1 }}")
 

@@ -14,6 +14,7 @@ from shardwise.data.faults import BadRecord, BadRecords
 from shardwise.data.prepare import check_records, prepare
 from shardwise.errors import DataError
 from shardwise.spec.recipe import Data
+from tests.said import shows
 
 Make = Callable[..., Data]
 GOOD = json.dumps({"messages": [{"role": "user", "content": "alpha"}, {"role": "assistant", "content": "beta"}]})
@@ -52,7 +53,7 @@ def test_all_kinds_are_reported_at_once(mixed: Path, tune: Make) -> None:
         code: f"mixed.jsonl:{line}" for line, code in enumerate(BAD, 2)
     }
     assert all(p.where == str(mixed) and p.fix for p in problems)
-    assert problems[-1].fix.endswith("; data.on_bad_sample=skip leaves out every bad record")
+    assert "data.on_bad_sample=skip" in problems[-1].fix
 
 
 def test_all_kinds_may_be_left_out_and_are_counted(mixed: Path, tune: Make) -> None:
@@ -103,7 +104,7 @@ def test_the_first_twenty_and_the_same_fault_once(tmp_path: Path, tune: Make, mo
     assert first.what.startswith("a.jsonl:2 ") and first.what.endswith(f"; the same at {same}")
     same = ", ".join(f"a.jsonl:{line}" for line in range(27, 31))
     assert second.what.startswith("a.jsonl:26 ") and second.what.endswith(f"; the same at {same}")
-    assert second.fix.endswith(" (these are the first 20)")
+    assert second.fix.endswith(" first 20)")
 
 
 def test_reading_ends_some_way_after_the_first(tmp_path: Path, tune: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +172,9 @@ def test_rows_of_a_table_with_other_fields_than_its_header_are_reported_together
     with pytest.raises(DataError) as caught:
         prepare(tune(path, format="prompt_completion"), sample_tokens=64)
     said = [problem.what for problem in caught.value.problems]
-    assert [what for what in said if "the header" in what] == [
-        "a.csv:4 has 1 field, the header 2 fields",
-        "a.csv:5 has 3 fields, the header 2 fields",
-        "a.csv:8 has 5 fields, the header 2 fields",
-    ]
+    counts = ("a.csv:4", "1 field"), ("a.csv:5", "3 fields"), ("a.csv:8", "5 fields")
+    for what, values in zip([what for what in said if "the header" in what], counts, strict=True):
+        assert shows(what, *values, "2 fields")
     assert [what.partition(" ")[0] for what in said if "the header" not in what] == ["a.csv:6"], said
 
 

@@ -14,6 +14,7 @@ from shardwise.data.fields import Fields
 from shardwise.data.pack import open_windows
 from shardwise.data.prepare import prepare
 from shardwise.spec.recipe import Data
+from tests.said import shows
 
 FIELDS = Fields("call.turns", "speaker", "said.text", (("agent", "assistant"), ("customer", "user")))
 CALL = {
@@ -43,24 +44,24 @@ def test_roles_of_sharegpt_are_renamed_too() -> None:
 @pytest.mark.parametrize(
     ("record", "what", "fix"),
     [
-        ({"talk": []}, "has no `call.turns`; the keys there are talk", "name one: data.messages_key"),
-        ({"call": {"turns": "hi"}}, "`call.turns` is not a list of messages", "name the list: data.messages_key"),
+        ({"talk": []}, ["`call.turns`", "talk"], "name one: data.messages_key"),
+        ({"call": {"turns": "hi"}}, ["`call.turns`", "list"], "name the list: data.messages_key"),
         (
             {"call": {"turns": [{"who": "agent", "said": {"text": "hi"}}]}},
-            "has no `call.turns[0].speaker`; the keys there are who, said",
+            ["`call.turns[0].speaker`", "who, said"],
             "name one: data.role_key",
         ),
         (
             {"call": {"turns": [{"speaker": "agent", "said": "hi"}]}},
-            "has no `call.turns[0].said.text`; the keys there are speaker, said",
+            ["`call.turns[0].said.text`", "speaker, said"],
             "name one: data.content_key",
         ),
     ],
 )
-def test_what_is_missing_is_named(record: dict[str, object], what: str, fix: str) -> None:
+def test_what_is_missing_is_named(record: dict[str, object], what: list[str], fix: str) -> None:
     with pytest.raises(Fault) as caught:
         FIELDS.rename(record)
-    assert (caught.value.code, str(caught.value), caught.value.fix) == ("DATA005", what, fix)
+    assert (caught.value.code, caught.value.fix) == ("DATA005", fix) and shows(caught.value, *what)
 
 
 def test_they_train_as_the_known_format_does(settings: Callable[..., Data], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from shardwise.data.store import Prepared
 from shardwise.errors import DataError, MissingInputError, OutputError
 from shardwise.spec.recipe import Data, TokenizerSection
 from tests.data.conftest import prose
+from tests.said import refusal, refuses
 from tests.traps import set_traps, sprung
 
 Make = Callable[..., Data]
@@ -249,18 +250,14 @@ def test_b58_another_tokenizer(corpus: Path, tmp_path: Path, settings: Make, tok
     other = tokens.open_directory(tmp_path / "other")
     out = tmp_path / "out"
     prepare(settings(corpus), out)
-    expected = (
-        f"error[TOK002]: data prepared with tokenizer {tokenizer.hash[:8]}, the recipe uses {other.hash[:8]}\n"
-        f"where: {out}\n"
-        f"fix:   shardwise data prepare RECIPE.yaml --force --out {out}, or the tokenizer that made it"
-    )
+    hashes, command = (tokenizer.hash[:8], other.hash[:8]), f"shardwise data prepare RECIPE.yaml --force --out {out}"
     for attempt in (
         lambda: prepare(settings(corpus, tokenizer=TokenizerSection(path=str(other.directory))), out),
         lambda: prepare(settings(out, tokenizer=TokenizerSection(path=str(other.directory)))),
     ):
         with pytest.raises(DataError) as caught:
             attempt()
-        assert str(caught.value) == expected
+        assert refuses(caught.value, "TOK002", *hashes, where=out, fix=command)
     assert prepare(settings(out, tokenizer=TokenizerSection())).directory == out
     with pytest.raises(DataError, match=r"TOK002.*300 ids.*4096"):
         prepare(settings(out, tokenizer=TokenizerSection(vocab_size=4096)))
@@ -284,7 +281,7 @@ def test_b68_sources_changed_since(corpus: Path, tmp_path: Path, settings: Make)
         assert (problem.code, problem.where) == ("DATA013", str(out))
         assert problem.what.startswith(f"{corpus}/4.md changed ") and fix in problem.fix
     assert prepare(settings(corpus), out, force=True).manifest.fingerprint != first.manifest.fingerprint
-    with pytest.raises(DataError, match=r"DATA013.*out .*other files or settings"):
+    with pytest.raises(DataError, match=refusal("DATA013", "out", "other files")):
         prepare(settings(corpus, validation_share=0.4), out)
 
 
@@ -307,14 +304,14 @@ def test_sources_that_change_meanwhile(corpus: Path, tmp_path: Path, settings: M
 def test_what_is_not_ours_is_not_overwritten(corpus: Path, tmp_path: Path, settings: Make) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    with pytest.raises(OutputError, match=r"error\[OUT001\].*exists and is not prepared"):
+    with pytest.raises(OutputError, match=refusal("OUT001", "not prepared")):
         prepare(settings(corpus), tmp_path / "out", force=True)
     assert (tmp_path / "out" / "thesis.tex").read_text() == "years of work"
 
 
 def test_where_nothing_can_be_written(corpus: Path, tmp_path: Path, settings: Make) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=r"error\[OUT002\]: cannot write .*file.*: not a directory"):
+    with pytest.raises(OutputError, match=refusal("OUT002", "file", "not a directory")):
         prepare(settings(corpus, cache=str(tmp_path / "file")))
 
 

@@ -25,6 +25,7 @@ from shardwise.data.store import Prepared
 from shardwise.errors import DataError, MissingInputError, ShardwiseError, UnavailableError
 from shardwise.spec.recipe import Data
 from tests.data.conftest import prose
+from tests.said import refuses, shows
 
 Settings = Callable[..., Data]
 
@@ -133,7 +134,7 @@ def test_what_ends_early_or_breaks_leaves_nothing(
     whole = bucket.cat("/talks.jsonl")
     blocks = remote._blocks
     monkeypatch.setattr(remote, "_blocks", lambda *args: iter([whole[:100]]))
-    assert f"talks.jsonl ended at byte 100 of {len(whole):,}" in fails(DataError, lambda: prepare(data))
+    assert shows(fails(DataError, lambda: prepare(data)), "talks.jsonl", "byte 100", f"{len(whole):,}")
 
     def broken(*args: Any) -> Iterator[bytes]:
         with remote._explained("memory://talks.jsonl"):
@@ -142,7 +143,7 @@ def test_what_ends_early_or_breaks_leaves_nothing(
 
     monkeypatch.setattr(remote, "_blocks", broken)
     said = fails(UnavailableError, lambda: prepare(data))
-    assert said.startswith("error[DATA016]: `memory://talks.jsonl` ") and "TimeoutError the line is dead" in said
+    assert refuses(said, "DATA016", "`memory://talks.jsonl`", "TimeoutError")
     assert not list(Path(str(data.cache)).rglob("*.jsonl"))
     monkeypatch.setattr(remote, "_blocks", blocks)
     assert documents(prepare(data)) == 50
@@ -211,7 +212,7 @@ def test_no_access_is_told(bucket: Any, settings: Settings, monkeypatch: pytest.
 
     monkeypatch.setattr(MemoryFileSystem, "info", refuse)
     said = fails(UnavailableError, lambda: check_sources(settings("memory://talks.jsonl")))
-    assert "DATA016" in said and "NoCredentialsError" in said and "credentials are read as" in said
+    assert "DATA016" in said and "NoCredentialsError" in said and "credentials" in said
 
 
 def test_an_object_whose_name_holds_a_wildcard_is_that_object(bucket: Any, settings: Settings) -> None:
@@ -349,17 +350,17 @@ def test_what_fails_on_the_way_is_fetched_again(
     assert [done for _, done, _ in told] == [len(b"half of a line")] * 3
     failures = 9
     said = fails(UnavailableError, lambda: bring(Data(path="https://example.org/b.txt"), tmp_path))
-    assert "the line is dead" in said and len(waits) == 4
+    assert "line is dead" in said and len(waits) == 4
 
 
 @pytest.mark.parametrize(
     ("status", "kind", "said"),
     [
-        ("404, message='Not Found', url='{url}'", MissingInputError, "cannot be found: 404, message='Not Found'"),
+        ("404, message='Not Found', url='{url}'", MissingInputError, ": 404, message='Not Found'"),
         (
             "403, message='Forbidden', url='{url}'",
             UnavailableError,
-            "cannot be read: Exception 403, message='Forbidden'",
+            ": Exception 403, message='Forbidden'",
         ),
         ("Cannot connect to host\nexample.org:443", UnavailableError, "Cannot connect to host example.org:443"),
     ],
@@ -377,7 +378,7 @@ def test_a_page_in_place_of_a_file_is_refused(web: type[Web], settings: Settings
     """Such as the one that asks who you are, or shows the file with line numbers."""
     web.facts = {"mimetype": "text/html"}
     said = fails(MissingInputError, lambda: check_sources(settings("https://example.org/blob/main/a.txt")))
-    assert "error[DATA001]: `https://example.org/blob/main/a.txt` is a web page" in said
+    assert refuses(said, "DATA001", "`https://example.org/blob/main/a.txt`", "web page")
     check_sources(settings("https://example.org/a.html"))
 
 

@@ -23,6 +23,7 @@ from shardwise.data.template import SHIPPED, WITH_TOOLS, Template
 from shardwise.errors import DataError
 from shardwise.runtime.report.sample import first_prompt
 from shardwise.spec.recipe import Data
+from tests.said import refusal
 
 Make = Callable[..., Data]
 Record = dict[str, Any]
@@ -138,16 +139,16 @@ def test_ids_and_labels_made_elsewhere(sft: Callable[..., Prepared], tokenizer: 
 
 
 BAD = [
-    ([{"txt": "a"}], {}, r"DATA005.*given.jsonl:2 is in no known format; its keys are txt"),
-    ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, r"DATA005.*:2 is a pair of answers(.|\n)*`method: dpo`"),
-    ([{"messages": []}], {}, r"DATA005.*given.jsonl:2 `messages` is not a list, or is empty"),
+    ([{"txt": "a"}], {}, r"DATA005.*given.jsonl:2 .*\btxt\b"),
+    ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, r"DATA005.*:2 .*\bpair\b(.|\n)*`method: dpo`"),
+    ([{"messages": []}], {}, r"DATA005.*given.jsonl:2 `messages` .*\blist\b.*\bempty\b"),
     ([{"messages": [{"content": "a"}]}], {}, r"DATA005.*:2 `messages\[0\]` has no `role`"),
-    ([{"messages": [{"role": "user", "content": 3}]}], {}, r"DATA005.*:2 `messages\[0\].content` is not a string"),
-    ([{"messages": [{"role": "user", "content": "a"}]}], {}, r"CHAT002.*:2 has no assistant message"),
+    ([{"messages": [{"role": "user", "content": 3}]}], {}, r"DATA005.*:2 `messages\[0\].content` .*\bstring\b"),
+    ([{"messages": [{"role": "user", "content": "a"}]}], {}, r"CHAT002.*:2 .*\bassistant message\b"),
     (
         [{"messages": [ASKED[0], {"role": "assistant", "content": " "}]}],
         {},
-        r"CHAT002.*:2 message 2 \(from the assistant\) is empty",
+        r"CHAT002.*:2 message 2 .*\bassistant\b.*\bempty\b",
     ),
     ([{"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]}], {}, r"DATA005.*:2 `messages\[1\].weight` is 0.5"),
     (
@@ -155,24 +156,24 @@ BAD = [
         {},
         r"DATA005.*:2 `conversations\[1\].weight` is 2",
     ),
-    ([{"messages": ASKED, "tools": "{"}], {}, r"DATA005.*:2 `tools` holds a string that is not JSON"),
+    ([{"messages": ASKED, "tools": "{"}], {}, r"DATA005.*:2 `tools` .*\bstring\b.*\bJSON\b"),
     ([{"prompt": "a", "completion": ""}], {}, r"CHAT002.*:2 `completion` is empty"),
     ([{"segments": [{"text": "a"}]}], {}, r"CHAT002.*:2 no segment"),
     ([{"input_ids": [1, 2], "labels": [1]}], {}, r"DATA005.*:2 1 `labels` for 2 `input_ids`"),
-    ([{"input_ids": [1, 2], "labels": [2, 3]}], {}, r"DATA005.*:2 `labels\[0\]` is 2, neither -100 nor the id 1"),
-    ([{"input_ids": [1, 2.0]}], {}, r"DATA005.*:2 `input_ids` is not a list of token ids"),
-    ([{"input_ids": [1, 99999]}], {}, r"DATA009.*:2 id 99999 at token 1 >= vocab 300"),
-    ([{"input_ids": [1, 2**63]}], {}, r"DATA009.*:2 id 9223372036854775808 at token 1 >= vocab 300"),
-    ([{"input_ids": [10**4000]}], {}, r"DATA009.*:2 id 10{39} at token 0 >= vocab 300"),
+    ([{"input_ids": [1, 2], "labels": [2, 3]}], {}, r"DATA005.*:2 `labels\[0\]` is 2, .*-100 .*\b1\b"),
+    ([{"input_ids": [1, 2.0]}], {}, r"DATA005.*:2 `input_ids` .*\btoken ids\b"),
+    ([{"input_ids": [1, 99999]}], {}, r"DATA009.*:2 id 99999 .* 1 >= vocab 300"),
+    ([{"input_ids": [1, 2**63]}], {}, r"DATA009.*:2 id 9223372036854775808 .* 1 >= vocab 300"),
+    ([{"input_ids": [10**4000]}], {}, r"DATA009.*:2 id 10{39} .* 0 >= vocab 300"),
     ([{"input_ids": [1], "labels": [2**70]}], {}, r"DATA005.*:2 `labels\[0\]` is 1180591620717411303424, neither"),
-    ([{"input_ids": [1, 2], "labels": [1, -100]}], {}, r"CHAT002.*:2 has no tokens to train on"),
+    ([{"input_ids": [1, 2], "labels": [1, -100]}], {}, r"CHAT002.*:2 .*\bno tokens\b"),
     ([{"messages": [{**ASKED[0], "content": "\ud800"}, ASKED[1]]}], {}, r"DATA006.*:2 lone surrogate U\+D800"),
-    ([{"messages": ASKED}], {"format": "alpaca"}, r"DATA005.*:1 has no `instruction`, which alpaca has"),
+    ([{"messages": ASKED}], {"format": "alpaca"}, r"DATA005.*:1 .*`instruction`, .*\balpaca\b"),
     ([{"messages": ASKED}], {"too_long": "error", "seq_len": 4}, r"DATA015.*:1 is [0-9]+ tokens, train.seq_len 4"),
     ([{"messages": ASKED}], {"chat_template": "{% if %}"}, r"CHAT001.*chat template line 1: "),
-    ([{"messages": ASKED}], {"chat_template": None}, r"CHAT001.*the tokenizer has no chat template"),
-    (["text"], {}, r"DATA005.*:2 is a string, not an object"),
-    ([7], {}, r"DATA005.*:2 is a number, not an object"),
+    ([{"messages": ASKED}], {"chat_template": None}, r"CHAT001.*\bno chat template"),
+    (["text"], {}, r"DATA005.*:2 is a string, .*\bobject\b"),
+    ([7], {}, r"DATA005.*:2 is a number, .*\bobject\b"),
 ]
 
 
@@ -187,7 +188,7 @@ def test_what_is_bad_is_named_by_its_line(
 def test_bad_samples_may_be_passed_over(sft: Callable[..., Prepared]) -> None:
     prepared = sft([{"messages": ASKED}, {"messages": ASKED[:1]}, {"messages": ASKED}], on_bad_sample="skip")
     assert prepared.train.split.documents == 2 and prepared.manifest.counts == {"bad": 1, "CHAT002": 1}
-    with pytest.raises(DataError, match=r"error\[DATA002\]: 0 documents in 1 file; 0 are too long, 1 are bad"):
+    with pytest.raises(DataError, match=refusal("DATA002", "0 documents", "1 file", 0, 1)):
         sft([{"messages": ASKED[:1]}], on_bad_sample="skip")
 
 
@@ -211,7 +212,7 @@ def test_what_is_too_long(sft: Callable[..., Prepared]) -> None:
     assert sorted(cut.train.lengths().tolist())[1] == 64
     dropped = sft(records, seq_len=64, too_long="drop")
     assert dropped.manifest.counts == {"dropped": 2} and dropped.train.split.documents == 1
-    with pytest.raises(DataError, match=r"2 are too long, 0 are bad\n.*\nfix:   a larger train.seq_len"):
+    with pytest.raises(DataError, match=refusal("DATA002", "2 are too long", 0, fix="a larger train.seq_len")):
         sft(records[1:], seq_len=64, too_long="drop")
 
 
@@ -317,7 +318,7 @@ def test_roles_that_are_nearly_known_are_named(sft: Callable[..., Prepared]) -> 
     """As they are, such a turn would not be learnt, without a word."""
     for role in ("asistant", "Assistant"):
         asked, answer = talk(1)["messages"]
-        with pytest.raises(DataError, match=rf"messages\[1\].role` is `{role}`[^?]*did you mean `assistant`"):
+        with pytest.raises(DataError, match=rf"messages\[1\].role` is `{role}`[^?]*`assistant`"):
             sft([{"messages": [asked, {**answer, "role": role}, asked, answer]}])
 
 
@@ -393,8 +394,8 @@ def test_every_kind_of_file_gives_the_same_samples(sft: Callable[..., Prepared],
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("jsonl.gz", r"data.jsonl.gz ends early at byte [0-9,]+ of its text \([0-9,]+ lines were read\)"),
-        ("jsonl.zst", r"data.jsonl.zst (ends early|is damaged.*) at byte"),
+        ("jsonl.gz", r"data.jsonl.gz ends early .*[0-9,]+ .*\([0-9,]+ lines"),
+        ("jsonl.zst", r"data.jsonl.zst (ends|is damaged).* byte"),
         ("parquet", r"data.parquet cannot be read: "),
         ("arrow", r"data.arrow cannot be read: "),
     ],
@@ -411,10 +412,10 @@ def test_files_that_end_early(sft: Callable[..., Prepared], tmp_path: Path, kind
     ("name", "content", "message"),
     [
         ("a.json", "[1, 2", r"DATA004\]: a.json: expecting"),
-        ("a.json", "[7]", r"DATA005\]: a.json:1 is a number, not an object"),
-        ("a.csv", "instruction,output\na,b\nc\n", r"DATA004\]: a.csv:3 has 1 field, the header 2 fields"),
-        ("a.csv", 'instruction,output\na,"b\n', r"DATA004\]: a.csv:1 unexpected end of data"),
-        ("a.txt", "hello", r"DATA005\]: a.txt is text; methods sft and dpo read records"),
+        ("a.json", "[7]", r"DATA005\]: a.json:1 is a number, .*\bobject\b"),
+        ("a.csv", "instruction,output\na,b\nc\n", r"DATA004\]: a.csv:3 .*\b1 field\b.*\b2 fields\b"),
+        ("a.csv", 'instruction,output\na,"b\n', r"DATA004\]: a.csv:1 .*\bend of data\b"),
+        ("a.txt", "hello", r"DATA005\]: a.txt .*\btext\b.*\bsft and dpo\b"),
     ],
 )
 def test_files_that_hold_something_else(
@@ -455,7 +456,7 @@ def test_mixtures(sft: Callable[..., Prepared], settings: Make, tmp_path: Path) 
 def test_conversations_train_no_tokenizer(tmp_path: Path) -> None:
     """What is missing is named, not a key of the records that has nothing to do with it."""
     data = Data(path=str(lines(tmp_path / "given.jsonl", [talk(0)])), cache=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=r"error\[TOK004\]: the recipe names no tokenizer"):
+    with pytest.raises(DataError, match=refusal("TOK004", "no tokenizer")):
         prepare(data, sample_tokens=32)
 
 
@@ -467,5 +468,5 @@ def test_a_record_whose_tools_are_nested_too_deeply_is_a_bad_record(
     good = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
     bad = good[:-1] + f', "tools": [{deep}]}}'
     (tmp_path / "a.jsonl").write_text(f"{good}\n{bad}\n")
-    with pytest.raises(DataError, match=r"DATA007\]: a.jsonl:2 is nested too deeply"):
+    with pytest.raises(DataError, match=refusal("DATA007", "a.jsonl:2", "nested")):
         sft(tmp_path / "a.jsonl", chat_template="chatml")

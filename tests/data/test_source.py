@@ -13,6 +13,7 @@ from shardwise.data.faults import Faults
 from shardwise.data.read import pieces, units
 from shardwise.data.source import Source, divide, find, mix, reading, taken_and_left_out, unit_hash
 from shardwise.errors import DataError, MissingInputError, ShardwiseError
+from tests.said import refuses, shows
 
 
 def names(sources: list[Source] | tuple[Source, ...]) -> list[str]:
@@ -36,14 +37,15 @@ def test_of_a_directory_what_is_no_data_is_left_out_and_told(corpus: Path) -> No
         (corpus / name).write_bytes(b"\x89PNG")
     found = find(str(corpus))
     assert len(found) == 12 and {source.path.suffix for source in found} == {".md", ".txt"}
-    assert taken_and_left_out(str(corpus), False) == [f"{corpus}: 6 .md, 6 .txt; left out: 1 .png, 1 .pt"]
+    [told] = taken_and_left_out(str(corpus), False)
+    assert shows(told, corpus, "6 .md, 6 .txt", "left out", "1 .png, 1 .pt")
     (corpus / "a.jsonl.gz").write_bytes(b"")
     (corpus / "b.json").write_text("[]")
     (corpus / "README.md").write_text("what it is")
     assert names(find(str(corpus), True)) == ["a.jsonl.gz", "b.json"]
     assert sorted(names(find(str(corpus)))) == sorted([*names(found), "a.jsonl.gz", "b.json"])
-    told = [f"{corpus}: 1 .json, 1 .jsonl; left out: 7 .md, 1 .png, 1 .pt, 6 .txt"]
-    assert taken_and_left_out([str(corpus)], True) == told
+    [told] = taken_and_left_out([str(corpus)], True)
+    assert shows(told, corpus, "1 .json, 1 .jsonl", "left out", "7 .md", "1 .png", "1 .pt", "6 .txt")
     assert taken_and_left_out(str(corpus / "inner"), False)[0].endswith("left out: 1 .pt")
     assert taken_and_left_out(["stdlib", str(corpus / "b.json")], True) == []
 
@@ -142,7 +144,7 @@ def test_b49_a_file_that_is_not_there(corpus: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(MissingInputError) as caught:
         find("nowhere/at/all.txt")
     assert message(caught).startswith("error[DATA001]: `nowhere/at/all.txt` does not exist\n")
-    assert f"fix:   {corpus} holds 0.md, 10.md, 2.md, 4.md, 6.md and 2 more" in message(caught)
+    assert shows(message(caught), "fix", corpus, "0.md, 10.md, 2.md, 4.md, 6.md", "2 more")
 
 
 def test_b49_a_directory_without_files(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_a_link_that_leads_nowhere_is_called_that(tmp_path: Path, target: str, n
     (tmp_path / name).symlink_to(target)
     with pytest.raises(MissingInputError) as caught:
         find(str(tmp_path / name))
-    assert message(caught).startswith(f"error[DATA001]: `{tmp_path}/{name}` is a broken link to {target}\n")
+    assert refuses(message(caught), "DATA001", f"`{tmp_path}/{name}`", "broken link", target)
     assert f"ls -l {tmp_path}/{name}" in message(caught)
 
 

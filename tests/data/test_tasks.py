@@ -42,7 +42,7 @@ def test_what_is_read() -> None:
         ("", {}, "empty"),
         ('{"prompt": 5}\n', {}, "asks nothing"),
         ('{"answer": "4"}\n', {}, "asks nothing"),
-        ('{"messages": [{"role": "assistant", "content": "4"}], "answer": "4"}\n', {}, "nothing is left to answer"),
+        ('{"messages": [{"role": "assistant", "content": "4"}], "answer": "4"}\n', {}, "nothing is left"),
         ('{"prompt": "2 + 2 = ", "answer": 4}\n', {}, "no text"),
         ("{\n", {}, "not JSON"),
         ('{"prompt": "2 + 2 = "}\n', {}, "no `answer`"),

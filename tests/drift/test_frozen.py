@@ -110,14 +110,14 @@ CLUSTER = parse_cluster("8xH100")
 @pytest.mark.parametrize(
     ("spec", "frozen", "what", "fix"),
     [
-        (SPEC, ("embde.*",), "`embde.*` matches no parameter of drift", "did you mean `embed.*`?"),
-        (SPEC, ("*.mpl.*",), "`*.mpl.*` matches no parameter of drift", "did you mean `*.mlp.*`?"),
-        (SPEC, ("layers.2.*",), "`layers.2.*` matches no parameter of drift", "did you mean `layers."),
-        (TIED, ("head.*",), "`head.*` matches no parameter of drift", "the output layer's weight is the embedding's"),
-        (SPEC, ("*",), "every parameter is frozen: there is nothing to train", "remove a pattern"),
+        (SPEC, ("embde.*",), "`embde.*`", "did you mean `embed.*`?"),
+        (SPEC, ("*.mpl.*",), "`*.mpl.*`", "did you mean `*.mlp.*`?"),
+        (SPEC, ("layers.2.*",), "`layers.2.*`", "`layers."),
+        (TIED, ("head.*",), "`head.*`", "the embedding's"),
+        (SPEC, ("*",), "every parameter", "remove a pattern"),
     ],
 )
 def test_patterns_that_cannot_be_meant(spec: ModelSpec, frozen: tuple[str, ...], what: str, fix: str) -> None:
     (problem,) = techniques.check(spec, replace(plan_of("ddp", 8), frozen=frozen), CLUSTER)
-    assert (problem.code, problem.what, problem.where) == ("PLAN017", what, "model.frozen")
+    assert problem.what.startswith(what) and (problem.code, problem.where) == ("PLAN017", "model.frozen")
     assert fix in problem.fix

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.faults.conftest import Make
@@ -14,9 +16,9 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("where", "who", "said"),
     [
-        ("logits", 0, "error[NUM002]: the model's logits are not finite"),
-        ("tokenizer", 1, "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
-        ("forward", -1, "OutOfMemoryError: no memory left for a sample"),
+        ("logits", 0, r"error\[NUM002\]: .*logits"),
+        ("tokenizer", 1, "UnicodeDecodeError: .*0xff"),
+        ("forward", -1, "OutOfMemoryError"),
     ],
 )
 def test_a_sample_that_fails_costs_nothing_but_itself(make: Make, whole: Job, where: str, who: int, said: str) -> None:
@@ -25,6 +27,6 @@ def test_a_sample_that_fails_costs_nothing_but_itself(make: Make, whole: Job, wh
     assert job.train(job.write(), sabotage=("spoil_sample", who, where)) == [0, 0], job.log.read_text()[-3000:]
     log = job.log.read_text()
     for step in (0, 12):
-        assert f"warning[REP001]: the sample at step {step} failed: {said}" in log
+        assert re.search(rf"warning\[REP001\]: .*step {step} .*{said}", log)
     assert "step time" in (job.directory / "report.md").read_text()
     job.same_as(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,21 +237,21 @@ def test_rope_of_transformers_4_and_5_are_read_alike() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "code", "text"),
     [
-        ({"num_attention_heads": 5}, ConfigError, "PLAN008", "hidden_size 48 / 5 heads is not whole"),
+        ({"num_attention_heads": 5}, ConfigError, "PLAN008", "48 / 5 heads"),
         ({"head_dim": 7}, ConfigError, "PLAN008", "head_dim 7 is not even"),
         ({"num_key_value_heads": 3}, ConfigError, "PLAN008", "one of 1, 2, 4"),
         ({"num_hidden_layers": 0}, ConfigError, "PLAN008", "num_hidden_layers is 0"),
-        ({"vocab_size": "100"}, ConfigError, "CFG004", '`vocab_size` must be a whole number, got text "100"'),
-        ({"rms_norm_eps": "tiny"}, ConfigError, "CFG004", "`rms_norm_eps` must be a number, got 'tiny'"),
+        ({"vocab_size": "100"}, ConfigError, "CFG004", '`vocab_size` .*"100"'),
+        ({"rms_norm_eps": "tiny"}, ConfigError, "CFG004", "`rms_norm_eps` .*'tiny'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": None}}, ConfigError, "CFG004", "factor"),
         ({"hidden_size": None}, ConfigError, "CFG004", "hidden_size"),
         (
             {"model_type": "mamba", "architectures": ["MambaLM"]},
             ConfigError,
             "MOD001",
-            "a model of one of these: llama",
+            "one of .*llama",
         ),
-        ({"model_type": None}, ConfigError, "MOD001", "not one of the supported families"),
+        ({"model_type": None}, ConfigError, "MOD001", "supported families"),
         ({"hidden_act": "gelu"}, ConfigError, "MOD001", "gelu"),
         ({"rope_scaling": {"rope_type": "ntk"}}, ConfigError, "MOD001", "one of: default, linear, dynamic, llama3"),
         ({"rope_scaling": {"rope_type": "yarn"}}, ConfigError, "MOD001", "lacks factor"),
@@ -262,7 +263,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[ShardwiseError], co
     with pytest.raises(error) as caught:
         from_hf(SMALL | change, "x")
     assert caught.value.problems[0].code == code
-    assert text in str(caught.value)
+    assert re.search(text, str(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -199,22 +199,22 @@ def test_old_names_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "sizes", "said"),
     [
-        ("mixtral", {"num_local_experts": 2}, "lists of modules or stacked matrices, such as experts"),
+        ("mixtral", {"num_local_experts": 2}, "stacked matrices, such"),
         ("mamba", {}, "stacked matrices"),
         ("phi", {}, "output layer"),
-        ("falcon", {}, r"falcon of transformers 5\S+ chooses its attention from a table of its own"),
-        ("gptj", {}, "gptj of transformers .* chooses its attention from a table of its own"),
-        ("gpt_neo", {}, "gpt_neo of .* from a table of its own"),
-        ("bloom", {}, "bloom uses ALiBi, which adds positions to the attention scores"),
+        ("falcon", {}, r"falcon of transformers 5\S+ .*\bown\b"),
+        ("gptj", {}, r"gptj of transformers .*\bown\b"),
+        ("gpt_neo", {}, r"gpt_neo of .*\bown\b"),
+        ("bloom", {}, "bloom uses ALiBi"),
         ("mpt", {}, "mpt uses ALiBi"),
         ("falcon", {"alibi": True}, "falcon uses ALiBi"),
-        ("xglm", {}, "its attention computes with its own dense mask"),
-        ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}, "lfm2 has layers of type 'conv'"),
-        ("dbrx", {}, r"fails when it is run once without weights \(AttributeError: "),
+        ("xglm", {}, "own dense mask"),
+        ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}, "lfm2 .*'conv'"),
+        ("dbrx", {}, r"without weights \(AttributeError: "),
         ("bert", {}, "output layer"),
         ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 64}, "a view"),
-        ("apertus", {}, "holds more than linear layers and norms"),
-        ("stablelm", {}, "does not take the document mask"),
+        ("apertus", {}, "layers and norms"),
+        ("stablelm", {}, "the document mask"),
         ("deepseek_v3", {"n_routed_experts": 2}, ""),
         ("qwen3_next", {}, ""),
     ],
@@ -308,7 +308,7 @@ def test_matrices_of_an_unknown_kind_are_refused(monkeypatch: pytest.MonkeyPatch
 def test_configs_that_are_wrong_are_refused_as_such() -> None:
     for change, said in (
         ({"hidden_size": "abc"}, "hidden_size"),
-        ({"num_attention_heads": 7}, "fails when it is run once without weights"),
+        ({"num_attention_heads": 7}, "without weights"),
         ({"pad_token_id": 90}, "PLAN008.*pad_token_id 90 "),
         ({"quantization_config": {"quant_method": "bitnet"}}, "quantised"),
     ):
@@ -347,7 +347,7 @@ def test_the_padding_row_is_trained_by_no_layout() -> None:
 
 
 def test_what_transformers_does_not_know_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'brandnew' is not a causal"):
+    with pytest.raises(ConfigError, match=r"'brandnew'.* causal"):
         read_spec({"model_type": "brandnew", **SIZES}, "other")
     with pytest.raises(PolicyError, match="never executed"):
         read_spec(config_of("gpt2") | {"auto_map": {"AutoModel": "code.Model"}}, "other")

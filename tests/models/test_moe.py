@@ -27,8 +27,8 @@ REFUSED = [
     ("olmoe", {"clip_qkv": 0.0}, "MOD001", "clip_qkv: 0.0", "clip_qkv: null"),
     ("gpt_oss", {"swiglu_limit": 5.0}, "MOD001", "swiglu_limit: 5.0", "swiglu_limit: 7.0"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "MOD001", "swiglu_alpha: 1.0", "swiglu_alpha: 1.702"),
-    ("mixtral", {"num_experts_per_tok": 9}, "PLAN008", "9 experts for each token", "num_experts_per_tok: 1 to"),
-    ("qwen3_moe", {"num_experts_per_tok": 0}, "PLAN008", "0 experts for each token", "num_experts_per_tok: 1 to 6"),
+    ("mixtral", {"num_experts_per_tok": 9}, "PLAN008", "9 experts", "num_experts_per_tok: 1 to"),
+    ("qwen3_moe", {"num_experts_per_tok": 0}, "PLAN008", "0 experts", "num_experts_per_tok: 1 to 6"),
     ("olmoe", {"num_experts": 0}, "PLAN008", "num_experts is 0", "num_experts: 1 or more"),
     ("mixtral", {"num_local_experts": -1}, "PLAN008", "num_local_experts is -1", "num_local_experts: 1 or more"),
     ("mixtral", {"num_local_experts": "8"}, "CFG004", 'got text "8"', "num_local_experts: a whole number"),
@@ -36,8 +36,8 @@ REFUSED = [
     ("qwen2_moe", {"moe_intermediate_size": 0}, "PLAN008", "experts are 0 wide", "moe_intermediate_size: 1 or more"),
     ("mixtral", {"intermediate_size": 0}, "PLAN008", "intermediate_size is 0", "intermediate_size: 1 or more"),
     ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "PLAN008", "size is 0", "intermediate_size: 1 or more"),
-    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "PLAN008", "none of the 3 layers", "mlp_only_layers: []"),
-    ("qwen3_moe", {"decoder_sparse_step": 4}, "PLAN008", "none of the 3 layers", "decoder_sparse_step: 1"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "PLAN008", "the 3 layers", "mlp_only_layers: []"),
+    ("qwen3_moe", {"decoder_sparse_step": 4}, "PLAN008", "the 3 layers", "decoder_sparse_step: 1"),
 ]
 
 

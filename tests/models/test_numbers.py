@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,17 @@ from tests.models.test_config import SMALL
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"rope_theta": 0}, ["`rope_theta` is 0; it must be above 0"]),
-        ({"rope_parameters": {"rope_theta": -1.0}}, ["`rope_parameters.rope_theta` is -1.0; it must be above 0"]),
-        ({"rms_norm_eps": -1e-6}, ["`rms_norm_eps` is -1e-06; it must not be negative"]),
+        ({"rope_theta": 0}, ["`rope_theta` is 0; .*above 0"]),
+        ({"rope_parameters": {"rope_theta": -1.0}}, ["`rope_parameters.rope_theta` is -1.0; .*above 0"]),
+        ({"rms_norm_eps": -1e-6}, ["`rms_norm_eps` is -1e-06; .*negative"]),
         ({"rms_norm_eps": math.nan, "rope_theta": math.inf}, ["`rms_norm_eps` is NaN", "`rope_theta` is infinite"]),
-        ({"hidden_size": 10**400}, ["`hidden_size` is a whole number of 1,329 bits; the limit is 64"]),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["`rope_scaling.factor` is 0; it must be above 0"]),
+        ({"hidden_size": 10**400}, ["`hidden_size` .* 1,329 bits; .* 64"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["`rope_scaling.factor` is 0; .*above 0"]),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1, 0]}}, ["`rope_scaling.short_factor` is 0; it must"]),
-        ({"decoder_sparse_step": 0}, ["`decoder_sparse_step` is 0; it must be above 0"]),
-        ({"router_aux_loss_coef": -0.1}, ["`router_aux_loss_coef` is -0.1; it must not be negative"]),
-        ({"num_experts_per_tok": 2**15}, ["`num_experts_per_tok` is 32,768; the limit is 16,384"]),
-        ({"moe_intermediate_size": 2**29}, ["`moe_intermediate_size` is 536,870,912; the limit is 268,435,456"]),
+        ({"decoder_sparse_step": 0}, ["`decoder_sparse_step` is 0; .*above 0"]),
+        ({"router_aux_loss_coef": -0.1}, ["`router_aux_loss_coef` is -0.1; .*negative"]),
+        ({"num_experts_per_tok": 2**15}, ["`num_experts_per_tok` is 32,768; .*16,384"]),
+        ({"moe_intermediate_size": 2**29}, ["`moe_intermediate_size` is 536,870,912; .*268,435,456"]),
         ({"max_position_embeddings": math.nan}, ["`max_position_embeddings` is NaN"]),
     ],
 )
@@ -41,7 +42,7 @@ def test_a_number_that_no_model_computes_with(tmp_path: Path, wrong: dict[str, A
         load_spec(str(tmp_path))
     found = caught.value.problems
     assert [problem.code for problem in found] == ["MOD005"] * len(told) and caught.value.exit_code == 65
-    assert all(problem.what.startswith(words) and problem.fix for problem, words in zip(found, told, strict=True))
+    assert all(re.match(words, problem.what) and problem.fix for problem, words in zip(found, told, strict=True))
     assert told[0].split("`")[1].rpartition(".")[2] in str(caught.value)
 
 

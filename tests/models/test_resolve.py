@@ -20,6 +20,7 @@ from shardwise.spec.load import load_recipe
 from shardwise.spec.recipe import Data, Model, Recipe, TokenizerSection
 from tests.models.families import config_of
 from tests.runtime.small_run import MODEL
+from tests.said import refusal, shows
 
 YARN = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
 
@@ -98,7 +99,7 @@ def test_a_recipe_stretches_positions(
 
 
 def test_positions_of_a_new_model_are_its_config_s() -> None:
-    with pytest.raises(ConfigError, match="describes a new model") as raised:
+    with pytest.raises(ConfigError, match=refusal("CFG008", "a new model")) as raised:
         load_recipe(None, ["model.config.model_type=llama", "model.rope_theta=5e6"])
     assert raised.value.problems[0].fix == "`model.config.rope_theta`"
 
@@ -177,17 +178,17 @@ def test_a_described_model_has_the_loss_that_balances_its_experts() -> None:
 @pytest.mark.parametrize(
     ("files", "named", "fix"),
     [
-        (["recipe.yaml"], "", "`shardwise export {run}` writes its model; then `model.path: {run}/hf`"),
-        (["recipe.yaml", "hf/config.json"], "", "`model.path: {run}/hf`"),
+        (["recipe.yaml"], "", ["`shardwise export {run}`", "`model.path: {run}/hf`"]),
+        (["recipe.yaml", "hf/config.json"], "", ["`model.path: {run}/hf`"]),
         (
             ["recipe.yaml", "adapter/adapter_config.json"],
             "adapter",
-            "`lora.path: {run}/adapter`, with the `model.path` that it was trained on",
+            ["`lora.path: {run}/adapter`", "`model.path`"],
         ),
-        ([], "", "a directory that holds config.json as transformers' save_pretrained writes it"),
+        ([], "", ["config.json", "save_pretrained"]),
     ],
 )
-def test_a_run_as_a_model_is_told_what_to_write(tmp_path: Path, files: list[str], named: str, fix: str) -> None:
+def test_a_run_as_a_model_is_told_what_to_write(tmp_path: Path, files: list[str], named: str, fix: list[str]) -> None:
     """Of a run the export is the model, which a run of adapters has once they are merged."""
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -195,7 +196,7 @@ def test_a_run_as_a_model_is_told_what_to_write(tmp_path: Path, files: list[str]
     with pytest.raises(MissingInputError) as raised:
         resolve(Recipe(model=Model(path=str(tmp_path / named))))
     assert raised.value.problems[0].code == "MOD002"
-    assert raised.value.problems[0].fix == fix.format(run=tmp_path)
+    assert shows(raised.value.problems[0].fix, *(each.format(run=tmp_path) for each in fix))
 
 
 def in_files(directory: Path, rows: int, ids: int, *, pairs: bool = False) -> Path:
@@ -226,7 +227,7 @@ def test_a_model_has_a_row_for_each_new_token(
 
 def test_adapters_alone_leave_a_new_token_untrained(tmp_path: Path) -> None:
     words = [f"model.path={in_files(tmp_path / 'model', 12, 9)}", "lora.rank=2", "data.add_tokens=[<a>]"]
-    with pytest.raises(ConfigError, match=r"CFG008.*the new token `<a>` would never learn(.|\n)*modules_to_save"):
+    with pytest.raises(ConfigError, match=refusal("CFG008", "`<a>`", fix="lora.modules_to_save")):
         resolve(load_recipe(None, words))
     assert resolve(load_recipe(None, [*words, "lora.modules_to_save=[embed_tokens,lm_head]"])).vocab_size == 12
     assert resolve(load_recipe(None, [*words[:2], "data.add_tokens=[t3]"])).vocab_size == 12, "nothing is new"
@@ -238,5 +239,5 @@ def test_adapters_alone_leave_a_new_token_untrained(tmp_path: Path) -> None:
     assert (found.tokenizer.path, found.add_tokens, found.add_special_tokens) == (str(adapter), ["<a>"], [])
     assert with_added(Data(), TokenizerSection(path=str(adapter)), adapter) == Data(), "nothing is new"
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"TOK004.*tokens are added by the ids of"):
+    with pytest.raises(DataError, match=refusal("TOK004", "tokens are added")):
         resolve(load_recipe(None, words))

@@ -11,9 +11,10 @@ from shardwise.errors import ConfigError, MissingInputError
 from shardwise.models import known, unserved
 from shardwise.models.lookup import load_spec, read_spec
 from shardwise.models.unserved import parameters_of, refuse_config, refuse_name
+from tests.said import shows
 
-DSA = "sparse attention that chooses keys by an indexer"
-EXPERTS = "is a mixture of experts of a kind that is not supported yet"
+DSA = "by an indexer"
+EXPERTS = "mixture of experts"
 TEXT = {"hidden_size": 64, "num_experts": 8}
 
 
@@ -41,9 +42,9 @@ def torch_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"model_type": "t5", "is_encoder_decoder": True}, "sequence to sequence"),
         ({"model_type": "bert"}, "is an encoder"),
         ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, "text and images"),
-        ({"model_type": "falcon", "num_kv_heads": 1}, "does not let be replaced"),
+        ({"model_type": "falcon", "num_kv_heads": 1}, "let be replaced"),
         ({"model_type": "bloom"}, "uses ALiBi"),
-        ({"model_type": "gpt_neox", "quantization_config": {"bits": 4}}, "quantised as they run"),
+        ({"model_type": "gpt_neox", "quantization_config": {"bits": 4}}, "quantised as they"),
     ],
 )
 def test_a_config_is_refused_in_the_field_s_words(config: dict[str, Any], said: str) -> None:
@@ -143,7 +144,7 @@ def test_of_a_model_of_text_and_images_the_text_part_is_counted(inner: bool) -> 
     text = {"text_config": TEXT_OF_7B} if inner else TEXT_OF_7B
     with pytest.raises(ConfigError) as caught:
         read_spec({"model_type": "qwen2_5_vl", "vision_config": {"depth": 32}, **text}, "x")
-    assert "its text part's 7.6 B parameters take 113.5 GiB" in str(caught.value)
+    assert shows(str(caught.value), "7.6 B", "113.5 GiB")
     served = {"model_type": "qwen3_5", "text_config": known.configs()["Qwen3.5-9B"], "vision_config": {"depth": 27}}
     assert read_spec(served, "x").family == "qwen3_5_text"
 
@@ -159,6 +160,6 @@ def test_what_no_formula_counts_transformers_does(monkeypatch: pytest.MonkeyPatc
     config = {"model_type": "mamba2", "hidden_size": d, "num_hidden_layers": layers, "vocab_size": rows}
     config |= {"state_size": state, "num_heads": heads, "head_dim": 16, "n_groups": 1, "tie_word_embeddings": True}
     assert unserved.count_in_transformers(config) == layers * block + d + rows * d
-    with pytest.raises(ConfigError, match=r"recurrent state(.|\n)*of its 90,920 parameters take"):
+    with pytest.raises(ConfigError, match=r"MOD001.*recurrent state(.|\n)* 90,920 parameters"):
         read_spec(config, "x")
     assert unserved.count_in_transformers({"model_type": "nobody's"}) is None

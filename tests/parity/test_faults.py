@@ -32,6 +32,7 @@ from shardwise.spec.plan import Plan
 from shardwise.techniques import optim, shard
 from shardwise.techniques.shard.replicas import Replicas
 from tests.parity.cases import FP64, UNTIED, plan
+from tests.said import shows
 
 Fault = Callable[[Plan], AbstractContextManager[Any]]
 wait, agree, loss = Replicas.wait, reduce.combine, pretrain.finish
@@ -214,9 +215,9 @@ def test_replicas_that_part_are_named() -> None:
     bent = {**alike, "norm.weight[0:3]": [3], "embed.weight[5:9]": [4]}
     right = parity.plain(parity.job_of(UNTIED, plan("ddp", 2, FP64), 3))
     both = [replace(right, held=(alike, alike, alike)), replace(right, held=(alike, bent, bent))]
-    assert parity.compare(right, both).apart == ("norm.weight[0:3] of rank 1 is not that of rank 0 after step 2",)
+    assert shows(parity.compare(right, both).apart, "norm.weight[0:3] of rank 1", "rank 0", "step 2")
     copies = replace(right, held=({"embed.weight[0:5]": [1, 7]},))
-    assert parity.compare(right, [copies]).apart == ("embed.weight[0:5] of rank 0 is not that of rank 0 after step 1",)
+    assert shows(parity.compare(right, [copies]).apart, "embed.weight[0:5] of rank 0", "rank 0", "step 1")
 
 
 @pytest.mark.prove
@@ -226,7 +227,7 @@ def test_bits_of_a_rank_that_is_a_little_off_are_not_those_of_another(ranks: Ran
     traces = ranks.run(off_by_a_bit, UNTIED, of, world=2)
     found = parity.compare(parity.plain(parity.job_of(UNTIED, of, 2)), traces)
     assert found.weight.error < 1e-9 and found.loss.error < 1e-9
-    assert any(line.startswith("norm.weight[0:20] of rank 1 is not that of rank 0") for line in found.apart)
+    assert any(shows(line, "norm.weight[0:20] of rank 1", "rank 0") for line in found.apart)
 
 
 def off_by_a_bit(rank: int, world: int, spec: ModelSpec, of: Plan) -> parity.Trace:

@@ -32,6 +32,7 @@ from shardwise.spec.devices import Device
 from shardwise.spec.layout import Layout
 from shardwise.spec.measured import Measured
 from shardwise.spec.plan import Lora, Plan, Seconds, Shard
+from tests.said import shows
 
 H100 = parse_cluster("8xH100")
 DDP = Plan(layout=Layout(dp_shard=8), model="llama")
@@ -97,9 +98,9 @@ def test_torn_and_foreign_lines_are_passed_over_and_counted(tmp_path: Path) -> N
 
 def test_a_file_that_is_none_is_an_os_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE)
-    with pytest.raises(OSError, match="a pipe, not a regular file"):
+    with pytest.raises(OSError, match="a pipe"):
         past_runs(H100, tmp_path)
-    with pytest.raises(OSError, match="a pipe, not a regular file"):
+    with pytest.raises(OSError, match="a pipe"):
         remember(DDP, H100, 2.0, 3.0, tmp_path)
 
 
@@ -171,11 +172,7 @@ def test_the_median_and_the_band_by_hand() -> None:
     assert found is not None
     assert found.ratio == pytest.approx(1.14891, rel=1e-5)
     assert found.band == pytest.approx(math.sqrt(0.06**2 + (0.0911570 * 1.90010) ** 2), rel=1e-4)
-    assert str(
-        found
-    ) == "4 earlier runs like it on this machine: 1.15 x what the model says (2 lines of steps.jsonl " + (
-        "could not be read)"
-    )
+    assert shows(found, 4, "like it", "1.15 x", "2 lines of steps.jsonl")
     single = calibration(PastRuns((run(1.12),)), DDP)
     assert single is not None and single.band == pytest.approx(0.06)
     adapters = calibration(PastRuns((run(1.12),)), replace(DDP, lora=Lora()))
@@ -205,10 +202,10 @@ def test_seconds_are_scaled_whole_and_in_parts_and_only_once() -> None:
     total = found.compute_s + sum(found.exposed_s.values()) + found.optimizer_s + found.offload_s + found.host_s
     assert total == pytest.approx(found.step_s)
     assert (found.low_s, found.high_s) == pytest.approx((2.4, 3.75))  # 3 / 1.25 and 3 x 1.25
-    assert found.basis == "3 earlier runs on this machine: 1.5 x what the model says"
+    assert shows(found.basis, 3, "this machine", "1.5 x")
     again = calibrated(found, Calibration(0.5, 0.06, 1))
     assert again.step_s == pytest.approx(1.0) and again.scale == 0.5
-    assert again.basis == "1 earlier run on this machine: 0.5 x what the model says"
+    assert shows(again.basis, 1, "this machine", "0.5 x")
 
 
 def test_a_line_is_what_it_was_written_as(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_sheet_of_another_plan_is_an_error() -> None:
         {"frozen": ("embed.*",)},
         {"model": "SmolLM2-360M"},
     ):
-        with pytest.raises(ValueError, match="made for another plan, or the plan for another model"):
+        with pytest.raises(ValueError, match=r"another plan, .*model"):
             techniques.cost(sheet, replace(PLAN, **changed))  # type: ignore[arg-type]
     assert techniques.cost(sheet, replace(PLAN, batch=replace(PLAN.batch, accumulation=5), compile=True))
 
@@ -47,9 +47,9 @@ def test_a_step_is_told_of_a_sheet_that_its_plan_has_rewritten() -> None:
     costed = techniques.cost(sheet, PLAN)
     assert schedule(costed, replace(PLAN)) and folded(costed, replace(PLAN)).top_bytes
     for tell in (schedule, folded):
-        with pytest.raises(ValueError, match="rewritten by another plan"):
+        with pytest.raises(ValueError, match="by another plan"):
             tell(costed, replace(PLAN, shard=Shard("zero2")))
-        with pytest.raises(ValueError, match="rewritten by no plan"):
+        with pytest.raises(ValueError, match="by no plan"):
             tell(sheet, PLAN)
 
 

@@ -23,6 +23,7 @@ from shardwise.spec.devices import Device, rented
 from shardwise.spec.load import load_recipe
 from shardwise.spec.measured import Measured
 from shardwise.spec.plan import Plan
+from tests.said import shows
 
 SEVENTY_B = load_spec("meta-llama/Llama-3.1-70B")
 ONE_B = load_spec("meta-llama/Llama-3.2-1B")
@@ -225,7 +226,7 @@ def test_where_the_host_makes_a_step_shorter_the_remedy_says_why(cluster: str) -
     sizes = found.plan.batch.micro_batch_size, chosen.batch.micro_batch_size
     faster = tokens_per_s(found.plan) > tokens_per_s(chosen)
     assert faster is (cluster == "1xH100")
-    assert (f"micro-batches of {sizes[0]} fit instead of {sizes[1]}" in found.price) is faster
+    assert shows(found.price, f"micro-batches of {sizes[0]}", sizes[1]) is faster
     assert found.price == "moved" or faster
 
 

@@ -183,5 +183,5 @@ def test_a_host_gives_back_what_it_has_been_sent() -> None:
 
 
 def test_a_wait_for_what_was_never_recorded_is_an_error() -> None:
-    with pytest.raises(KeyError, match="has not been recorded"):
+    with pytest.raises(KeyError, match="not been recorded"):
         StepLog().wait("compute", ("gathered", 3))

@@ -106,9 +106,9 @@ def test_sizes_are_read_as_products() -> None:
         "d/64",
     ]
     assert read.shape((b * s * d, b, 2 * s)) == ("b*s", "d", "b", "s", 2)
-    with pytest.raises(ValueError, match="is no product of the symbols"):
+    with pytest.raises(ValueError, match="of the symbols"):
         read(d + heads)
-    with pytest.raises(ValueError, match="grows with the batch in a way that a sheet cannot say"):
+    with pytest.raises(ValueError, match="grows with the"):
         read.shape((s * s,))
 
 

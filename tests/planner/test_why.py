@@ -14,6 +14,7 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import show_seconds
+from tests.said import shows
 
 ONE_B, EIGHT_B = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B"
 CASES = {
@@ -88,5 +89,5 @@ def test_the_reason_for_the_split_is_not_the_plan_itself(case: str) -> None:
 
 def test_what_differs_is_named_beside_a_plan_of_the_same_split() -> None:
     plan = Plan(batch=replace(Plan().batch, micro_batch_size=4))
-    assert difference(plan, Plan()) == "the same with micro-batch 4"
+    assert shows(difference(plan, Plan()), "the same", "micro-batch 4")
     assert name(plan) in difference(plan, replace(Plan(), layout=replace(plan.layout, tp=2)))

@@ -112,7 +112,7 @@ RATES = {
 def test_another_rate_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asked, "learning_rate", RATES[name])
     [line] = found(OptimSection(warmup_steps=0.05, min_learning_rate=1e-5), steps=1_010)
-    assert line.startswith("learning rate of step ")
+    assert line.startswith("learning rate of ")
 
 
 def added(self: Answers) -> Tensor:

@@ -25,6 +25,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.prove.module import ModuleProof, OwnLoop, Widened, certify_on
 from shardwise.prove.pool import RankFailure, RankPool
 from tests.parity.test_tp import EVEN
+from tests.said import refusal
 
 ROWS = torch.randn(5, 8, 6, generator=torch.Generator().manual_seed(1))
 IDS = torch.randint(67, (5, 8, 12), generator=torch.Generator().manual_seed(2))
@@ -98,7 +99,7 @@ def test_statistics_of_a_rank_are_found(ranks: RankPool) -> None:
 
 
 def test_functions_that_ranks_cannot_import() -> None:
-    with pytest.raises(UsageError, match="top of a file"):
+    with pytest.raises(UsageError, match=refusal("CLI001", fix="top of a")):
         shardwise.certify(lambda: Stack(), shardwise.make_plan("ddp", processes=2), rows)
 
 
@@ -115,7 +116,7 @@ class Narrow(Stack):
 
 def test_a_plan_for_other_processes() -> None:
     assert shardwise.make_plan("zero3", processes=8, tp=2).layout.world == 8
-    with pytest.raises(ConfigError, match="tp 3 does not divide 8 processes"):
+    with pytest.raises(ConfigError, match=refusal("PLAN001", "tp 3", "8 processes")):
         shardwise.make_plan("zero3", processes=8, tp=3)
 
 

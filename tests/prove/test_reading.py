@@ -253,7 +253,7 @@ def test_the_last_step_of_a_run_is_read(reads: dict[str, Read]) -> None:
 
 def test_why_nothing_is_known_of_the_rows(tmp_path: Path) -> None:
     few = recipe(tmp_path, data={"path": str(tmp_path / "text" / "0.txt")}, train={"seq_len": 64})
-    assert "one global batch needs" in str(read_of(few, Plan(batch=Batch(4096, 1, 64))))
+    assert "global batch needs" in str(read_of(few, Plan(batch=Batch(4096, 1, 64))))
     assert "not prepared" in str(read_of(recipe(tmp_path), Plan()))
     streamed = {"streaming": True, "path": str(tmp_path / "text")}
     assert "streamed" in str(read_of(recipe(tmp_path, data=streamed, train={"max_steps": 8}), Plan()))

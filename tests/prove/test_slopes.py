@@ -34,6 +34,7 @@ from tests.parity.mixers import NETS
 from tests.parity.mixtures import GPT_OSS, MODELS
 from tests.parity.test_lora import WIDE
 from tests.prove.test_certify import subject_of
+from tests.said import shows
 
 DRAWN = Setting(draw=random_everywhere)
 CAPACITY = with_fields(MOE, name="tiny-capacity", expert_capacity=1.0)
@@ -241,10 +242,10 @@ def test_what_is_not_judged_is_said() -> None:
     with patch.object(slopes, "plain_loss", rough):
         check = certify.run(subject, "derivatives", 0, Here())
     assert not check.problems and check.figures["not judged"] == check.figures["tensors"] == 5
-    assert "0 tensors, 5 more not judged" in result(check)
+    assert shows(result(check), "0 tensors", "5 more")
     facts = Facts("", "", "", "quick", "", Command(), {})
     [line] = [line for line in Certificate(subject, facts, [check], {}).unseen() if "derivatives" in line]
-    assert line.startswith("derivatives along 5 of 5 tensors")
+    assert shows(line, "derivatives", "5 of 5")
 
 
 @pytest.mark.prove
@@ -254,6 +255,6 @@ def test_a_certificate_names_the_fault_and_the_smallest_case_that_has_it() -> No
     with FAULTS["the router's weight has no gradient"].planted():
         check = certify.run(subject, "derivatives", 0, Here())
         found = certify.smallest_failing(subject, check, Here())
-    assert check.problems[0].startswith("gradient of layers.2.mlp.router.weight: along a random direction")
-    assert check.problems[0].endswith("it stands for layers.7.mlp.router.weight")
+    assert check.problems[0].startswith("gradient of layers.2.mlp.router.weight: along")
+    assert check.problems[0].endswith(" layers.7.mlp.router.weight")
     assert found is not None and found.needed == found.words == ("experts",)

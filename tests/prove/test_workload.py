@@ -17,6 +17,7 @@ from shardwise.prove.workload import Excerpts, Setting, Workload, excerpt, rando
 from shardwise.spec.recipe import Method, Recipe
 from tests.parity.cases import TIED, UNTIED
 from tests.runtime.small_run import recipe
+from tests.said import shows
 
 JOB = Workload(UNTIED, 4, 24, "fp64", "fp64")
 
@@ -99,7 +100,7 @@ def test_rows_of_pairs_that_are_small_enough(tmp_path: Path) -> None:
     data = {"path": str(tmp_path / "pairs.jsonl"), "tokenizer": {"vocab_size": 300}, "text_key": "prompt"}
     made = recipe(tmp_path, data=data, method={"name": "dpo"}, train={"seq_len": 64})
     setting, told = workload.setting_of(made, UNTIED, 24)
-    assert isinstance(setting.rows, Excerpts) and "what the initial model says of the pairs is drawn" in told, told
+    assert isinstance(setting.rows, Excerpts) and shows(told, "initial model", "drawn"), told
     batch = collate(setting.rows(JOB, 0))
     assert batch.references is not None and len(batch.references) >= 4
 

@@ -41,6 +41,7 @@ from shardwise.spec.plan import Precision
 from shardwise.spec.recipe import Recipe
 from tests.runtime import small_run
 from tests.runtime.small_run import MODEL, directory, numbers, recipe, train_here, weights_hash
+from tests.said import refusal, refuses, shows
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_what_was_saved_is_said_when_the_last_step_was_not(root: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     made = recipe(root, "stopped-poisoned", checkpoint={"asynchronous": False})
-    with pytest.raises(PreemptedError, match=r"asked to stop \(SIGTERM\): saved at step 3 of 8"):
+    with pytest.raises(PreemptedError, match=refusal("STOP001", "SIGTERM", 3, 8)):
         train_here(made, at(4, poison))
 
 
@@ -117,11 +118,11 @@ def test_a_run_that_could_not_keep_its_last_checkpoint_says_so_and_has_its_model
         train_here(made, at(7, lambda state: shutil.rmtree(directory(made) / "checkpoints")))
     [problem] = raised.value.problems
     assert (raised.value.exit_code, problem.code) == (73, "CKPT023")
-    assert "last step 8 is not there" in problem.what
-    assert f"use the model in {directory(made)}/hf" in problem.fix and "--resume" not in problem.fix
+    assert shows(problem.what, 8, "not there")
+    assert f"{directory(made)}/hf" in problem.fix and "--resume" not in problem.fix
     assert weights_hash(directory(made)) == weights_hash(whole)
-    assert "NOT SAVED  the checkpoint of step 8 is not there: " in capsys.readouterr().out
-    assert "**Not saved: the checkpoint of step 8 is not there: " in (directory(made) / "report.md").read_text()
+    assert shows(capsys.readouterr().out, "NOT SAVED", 8, "not there")
+    assert shows((directory(made) / "report.md").read_text(), "Not saved", 8, "not there")
     found = read_exit(directory(made))
     assert found is not None and (found.kind, found.exit_code) == ("error", 73)
 
@@ -131,9 +132,9 @@ def test_a_disk_too_full_for_the_last_checkpoint_is_no_success(root: Path, monke
     """The steps after the newest that is there can be done again."""
     made = recipe(root, "unkept-full", checkpoint={"asynchronous": False})
     full = shutil._ntuple_diskusage(10**9, 10**9, 0)
-    with pytest.raises(OutputError, match=r"last step 8 is not there: .*OUT003.*0.000 GB are free") as raised:
+    with pytest.raises(OutputError, match=refusal("CKPT023", 8, "OUT003", "0.000 GB")) as raised:
         train_here(made, at(7, lambda state: monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: full)))
-    assert f"`shardwise train --resume {directory(made)}` repeats the steps after 6" in raised.value.problems[0].fix
+    assert shows(raised.value.problems[0].fix, f"`shardwise train --resume {directory(made)}`", 6)
     assert (directory(made) / "hf" / "model.safetensors").exists()
 
 
@@ -180,7 +181,7 @@ def test_a_recipe_that_was_edited_is_compared_with_what_the_run_was_trained_with
     assert rundir.resuming(run, 8, load_recipe(run / "recipe.yaml")) == f"resuming {run} from step 8"
     faster = edited("learning_rate: 0.01", "learning_rate: 0.5")
     assert rundir.check_standing(run, faster, resume=True) == 8
-    assert rundir.resuming(run, 8, faster) == f"resuming {run} from step 8; optim.learning_rate 0.5 (was 0.01)"
+    assert shows(rundir.resuming(run, 8, faster), run, 8, "optim.learning_rate 0.5", 0.01)
     with pytest.raises(OutputError, match=r"step 8.*optim.learning_rate 0.5 \(was 0.01\)"):
         rundir.check_standing(run, faster, resume=False)
     with pytest.raises(DataError, match=r"CKPT022.*run.seed 5 \(was 0\)"):
@@ -302,8 +303,8 @@ def test_good_checkpoints_serve_whatever_else_is_damaged(
     (run / "metrics.jsonl").write_bytes(metrics[0] + metrics[1].replace(b"loss", b"lo\xffs") + b"".join(metrics[2:]))
     train_here(made)
     said = capsys.readouterr().out
-    assert "warning[RUN006]: " in said and "it is restored from step-00000003" in said and "remove" not in said
-    assert "warning[LOG001]: " in said and "there is no line for step 2" in said
+    assert refuses(said, "RUN006", "step-00000003", as_warning=True) and "remove" not in said
+    assert refuses(said, "LOG001", "step 2", as_warning=True)
     after = json.loads((run / "run.json").read_text())
     assert after == before | {"created": after["created"]} and (run / "run.json.damaged").exists()
     assert numbers(run) == [line for line in numbers(whole) if line[0] != 2]
@@ -323,8 +324,8 @@ def test_a_run_whose_identity_is_gone_goes_on_from_its_checkpoints(
     before = json.loads((directory(made) / "run.json").read_text())
     (directory(made) / "run.json").unlink()
     train_here(made)
-    said = f"warning[RUN006]: {directory(made) / 'run.json'} is missing; it is restored from step-00000003"
-    assert said in capsys.readouterr().out
+    values = directory(made) / "run.json", "missing", "step-00000003"
+    assert refuses(capsys.readouterr().out, "RUN006", *values, as_warning=True)
     after = json.loads((directory(made) / "run.json").read_text())
     assert after == before | {"created": after["created"]}
     assert numbers(directory(made)) == numbers(whole)
@@ -336,7 +337,7 @@ def test_a_damaged_identity_without_a_checkpoint_is_made_anew(root: Path, capsys
         train_here(made, at(1, fail))
     (directory(made) / "run.json").write_text('{"run_id": "')
     train_here(made)
-    assert "no checkpoint needs it, so the run starts over" in capsys.readouterr().out
+    assert shows(capsys.readouterr().out, "no checkpoint", "starts over")
 
 
 @pytest.mark.matrix
@@ -346,7 +347,7 @@ def test_a_signal_saves_within_a_step_and_stops(root: Path, whole: Path, number:
     with pytest.raises(PreemptedError) as raised:
         train_here(made, at(4, lambda state: os.kill(os.getpid(), number)))
     assert raised.value.exit_code == 75
-    assert f"asked to stop ({number.name}): saved at step 5 of 8" in str(raised.value)
+    assert refuses(str(raised.value), "STOP001", number.name, 5, 8)
     assert (directory(made) / "checkpoints" / "step-00000005" / "manifest.json").exists()
     found = read_exit(directory(made))
     assert found is not None and (found.kind, found.restartable) == ("preempted", True)
@@ -373,7 +374,7 @@ def test_a_signal_stops_a_validation(
 
     with monkeypatch.context() as patch:
         patch.setattr(token_loss, "score", score_and_ask)
-        with pytest.raises(PreemptedError, match=rf"asked to stop \(SIGINT\): saved at step {step} of 8"):
+        with pytest.raises(PreemptedError, match=refusal("STOP001", "SIGINT", step, 8)):
             train_here(made)
     assert len(seen) == 2
     found = read_exit(directory(made))
@@ -535,17 +536,20 @@ def test_nothing_that_only_reports_ends_a_run(
     made = recipe(root, "unreported", run={"profile_steps": "5:6"}, evaluate={"eval_steps": 4})
     train_here(made)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning[REP001]: ")]
-    assert [line.removeprefix("warning[REP001]: ").removesuffix("; the run is not affected") for line in said] == [
-        "the sample at step 0 failed: generate is broken",
-        "looking up the peak speed of the devices failed: the count is broken",
-        "measuring the traffic failed: the traffic is broken",
-        "measuring the memory failed: the memory is broken",
-        "the profile failed: the profiler is broken",
-        "the profile failed: the profiler is broken",
-        "the sample at step 8 failed: generate is broken",
-        "report.md failed: the report is broken",
-        "the summary failed: the summary is broken",
+    failed = [
+        ("sample at step 0", "generate"),
+        ("peak speed", "count"),
+        ("traffic", "traffic"),
+        ("memory", "memory"),
+        ("profile", "profiler"),
+        ("profile", "profiler"),
+        ("sample at step 8", "generate"),
+        ("report.md", "report"),
+        ("summary", "summary"),
     ]
+    assert len(said) == len(failed)
+    for line, (what, why) in zip(said, failed, strict=True):
+        assert refuses(line, "REP001", what, why, "broken", as_warning=True)
     assert numbers(directory(made)) == numbers(whole)
     assert weights_hash(directory(made)) == weights_hash(whole)
 
@@ -566,5 +570,5 @@ def test_fp16_that_overflows_has_no_sample_and_is_trained(
     monkeypatch.setattr(loop, "write_model", enlarge)
     train(made, half)
     said = capsys.readouterr().out
-    assert "the sample at step 3 failed: error[NUM002]" in said
+    assert shows(said, "sample at step 3", "error[NUM002]")
     assert (directory(made) / "hf" / "model.safetensors").exists() and (directory(made) / "report.md").exists()

@@ -93,7 +93,7 @@ def test_where_the_files_have_none_it_is_drawn(tmp_path: Path, capsys: pytest.Ca
     save_file(bare, tmp_path / "model" / hf.SINGLE, {"format": "pt"})
     made = beginning(tmp_path)
     train_here(made)
-    assert "it begins with random weights" in capsys.readouterr().out
+    assert "with random weights" in capsys.readouterr().out
     assert load_file(directory(made) / "hf" / hf.SINGLE).keys() == before.keys()
     save_file(bare | {"mtp.fc.weight": before["mtp.fc.weight"]}, tmp_path / "model" / hf.SINGLE, {"format": "pt"})
     with pytest.raises(Exception, match="CKPT003"):

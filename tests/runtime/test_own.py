@@ -27,6 +27,7 @@ from shardwise.spec.plan import Pipeline, Plan
 from tests.models import families
 from tests.runtime import own_ranks
 from tests.runtime.own_ranks import Model, loss_of, rows
+from tests.said import shows
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 SETTINGS = [
@@ -169,9 +170,9 @@ def test_hybrid(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("output", "the model has no module `output`"),
-        ("blocks", "`blocks` is a list of modules, which is never called itself"),
-        ("out", "`out` shares a weight with `into`, and the two must be gathered together"),
+        ("output", "`output`"),
+        ("blocks", "`blocks` .*list of modules"),
+        ("out", "`out` .*`into`"),
     ],
 )
 def test_units_that_cannot_be(name: str, said: str) -> None:
@@ -230,15 +231,15 @@ def test_different_parameters_in_bf16(ranks: RankPool) -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_blocks_that_not_all_ranks_run(ranks: RankPool, strategy: str) -> None:
     for (said,) in ranks.run(own_ranks.apart, strategy, world=2):
-        assert "OWN001" in said and "forward of paths.0 on rank 0, forward of paths.1 on rank 1" in said
+        assert "OWN001" in said and shows(said, "forward of paths.0", "rank 0", "forward of paths.1", "rank 1")
         assert "parallelize(model, plan, mesh, whole=['paths'])" in said
 
 
 def test_a_torch_that_cannot_send_zeros(ranks: RankPool) -> None:
     """There, ranks that use different parameters are refused: their gradients were added to one another's."""
     for (said,) in ranks.run(own_ranks.apart, "zero2", ["paths"], False, world=2):
-        assert "OWN001" in said and "a gradient of paths.0.0.bias on rank 0, a gradient of paths.1.0.bias" in said
-        assert "a newer torch (2.13 sends zeros" in said
+        assert "OWN001" in said and shows(said, "gradient of paths.0.0.bias", "rank 0", "gradient of paths.1.0.bias")
+        assert "newer torch (2.13" in said
     assert ranks.run(own_ranks.apart, "zero2", ["paths"], world=2) == [[], []]
 
 
@@ -318,7 +319,7 @@ def test_a_save_that_failed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(checkpoint, "RETRIES_S", ())
     checkpoints.save(1)
     time.sleep(0.5)
-    with pytest.warns(UserWarning, match="checkpoint of step 1 failed: .*no space left"):
+    with pytest.warns(UserWarning, match=r"step 1 .*no space"):
         checkpoints.save(2)
     assert [(event.kind, event.step) for event in checkpoints.close()] == [("failed", 1), ("failed", 2)]
 
@@ -527,7 +528,7 @@ def test_replicas_must_divide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pipeline_is_refused_by_name_and_so_is_a_degree_that_nobody_knows() -> None:
     """It would be left out in silence."""
     for asked in (lambda: shardwise.make_plan("zero3", pp=2), lambda: shardwise.parallelize(Model(), staged(), None)):  # type: ignore[call-arg]
-        with pytest.raises(ConfigError, match=r"PLAN023.*calls it as a whole"):
+        with pytest.raises(ConfigError, match=r"PLAN023.*as a whole"):
             asked()
     with pytest.raises(ConfigError, match=r"unknown degree `replica`(.|\n)*`replicas`"):
         shardwise.make_plan("hsdp", replica=2)  # type: ignore[call-arg]

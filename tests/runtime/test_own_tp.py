@@ -20,6 +20,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Plan
 from tests.runtime import own_ranks
 from tests.runtime.test_own import plain_decoder, same
+from tests.said import refusal
 
 STEPS = 4
 SETTINGS = {
@@ -40,7 +41,7 @@ def test_float64(ranks: RankPool, case: str) -> None:
 @pytest.mark.parametrize(
     ("module", "tp", "said"),
     [
-        (nn.Linear(4, 4), 2, "this module is a Linear"),
+        (nn.Linear(4, 4), 2, "Linear"),
         (Decoder(own_ranks.UNTIED), 3, "3 does not divide"),
     ],
 )
@@ -52,7 +53,7 @@ def test_what_cannot_be_cut_is_refused_by_name(module: nn.Module, tp: int, said:
 
 def test_a_degree_that_does_not_divide_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {"tp": 3}
-    with own_ranks.started(4), pytest.raises(ConfigError, match="tp 3 does not divide 4 processes"):
+    with own_ranks.started(4), pytest.raises(ConfigError, match=refusal("PLAN001", "tp 3", "4 processes")):
         own.make_plan("zero3", **asked)
 
 

@@ -126,7 +126,7 @@ def test_a_part_has_its_blocks_by_the_models_numbers_and_its_own_ends() -> None:
     ]
     ends = [{name for name in names if not name.startswith("layers.")} for names in (first, middle, last)]
     assert ends == [{"embed.weight"}, set(), {"norm.weight", "head.weight"}]
-    with pytest.raises(ValueError, match="not cut into parts"):
+    with pytest.raises(ValueError, match="cut into parts"):
         model_of(hf_models.spec_of("gpt2"), (0,), head=False)
 
 
@@ -186,5 +186,5 @@ def test_backward_ends_in_the_part_where_nothing_trained_lies_before(trained: in
 
 
 def test_fully_sharded_parts_cannot_share_a_weight(ranks: RankPool) -> None:
-    with pytest.raises(Exception, match="a weight that two parts have"):
+    with pytest.raises(Exception, match="two parts have"):
         ranks.run(compare, [SHARDED], TWO, True, world=2)

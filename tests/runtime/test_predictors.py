@@ -24,6 +24,7 @@ from shardwise.techniques import lora
 from tests.models.families import config_of, random_model
 from tests.models.test_float8 import FP8, meant, quantised
 from tests.runtime.small_run import directory, plan, recipe, train_here, write_text
+from tests.said import shows
 
 TOKENS = 320
 FAMILIES = ("glm4_moe", "deepseek_v3", "qwen3_next")
@@ -133,7 +134,7 @@ def test_what_is_no_longer_there_is_left_out_and_told(tmp_path: Path, capsys: py
     capsys.readouterr()
     assert main(["export", str(directory(made)), "-o", str(tmp_path / "out")]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"layers of {tmp_path / 'model'} that predict further tokens are left out: no weights in" in said
+    assert shows(said, tmp_path / "model", "left out", "no weights")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     names = load_file(tmp_path / "out" / hf.SINGLE).keys()
     assert names and not [name for name in names if ".eh_proj." in name]
@@ -144,7 +145,7 @@ def test_they_know_the_tokens_of_the_model_or_are_left_out(tmp_path: Path) -> No
     made, spec = beginning(tmp_path), load_spec(str(tmp_path / "model"))
     assert kept_of(made, spec)[0].tensors and not kept_of(made, spec)[1]
     kept, said = kept_of(made, load_spec(str(tmp_path / "model"), None, {"vocab_size": TOKENS + 2}))
-    assert not kept.tensors and said.endswith("left out: they know 320 tokens, and the model 322")
+    assert not kept.tensors and shows(said, "left out", "320 tokens", 322)
 
 
 @pytest.mark.parametrize("change", [{"init": "random"}, {"path": None, "config": {"model_type": "llama"}}])
@@ -187,7 +188,7 @@ def test_from_float8_they_are_in_the_dtype_of_the_export(tmp_path: Path) -> None
     assert not [name for name in found if "scale" in name]
     del held[f"{stack}_scale_inv"]
     save_file(held, tmp_path / "model" / hf.SINGLE, {"format": "pt"})
-    assert "left out: 1 tensors are in float8 without scales" in kept_of(beginning(tmp_path), spec)[1]
+    assert shows(kept_of(beginning(tmp_path), spec)[1], "left out", "1 tensors", "float8", "without scales")
 
 
 @pytest.mark.prove

@@ -24,6 +24,7 @@ from shardwise.runtime.agree import difference
 from shardwise.runtime.world import device_of, from_first, process, take_device, told_by_first, world
 from shardwise.spec.layout import Layout
 from tests.runtime import rank_work
+from tests.said import shows
 
 
 def test_one_process_needs_no_launcher() -> None:
@@ -141,7 +142,7 @@ def test_another_version_is_named_before_anything_else() -> None:
     other = {"host": "b", "digest": "9c02", "versions": {"torch": "2.12.1"}, "recipe": {"x": 1}, "plan": {}}
     problem = difference(first, other, 3)
     assert problem.code == "RUN003"
-    assert problem.what == "torch 2.13.0 on rank 0 (host a), 2.12.1 on rank 3 (host b)"
+    assert shows(problem.what, "torch 2.13.0 on rank 0", "host a", "2.12.1 on rank 3", "host b")
     assert problem.fix.endswith("pip install torch==2.13.0")
 
 

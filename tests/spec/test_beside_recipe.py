@@ -38,7 +38,7 @@ def test_one_of_the_shells_directory_is_read_with_a_word(recipe: Path) -> None:
     path, notices = data_of(recipe, "here.jsonl")
     assert path == "here.jsonl" and "not beside mine/recipe.yaml" in notices[0]
     path, notices = data_of(recipe, "both.jsonl")
-    assert path == "mine/both.jsonl" and "not from the shell's directory" in notices[0]
+    assert path == "mine/both.jsonl" and "the shell's directory" in notices[0]
     path, notices = data_of(recipe, "[beside.jsonl, here.jsonl]")
     assert path == ["mine/beside.jsonl", "here.jsonl"] and len(notices) == 1
 

@@ -11,6 +11,7 @@ from shardwise.spec import cluster as module
 from shardwise.spec.cluster import CPU_PROCESS_BYTES, crowding, local_cluster, parse_cluster
 from shardwise.spec.devices import devices, find_device
 from shardwise.spec.host import available_memory_bytes, cores
+from tests.said import shows
 
 
 def test_the_cluster_of_the_sketch() -> None:
@@ -20,12 +21,9 @@ def test_the_cluster_of_the_sketch() -> None:
     assert 90 * 2**30 < found.device.memory_bytes <= 96 * 2**30
     assert found.network_bytes_per_s == 25e9
     assert found.link_bytes_per_s == 40e9
-    assert found.assumptions == (
-        "200 Gb/s between nodes, shared by the GPUs of a node",
-        "GPUs in a node communicate over PCIe through the host, 40 GB/s measured",
-        "1,000.0 GiB of host memory per node, a cloud node's (say ,host=<N>GB)",
-        "figures of the RTX Pro 6000 are partly verified",
-    )
+    network, links, host, figures = found.assumptions
+    assert shows(network, "200 Gb/s", "nodes", "shared") and shows(links, "PCIe", "40 GB/s")
+    assert shows(host, "1,000.0 GiB", ",host=<N>GB") and shows(figures, "RTX Pro 6000", "partly verified")
 
 
 @pytest.mark.parametrize(
@@ -130,13 +128,13 @@ def test_what_is_assumed_is_said() -> None:
     def said(text: str) -> str:
         return "; ".join(parse_cluster(text).assumptions)
 
-    assert said("2048xH100").startswith("2,048 GPUs are 256 nodes of 8; 3,200 Gb/s between nodes")
-    assert "(8 x 400 Gb/s a node, say +<N>Gb/node)" in said("2x8xH100")
-    assert said("2x8xL40S").startswith("100 Gb/s between nodes, shared by the GPUs of a node (say +<N>Gb/node); ")
-    assert "(8 x 400 Gb/s of InfiniBand a node)" in said("2x8xH100+IB")
+    assert shows(said("2048xH100"), "2,048 GPUs", "256 nodes", 8, "3,200 Gb/s")
+    assert shows(said("2x8xH100"), "8 x 400 Gb/s", "+<N>Gb/node")
+    assert shows(said("2x8xL40S"), "100 Gb/s", "+<N>Gb/node")
+    assert shows(said("2x8xH100+IB"), "8 x 400 Gb/s of InfiniBand")
     assert "(4 x 200 Gb/s a node)" in said("2x8xA100+4xHDR")
-    assert "a node; GPUs in" in said("2x8xH100+400Gb/node")
-    assert "PCIe through the host, 20 GB/s measured" in said("8xL40S") and "NVLink" in said("8xH100")
+    assert "+<N>Gb/node" not in said("2x8xH100+400Gb/node")
+    assert shows(said("8xL40S"), "PCIe", "20 GB/s") and "NVLink" in said("8xH100")
     assert parse_cluster("8xL40S").link_bytes_per_s == 20e9
     assert "nodes" not in said("1x16xH100"), "taken as it is written"
 
@@ -154,7 +152,7 @@ def test_other_sizes_of_a_cluster_keep_a_network_that_was_given() -> None:
     [
         ("8xH101", "CLU002", "did you mean H100-SXM-80GB?"),
         ("0xH100", "CLU001", "write [NODESx]DEVICESxNAME"),
-        ("4x4080", "CLU002", "did you mean RTX 4090"),
+        ("4x4080", "CLU002", "RTX 4090"),
         ("1000x", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("8x8x8x4090", "CLU001", "write [NODESx]DEVICESxNAME"),
         ("8x", "CLU001", "write [NODESx]DEVICESxNAME"),
@@ -180,7 +178,7 @@ def test_strings_that_are_refused(text: str, code: str, fix: str) -> None:
         parse_cluster(text)
     (problem,) = caught.value.problems
     assert problem.code == code
-    assert problem.fix.startswith(fix)
+    assert fix in problem.fix
 
 
 @pytest.mark.parametrize(
@@ -242,7 +240,7 @@ def test_this_machine() -> None:
     assert 0 < found.device.memory_bytes * found.devices_per_node <= available_memory_bytes() * 1.5
 
 
-ELSEWHERE = "`shardwise plan --cluster 8xH100` plans for machines elsewhere"
+ELSEWHERE = "`shardwise plan --cluster 8xH100`"
 
 
 def test_more_processes_than_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +252,7 @@ def test_more_processes_than_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     (problem,) = caught.value.problems
     assert (problem.code, caught.value.exit_code) == ("DEV001", 2)
     assert problem.what.startswith("8 processes ") and "no GPU" in problem.what
-    assert problem.fix == f"`--device cpu --nproc 2`; {ELSEWHERE}"
+    assert shows(problem.fix, "`--device cpu --nproc 2`", ELSEWHERE)
     gpus = [("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0)), ("unheard of", 40 * 2**30, (6, 1))]
     monkeypatch.setattr(module, "gpus", lambda: gpus)
     found = local_cluster()
@@ -273,11 +271,11 @@ def test_the_host_of_gpus_that_are_here_has_the_memory_of_this_machine(monkeypat
     assert here.host_memory_bytes == three.host_memory_bytes == 125 * 2**30
     assert not any("host memory" in text for text in here.assumptions)
     [text] = [text for text in three.assumptions if "host memory" in text]
-    assert text == "each node has as much host memory as this machine, 125.0 GiB"
+    assert shows(text, "this machine", "125.0 GiB")
     assert local_cluster(memory_bytes=2**33).host_memory_bytes == 2**33
     assumed = parse_cluster("1xH100")
     assert assumed.host_memory_bytes == 1000 * 2**30
-    assert [text for text in assumed.assumptions if text.startswith("1,000.0 GiB of host memory per node")]
+    assert [text for text in assumed.assumptions if shows(text, "1,000.0 GiB", "host memory")]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -64,17 +65,17 @@ def one_problem(error: ShardwiseError) -> tuple[str, int, str]:
 @pytest.mark.parametrize(
     ("text", "code", "exit_code", "what"),
     [
-        ("a:\n\tb: 1", "CFG007", 78, "r.yaml:2:1 is not valid YAML: found a tab"),
-        ("a: [1", "CFG007", 78, "r.yaml:1:6 is not valid YAML: while parsing a flow sequence"),
-        ("a: 1\n---\nb: 2", "CFG007", 78, "r.yaml is not valid YAML: a second document starts at line 2"),
-        ("? [a]\n: b", "CFG007", 78, "r.yaml is not valid YAML: line 1: a key must be text, not a collection"),
-        ("a: &x [*x]", "CFG007", 78, "r.yaml is not valid YAML: line 1: alias *x refers to nothing before it"),
-        ("a: \x00", "CFG007", 78, "r.yaml is not valid YAML: unacceptable character"),
-        ('a: "\\ud800"', "CFG007", 78, "r.yaml is not valid YAML: line 1: half of a surrogate pair"),
+        ("a:\n\tb: 1", "CFG007", 78, "r.yaml:2:1 .* tab"),
+        ("a: [1", "CFG007", 78, "r.yaml:1:6 .*flow sequence"),
+        ("a: 1\n---\nb: 2", "CFG007", 78, "r.yaml .*second document.* line 2"),
+        ("? [a]\n: b", "CFG007", 78, "r.yaml .*line 1: .* key .*collection"),
+        ("a: &x [*x]", "CFG007", 78, r"r.yaml .*line 1: alias \*x"),
+        ("a: \x00", "CFG007", 78, "r.yaml .*unacceptable character"),
+        ('a: "\\ud800"', "CFG007", 78, "r.yaml .*line 1: .*surrogate pair"),
         ("a: !!str 1", "SEC001", 77, "a tag, `!!str`; refused"),
         ("a: !include ../../etc/passwd", "SEC003", 77, "`!include`: includes are refused"),
-        ("a: x ${oc.env:HOME}", "SEC003", 77, "interpolation '${oc.env:HOME}' is refused"),
-        ("[" * 10_000, "SEC002", 77, "r.yaml:1 is nested more than 64 deep (limit)"),
+        ("a: x ${oc.env:HOME}", "SEC003", 77, r"interpolation '\$\{oc.env:HOME\}'"),
+        ("[" * 10_000, "SEC002", 77, r"r.yaml:1 .* 64 deep \(limit\)"),
     ],
 )
 def test_what_is_refused(text: str, code: str, exit_code: int, what: str) -> None:
@@ -82,7 +83,7 @@ def test_what_is_refused(text: str, code: str, exit_code: int, what: str) -> Non
         parse(text, "r.yaml")
     found = one_problem(caught.value)
     assert found[:2] == (code, exit_code)
-    assert found[2].startswith(what)
+    assert re.match(what, found[2])
 
 
 def test_a_python_tag_runs_nothing(tmp_path: Path) -> None:

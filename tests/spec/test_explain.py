@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shardwise.spec.explain import memory_lines, why_lines
 from shardwise.spec.plan import Estimate, Pipeline, Plan
+from tests.said import shows
 
 
 def test_what_a_step_writes_to_disks_or_that_it_only_reads() -> None:
@@ -13,10 +14,10 @@ def test_what_a_step_writes_to_disks_or_that_it_only_reads() -> None:
     found = Estimate({"weights": 2**30}, 2**30)
     assert not any("disks" in line for line in memory_lines(found))
     found = replace(found, disk_bytes=2**34)
-    reads = "  16.0 GiB of weights are on the disks of a node, and steps do not write there"
-    assert memory_lines(found)[-1] == reads
+    reads = memory_lines(found)[-1]
+    assert shows(reads, "16.0 GiB", "weights", "disks", "not write")
     writes = memory_lines(replace(found, written_bytes=2**31))[-1]
-    assert writes.startswith("  a step writes 2.0 GiB to the disks of a node: 279,396 steps are 600 TB")
+    assert shows(writes, "writes 2.0 GiB", "disks", "279,396 steps", "600 TB")
 
 
 def test_a_long_value_pads_no_column_and_an_empty_one_is_not_shown() -> None:

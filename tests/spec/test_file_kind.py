@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.file_kind import recognise
+from tests.said import refuses
 
 
 @pytest.mark.parametrize("length", [0x80, 0x280, 0x3C, 0x8B1F])
@@ -22,7 +23,4 @@ def test_a_pickle_under_the_name_of_weights(tmp_path: Path) -> None:
     path.write_bytes(b"\x80\x02}q\x00.")
     problem = recognise(path)
     assert problem is not None
-    assert (problem.code, problem.what) == (
-        "CKPT006",
-        "model.safetensors is a pickle, which can run code (6 bytes)",
-    )
+    assert refuses(problem, "CKPT006", "model.safetensors", "a pickle", "6 bytes")

@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.spec.finetune import assumed, batch_is_open, suited_batch, with_epochs
 from shardwise.spec.load import dump_recipe, load_recipe
+from tests.said import shows
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_a_length_that_is_set_stays_and_pretraining_has_none(words: list[str]) -
 
 def test_what_is_assumed_has_a_reason_and_what_is_set_has_none() -> None:
     told = assumed(load_recipe(None, ["model=m", "method=sft", "lora=8"]))
-    assert told["optim.learning_rate"] == "assumed: 0.0002, usual for sft of adapters"
+    assert shows(told["optim.learning_rate"], "assumed", "0.0002", "sft", "adapters")
     assert list(told) == ["train.num_epochs", "optim.learning_rate", "optim.warmup_steps"]
     words = ["model=m", "method=sft", "optim.learning_rate=2e-5", "optim.warmup_steps=0", "num_epochs=1"]
     assert assumed(load_recipe(None, words)) == {} == assumed(load_recipe(None, ["model=m"]))

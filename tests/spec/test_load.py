@@ -11,6 +11,7 @@ from shardwise.errors import ConfigError, Problem, ShardwiseError
 from shardwise.spec.keys import dotted, keys_of
 from shardwise.spec.load import dump_recipe, load_recipe, read_recipe, recipe_schema
 from shardwise.spec.recipe import Recipe
+from tests.said import shows
 
 Complain = Callable[..., list[Problem]]
 
@@ -349,9 +350,9 @@ def test_one_problem(complain: Complain, case: str, text: str, code: str, what: 
 def test_all_problems_of_a_recipe_are_told_at_once(complain: Complain) -> None:
     text = "trian: {seq_len: 5}\ntrain: {max_steps: 1.5, seq_len: 1}\noptim: {learning_rate: abc, beta1: .nan}\n"
     found = complain(text, "optm.lr=3", "runs.seed=1")
-    assert sorted((problem.code, problem.where) for problem in found) == [
-        ("CFG001", "`optm.lr=3` on the command line"),
-        ("CFG001", "`runs.seed=1` on the command line"),
+    assert sorted((problem.code, problem.where.split(" ")[0]) for problem in found) == [
+        ("CFG001", "`optm.lr=3`"),
+        ("CFG001", "`runs.seed=1`"),
         ("CFG001", "run.yaml:1"),
         ("CFG002", "run.yaml:3"),
         ("CFG004", "run.yaml:2"),
@@ -362,10 +363,10 @@ def test_all_problems_of_a_recipe_are_told_at_once(complain: Complain) -> None:
 
 def test_b08_an_override_is_named_as_the_source(complain: Complain) -> None:
     (problem,) = complain("train: {seq_len: 8}", "optm.lr=3")
-    assert (problem.code, problem.where) == ("CFG001", "`optm.lr=3` on the command line")
+    assert problem.code == "CFG001" and problem.where.startswith("`optm.lr=3`")
     assert "`optm.lr`" in problem.what and "`optim.learning_rate`" in problem.fix
     (problem,) = complain("train: {seq_len: 8}", "seq_len=abc")
-    assert problem.where == "`seq_len=abc` on the command line"
+    assert problem.where.startswith("`seq_len=abc`")
 
 
 @pytest.mark.parametrize("text", ["data: {path: !!python/name:os.system }", "data: !include x", "data: ${HOME}/x"])
@@ -405,11 +406,9 @@ def test_many_renamed_keys_are_counted_not_listed(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("base_model: a/b\nsequence_len: 4k\nlr: 1e-3\nflash_attention: true\n")
     loaded = read_recipe(tmp_path / "r.yaml")
     assert len(loaded.renamed) == 4
-    assert loaded.shown == (
-        *loaded.notices,
-        "3 keys are read under the names they have here, 1 are ignored: "
-        "`shardwise plan --explain keys` with this recipe lists them",
-    )
+    *notices, last = loaded.shown
+    assert tuple(notices) == loaded.notices
+    assert shows(last, "3 keys", "1 are ignored", "`shardwise plan --explain keys`")
     (tmp_path / "r.yaml").write_text("base_model: a/b\n")
     loaded = read_recipe(tmp_path / "r.yaml")
     assert loaded.shown == loaded.renamed != ()
@@ -453,13 +452,13 @@ def test_values_as_people_write_them() -> None:
     assert (recipe.train.max_steps, recipe.optim.warmup_steps, recipe.optim.learning_rate) == (1000, 200, 2.0)
     assert (recipe.run.device, recipe.parallel.strategy) == ("cuda", "zero3")
     for word, fix in (
-        ("max_steps=1.5", "give a whole number"),
+        ("max_steps=1.5", "a whole number"),
         ("optim.schedule=Cosin", "did you mean `cosine`"),
-        ("train=3", "name one of its keys: train.seq_len, train.micro_batch_size, "),
+        ("train=3", "keys: train.seq_len, train.micro_batch_size, "),
     ):
         with pytest.raises(ConfigError) as caught:
             load_recipe(None, [word])
-        assert caught.value.problems[0].fix.startswith(fix)
+        assert fix in caught.value.problems[0].fix
 
 
 def test_a_section_may_be_one_value() -> None:
@@ -489,7 +488,9 @@ def test_a_trial_with_fewer_steps_shortens_the_warmup_of_the_file(tmp_path: Path
     path.write_text("train: {max_steps: 100}\noptim: {warmup_steps: 20}\n")
     loaded = read_recipe(path, ["train.max_steps=5"])
     assert loaded.recipe.optim.warmup_steps == 5
-    assert loaded.notices == (f"{path}:2: `optim.warmup_steps` 20 is reduced to 5, the value of train.max_steps",)
+    assert len(loaded.notices) == 1 and shows(
+        loaded.notices[0], f"{path}:2", "`optim.warmup_steps`", 20, 5, "train.max_steps"
+    )
     with pytest.raises(ConfigError):
         load_recipe(path, ["train.max_steps=5", "optim.warmup_steps=20"])
 

@@ -12,6 +12,7 @@ from shardwise.errors import ConfigError, Problem
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, load_plan
 from shardwise.spec.plan import Batch, Estimate, Plan, Precision, Remat, Shard, Traffic
+from tests.said import shows
 
 PLAN = Plan(
     layout=Layout(dp_replicate=2, dp_shard=8, ranks_per_node=8),
@@ -53,7 +54,7 @@ def test_any_text_survives(tmp_path_factory: pytest.TempPathFactory, reason: str
 
 def test_reasons_and_sizes_stand_beside_the_values() -> None:
     lines = dump_plan(PLAN).splitlines()
-    assert "  strategy: zero3  # derived: the first that fits" in lines
+    assert any(shows(line, "strategy: zero3", "# derived") for line in lines)
     assert "    weights: 17616076800  # 16.4 GiB" in lines
     assert "  dp_shard: 8" in lines
 

@@ -198,7 +198,7 @@ def test_where_sums_are_made_is_searched() -> None:
 def test_where_nothing_fits_the_smallest_plan_is_told(asked: list[str]) -> None:
     """And not that what waits is refused beside other settings, all of which would hold more."""
     found = choose(load_recipe(None, ["train.seq_len=4096", *asked]), load_spec("Llama-3.1-405B"), TWO_4090)
-    assert not fits(found) and "this is the smallest" in found.why["shard.strategy"]
+    assert not fits(found) and "the smallest" in found.why["shard.strategy"]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -241,7 +241,7 @@ def test_a_70b_in_4_bits_on_two_gpus_of_24_gb() -> None:
     assert fits(there) and not fits(here)
     assert there.offload == Offload(weights="host") and there.why["offload.weights"] == "pinned"
     assert techniques.pins(load_recipe(None, ASKED), there)["offload.weights"] == ("host", "none")
-    assert "weights of blocks on the host" in execution(there)
+    assert "weights of blocks" in execution(there)
     found = {each.change: each for each in remedies(load_recipe(None, ASKED), SEVENTY_B, TWO_4090, here)}
     assert fits(found["offload.weights=host"].plan)
 
@@ -270,7 +270,7 @@ def test_the_optimizer_that_is_searched_beside_weights_on_nvme_is_there_too() ->
     words = ["train.seq_len=4096", "train.global_batch_size=1", "offload.optimizer=auto", "offload.weights=nvme"]
     found = choose(load_recipe(None, words), EIGHT_B, H100)
     assert fits(found) and (found.offload.optimizer, found.offload.weights) == ("nvme", "nvme")
-    assert found.offload.words == ["the optimizer on NVMe", "weights of blocks on NVMe"]
+    assert [words.rpartition(" on ")[2] for words in found.offload.words] == ["NVMe"] * 2
     assert found.offload.without_files == Offload("host", weights="host", sums=found.offload.sums)
 
 

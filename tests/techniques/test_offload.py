@@ -42,6 +42,7 @@ from shardwise.techniques.offload.rooms import Rooms
 from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.sizes import SUM_BUFFERS
 from tests.parity.cases import UNTIED
+from tests.said import refuses, shows
 
 ONE_B, EIGHT_B = load_spec("meta-llama/Llama-3.2-1B"), load_spec("meta-llama/Llama-3.1-8B")
 H100 = parse_cluster("1xH100")
@@ -69,7 +70,7 @@ def test_auto_takes_the_host_where_nothing_else_fits() -> None:
     """Of no more blocks than have to leave: of half the rest of the device is too little."""
     chosen, all_of_it = planned(EIGHT_B, "auto"), planned(EIGHT_B, "host")
     assert chosen.offload == Offload("host", optimizer_fraction=0.75) and fits(chosen)
-    assert chosen.why["offload.optimizer"] == "searched: without it no plan fits"
+    assert shows(chosen.why["offload.optimizer"], "searched", "no plan fits")
     assert chosen.why["offload.optimizer_fraction"].startswith("searched")
     assert all_of_it.offload == Offload("host") and seconds(chosen).step_s < 0.9 * seconds(all_of_it).step_s
     less = planned(EIGHT_B, "host", H100, "offload.optimizer_fraction=0.5")
@@ -114,7 +115,7 @@ def test_a_host_that_is_too_small() -> None:
         decide.plan_of(recipe, EIGHT_B, small, None)
     [problem] = raised.value.problems
     assert problem.code == "PLAN010"
-    assert problem.what == "needs 119.7 GiB of a node's memory beside its GPUs, 100.0 GiB available"
+    assert shows(problem.what, "119.7 GiB", "100.0 GiB")
 
 
 @pytest.mark.parametrize("cluster", ["1xH100", "1xRTX-A6000"])
@@ -124,7 +125,7 @@ def test_the_remedy_is_named_and_fits_when_it_is_typed(cluster: str) -> None:
     recipe = load_recipe(None, ["model=meta-llama/Llama-3.1-8B", *words])
     found = {each.change: each for each in remedies(recipe, EIGHT_B, machines, choose(recipe, EIGHT_B, machines))}
     remedy = found["offload.optimizer=auto"]
-    assert remedy.price.startswith("AdamW on the host, of blocks that need it")
+    assert shows(remedy.price, "AdamW", "on the host")
     assert remedy.plan.offload.optimizer == "host" and peak_share(remedy.plan) <= 1
     again = planned(EIGHT_B, "auto", machines)
     assert again.batch == remedy.plan.batch and seconds(again) == seconds(remedy.plan)
@@ -197,9 +198,9 @@ def test_blocks_on_the_host_are_spread_evenly() -> None:
 @pytest.mark.parametrize(
     ("outside", "says", "fix"),
     [
-        (Offload("host", optimizer_fraction=0.02), "0.02 of 32 blocks is less than one", "at least 0.032"),
+        (Offload("host", optimizer_fraction=0.02), "0.02 of 32 blocks", "at least 0.032"),
         (Offload("nvme", optimizer_fraction=0.5), "not on NVMe", "`offload.optimizer=host`"),
-        (Offload("host", weights="host", optimizer_fraction=0.5), "weights that wait on the host", "leave it out"),
+        (Offload("host", weights="host", optimizer_fraction=0.5), "on the host", "leave it out"),
     ],
     ids=["less than a block", "on NVMe", "weights that wait"],
 )
@@ -213,7 +214,7 @@ def test_a_fraction_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         load_recipe(None, ["offload.optimizer_fraction=0.5"])
     [problem] = raised.value.problems
-    assert problem.code == "CFG008" and "has no effect with `offload.optimizer: none`" in problem.what
+    assert refuses(problem, "CFG008", "`offload.optimizer: none`")
 
 
 @pytest.mark.parametrize(
@@ -629,8 +630,7 @@ def test_drift_of_a_large_model_writes_no_file(monkeypatch: pytest.MonkeyPatch) 
     both = replace(plan, offload=Offload("nvme", "nvme"), remat=Remat("full"))
     for each, told in ((plan, " and ".join(plan.offload.filed)), (both, "optimizer and activations")):
         assert certify._drift(spec, each, 0, {}) == []
-        said = f"what files on NVMe hold at this size: for drift {told} wait on the host instead"
-        assert said in shrink(spec, each).unseen
+        assert any(shows(line, "NVMe", "drift", told, "on the host") for line in shrink(spec, each).unseen)
 
 
 @pytest.mark.big

@@ -12,6 +12,7 @@ import pytest
 
 from bench.accuracy.__main__ import main
 from tests.bench.accuracy.published import ROW, changed
+from tests.said import shows
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -56,10 +57,10 @@ def test_the_page(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     page = tmp_path / "page.md"
     main([str(table), "--markdown", str(page)])
     shown = capsys.readouterr().out
-    assert "\x1b" not in shown and "Of 3 rows 2 are compared." in shown
+    assert "\x1b" not in shown and shows(shown, "3 rows", "2 are compared")
     lines = page.read_text().splitlines()
     assert "| 1 | unknown GPU |" in lines
-    assert any(line.startswith("| a-2, Llama2 7B | memory |") and "it says: a / in" in line for line in lines)
+    assert any(line.startswith("| a-2, Llama2 7B | memory |") and "says: a / in" in line for line in lines)
     widths = {line.count("|") for line in lines if line.startswith(("| dense", "| fine", "| memory", "| group"))}
     assert widths == {9}, "every row of the table has as many cells"
 
@@ -80,4 +81,4 @@ def test_what_is_not_a_table(tmp_path: Path, module: str) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == ""
     [told] = done.stderr.splitlines()
-    assert "notes.txt is not a table of measurements: its first line names no column that is known" in told
+    assert shows(told, "notes.txt", "first line")

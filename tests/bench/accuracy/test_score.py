@@ -184,7 +184,7 @@ def test_a_report_counts_every_row() -> None:
         (b"", "names no column"),
         (b"\x89PNG\r\n\x1a\n\xff\xfe", "codec can't decode"),
         (b"gpu,layers\nA100,\0\n", "NUL"),
-        (b'gpu,layers\n"A100,3\n', "unexpected end of data"),
+        (b'gpu,layers\n"A100,3\n', "end of data"),
         (b'{"gpu": 1}\n', "names no column"),
         (b"gpu,layers\n" + b"x" * 200_000 + b",1\n", "field larger"),
     ],
@@ -193,7 +193,7 @@ def test_what_is_no_table_of_measurements(tmp_path: Path, content: bytes, said: 
     path = tmp_path / "rows.csv"
     path.write_bytes(content)
     limit = csv.field_size_limit(2**17)  # its default, which other libraries raise
-    with pytest.raises(SystemExit, match=rf"rows\.csv is not a table of measurements: .*{said}"):
+    with pytest.raises(SystemExit, match=rf"rows\.csv .*measurements: .*{said}"):
         rows_of(path)
     csv.field_size_limit(limit)
 

@@ -21,6 +21,7 @@ from shardwise.runtime.faults.heartbeat import LEFT, Page, RankStatus, culprit, 
 from shardwise.runtime.faults.outcome import Exit, clear_exit, read_exit, write_exit
 from shardwise.runtime.owner import claim
 from shardwise.runtime.world import Process, process
+from tests.said import shows
 
 GLOO_SILENT = "[unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete"
 GLOO_GONE = "[pair.cc:553] Connection closed by peer [127.0.0.1]:1953"
@@ -42,7 +43,7 @@ def test_a_fault_fires_at_its_phase_step_and_rank_once(tmp_path: Path) -> None:
     watch.enter("backward")
     assert watch.fetch(2, batches) == 1
     watch.enter("forward")
-    with pytest.raises(RuntimeError, match="fault ordered at backward of step 2 on rank 1"):
+    with pytest.raises(RuntimeError, match=r"backward .*step 2 .*rank 1"):
         watch.enter("backward")
     assert (tmp_path / "fault-backward-2-1").exists()
     watch.enter("backward")  # a second time the marker stands in its way
@@ -117,9 +118,9 @@ def test_a_hang_names_rank_phase_and_collective(tmp_path: Path) -> None:
     late = status(5, 8, 1558, "data")
     problem = hang([status(0, 9, 1559), late, status(1, 9, 1559)], 60.0, tmp_path)
     assert problem is not None and problem.code == "HANG001"
-    assert "rank 5 (host elsewhere, pid 1) " in problem.what and "all_reduce #1559 of step 7" in problem.what
-    assert "other 2 ranks wait there" in problem.what
-    assert "rank 5 is still in phase data of step 7" in problem.where
+    assert shows(problem.what, "rank 5", "host elsewhere", "pid 1") and "all_reduce #1559 of step 7" in problem.what
+    assert "other 2 ranks" in problem.what
+    assert shows(problem.where, "rank 5", "phase data", "step 7")
     assert f"then: shardwise train {tmp_path}" in problem.fix
 
 
@@ -161,7 +162,7 @@ def test_a_timeout_is_told_as_the_hang_that_it_is(tmp_path: Path) -> None:
     level = diagnose(RuntimeError(GLOO_SILENT), tmp_path, me(), 10.0)
     assert isinstance(level, TrainingError) and level.problems[0].code == "LOST001"
     gone = diagnose(RuntimeError(GLOO_GONE), tmp_path, me(), 10.0)
-    assert isinstance(gone, TrainingError) and "in phase count of step 3" in gone.problems[0].where
+    assert isinstance(gone, TrainingError) and shows(gone.problems[0].where, "phase count", "step 3")
     bug = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert diagnose(bug, tmp_path, me(), 10.0) is bug
     for page in (late, ours):
@@ -255,7 +256,7 @@ def test_a_rank_that_stands_still_writes_its_stacks(tmp_path: Path) -> None:
         time.sleep(0.02)
     watch.close()
     text = path.read_text()
-    assert "phase forward of step 5" in text
+    assert shows(text, "phase forward", "step 5")
     assert "test_a_rank_that_stands_still_writes_its_stacks" in text
 
 

@@ -25,6 +25,7 @@ from shardwise.runtime.faults.outcome import read_exit
 from shardwise.runtime.metrics.pending import PendingSteps
 from shardwise.runtime.step import Launched
 from tests.runtime.small_run import directory, numbers, recipe, train_here, weights_hash
+from tests.said import refusal
 
 SOURCES = str(Path(shardwise.__file__).parent)
 READS = {"item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "equal", "allclose", "unique", "masked_select"}
@@ -227,7 +228,7 @@ def test_a_poisoned_run_names_its_step_although_the_figures_come_late(
     with monkeypatch.context() as patch:
         spoil(patch, set(range(5, 9)))
         seen = order_of(patch)
-        with pytest.raises(TrainingError, match=f"not finite for {allowed + 1} steps") as raised:
+        with pytest.raises(TrainingError, match=refusal("NUM001", "not finite", f"{allowed + 1} steps")) as raised:
             train_here(made)
     [problem] = raised.value.problems
     assert (problem.code, problem.where.partition(",")[0]) == ("NUM001", f"step {stops_at}")

@@ -24,6 +24,7 @@ from shardwise.spec.recipe import LoraSection, Recipe
 from tests.runtime.metrics.test_log import state_at, stats
 from tests.runtime.small_run import directory, numbers, recipe, train_here, write_text
 from tests.runtime.test_loop import Broken, at, fail
+from tests.said import refusal, refuses
 
 ALL = ["tensorboard", "wandb", "mlflow", "trackio"]
 
@@ -200,7 +201,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pyte
     for step in range(1, 4):
         tracks.row(step, "train", {"step": step, "loss": 1.0})
     [said] = tracks.close("finished")
-    assert said.startswith("warning[TRK002]: wandb has not finished")
+    assert refuses(said, "TRK002", "wandb", as_warning=True)
 
 
 def test_numbers_that_are_not_known_are_left_out(tmp_path: Path) -> None:
@@ -226,11 +227,7 @@ def test_flash_attention_3_is_asked_for_before_any_process_starts() -> None:
     with pytest.raises(UnavailableError) as raised:
         check_installed(Recipe(attention="fa3"))
     [problem] = raised.value.problems
-    assert (problem.code, problem.where, problem.fix) == (
-        "DEV003",
-        "attention",
-        "`attention=auto` uses what is installed",
-    )
+    assert (problem.code, problem.where) == ("DEV003", "attention") and "`attention=auto`" in problem.fix
 
 
 def test_a_tracker_that_is_broken_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,13 +238,11 @@ def test_a_tracker_that_is_broken_is_told_before_the_run(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(
-        UnavailableError, match=r"names wandb, which does not work here: .*nothing_of_that_name"
-    ) as raised:
+    with pytest.raises(UnavailableError, match=refusal("TRK001", "wandb", "nothing_of_that_name")) as raised:
         check_installed(Recipe.model_validate({"run": {"trackers": "wandb"}}))
     assert raised.value.problems[0].fix.startswith('pip install "shardwise[wandb]"')
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "unheard-of://here")
-    with pytest.raises(UnavailableError, match=r"names mlflow, which does not work here: .*unheard-of"):
+    with pytest.raises(UnavailableError, match=refusal("TRK001", "mlflow", "unheard-of")):
         check_installed(Recipe.model_validate({"run": {"trackers": "mlflow"}}))
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "kept").as_uri())

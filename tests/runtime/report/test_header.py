@@ -19,16 +19,15 @@ from shardwise.spec.units import show_count
 from tests.parity.cases import UNTIED
 from tests.parity.experts import MOE
 from tests.runtime.small_run import MODEL, plan, recipe
+from tests.said import shows
 
 
 def test_the_cost_of_compiling_is_said() -> None:
     plan = Plan(batch=Batch(2, 3, 512), remat=Remat("full"))
-    eager = "micro-batch 2 x 512, accumulation 3, recompute full"
+    eager = ", ".join(["micro-batch 2 x 512", "accumulation 3", "recompute full"])
     assert execution(plan) == eager
-    assert execution(replace(plan, compile=True)) == (
-        f"{eager}, blocks compiled (adds half a minute or more to the first step, seconds if torch has them cached; "
-        "`compile=false` runs them uncompiled)"
-    )
+    compiled = execution(replace(plan, compile=True))
+    assert compiled.startswith(f"{eager}, blocks compiled (") and "`compile=false`" in compiled
 
 
 def test_the_losses_of_routers_are_said() -> None:
@@ -55,10 +54,10 @@ def test_the_tokens_of_text_are_whole_windows(tmp_path: Path) -> None:
 def test_what_fine_tuning_assumes_is_told_with_its_key() -> None:
     recipe = load_recipe(None, ["model=m", "method=sft", "lora=8"])
     plan = with_reasons(Plan(), recipe)
-    assert assumptions(plan, finetune.with_epochs(recipe, 12_000)) == (
-        "`train.num_epochs` 2 (3 of fewer than 10,000 records, 2 of fewer than 100,000 records, 1 of more)"
-        " · `optim.learning_rate` 0.0002, usual for sft of adapters · `optim.warmup_steps` 0.03 of the steps"
-    )
+    epochs, rate, warmup = assumptions(plan, finetune.with_epochs(recipe, 12_000)).split(" · ")
+    assert shows(epochs, "`train.num_epochs` 2", 3, "10,000", 2, "100,000", 1)
+    assert shows(rate, "`optim.learning_rate` 0.0002", "sft", "adapters")
+    assert shows(warmup, "`optim.warmup_steps` 0.03")
     assert assumptions(with_reasons(plan, load_recipe(None, ["model=m"])), recipe) == ""
 
 

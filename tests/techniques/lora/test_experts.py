@@ -17,6 +17,7 @@ from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Lora, Plan
 from shardwise.techniques import lora
 from shardwise.techniques.states import frozen
+from tests.said import shows
 
 SPEC = model_spec(
     "mix",
@@ -133,11 +134,11 @@ def test_first_values_do_not_depend_on_who_has_which_expert() -> None:
     [
         (
             replace(SETTINGS, dora=True),
-            "DoRA has no magnitudes of experts",
+            "no magnitudes of",
             "lora.targets: [q, k, v, o, gate, up, down]",
         ),
-        (replace(SETTINGS, targets=("expert",)), "no linear layer has the role `expert`", "did you mean `expert_"),
-        (replace(SETTINGS, targets=("router",)), "no linear layer has the role `router`", "expert_gate"),
+        (replace(SETTINGS, targets=("expert",)), "the role `expert`", "did you mean `expert_"),
+        (replace(SETTINGS, targets=("router",)), "the role `router`", "expert_gate"),
         (Lora(20, 6.0, ("q", "expert_up")), "rank 20 exceeds", "16"),
     ],
 )
@@ -151,4 +152,4 @@ def test_magnitudes_beside_experts_without_adapters() -> None:
     assert not lora.check(SPEC, Plan(lora=settings), parse_cluster("1xH100"))
     of_qwen = replace(SPEC, family="qwen3_moe")
     (problem,) = lora.check(of_qwen, Plan(lora=settings), parse_cluster("1xH100"))
-    assert "PEFT cannot read magnitudes of down" in problem.what
+    assert shows(problem.what, "PEFT", "magnitudes of down")

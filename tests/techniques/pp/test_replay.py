@@ -137,7 +137,7 @@ def swapped(order: tuple[Action, ...], one: str, other: str) -> list[Action]:
 def test_two_sends_of_virtual_stages_that_change_places_are_found() -> None:
     lists = actions("interleaved", 2, 2, 4)
     faulty = changed(lists, 0, swapped(lists[0], "0SEND_F1", "2SEND_F0"))
-    with pytest.raises(ValueError, match=r"rank 0 sends rank 1 .*, which has posted a receive of"):
+    with pytest.raises(ValueError, match=r"rank 0 .*rank 1 .*receive"):
         replay(faulty, lambda _: 1.0)
 
 
@@ -154,7 +154,7 @@ def test_any_two_sends_that_change_places_are_found(schedule: str, count: int) -
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     lists = actions("1f1b", 2, 1, 2)
     without = [action for action in lists[0] if action.kind != "SEND_F"]
-    with pytest.raises(ValueError, match="rank 0 waits at 0B0; rank 1 waits at 1F0"):
+    with pytest.raises(ValueError, match=r"rank 0 .* 0B0; rank 1 .* 1F0"):
         replay(changed(lists, 0, without), lambda _: 1.0)
 
 
@@ -166,8 +166,8 @@ def test_a_backward_before_its_forward_is_found() -> None:
 
 def test_a_side_that_is_missing_is_found() -> None:
     lists: Lists = ((Action("F", 0, 0), Action("SEND_F", 0, 0, 1)), ())
-    with pytest.raises(ValueError, match=r"rank 1 never receives .* of rank 0"):
+    with pytest.raises(ValueError, match=r"rank 1 never .* rank 0"):
         replay(lists, lambda _: 1.0)
     lists = ((Action("F", 0, 0),), (Action("RECV_F", 1, 0, 0),))
-    with pytest.raises(ValueError, match="rank 0 never sends rank 1"):
+    with pytest.raises(ValueError, match=r"rank 0 never .*rank 1"):
         replay(lists, lambda _: 1.0)

@@ -66,7 +66,7 @@ def test_uneven_counts_are_normal() -> None:
     assert sum(counts) == 126 and set(counts) == {7, 8} and counts[-1] == 7
     each, head = work(spec, 8192)
     assert 0.5 < head / each[0] < 0.8
-    with pytest.raises(ValueError, match="8 blocks cannot be cut into 9 stages"):
+    with pytest.raises(ValueError, match=r"8 blocks .*9 stages"):
         split(SMALL, 64, 9)
 
 
