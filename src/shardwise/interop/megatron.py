@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.interop import shared
 from shardwise.interop.shared import FLOAT8
-from shardwise.interop.system import Import, System, show, word
+from shardwise.interop.system import Import, System, marks, show, word
 
 OF = "Megatron-LM"
 VOCABULARY = {"gpt2bpetokenizer": 50257, "llama2tokenizer": 32000, "nulltokenizer": None}
@@ -29,8 +29,7 @@ def settle(found: Import) -> None:
     split(found)
     batch(found)
     found.set("method.name", "pretrain", of=OF)
-    found.set("train.seq_len", found.count("seq_length", "encoder_seq_length"), "seq_length", "encoder_seq_length")
-    found.set("run.seed", found.count("seed"), "seed")
+    found.take("megatron")
     optimizer(found)
     precision(found)
     model(found)
@@ -38,17 +37,7 @@ def settle(found: Import) -> None:
 
 def split(found: Import) -> None:
     """Degrees, what is sharded over data-parallel ranks, recomputation and offload."""
-    for axis, key in (
-        ("tp", "tensor_model_parallel_size"),
-        ("pp", "pipeline_model_parallel_size"),
-        ("cp", "context_parallel_size"),
-        ("ep", "expert_model_parallel_size"),
-    ):
-        degree = found.count(key)
-        if degree and degree > 1:
-            found.set(f"parallel.{axis}", degree, key)
-    kinds = {"p2p": "ring", "a2a": "ulysses", "all_gather": "gather", "a2a+p2p": "nested"}
-    found.set("parallel.cp_kind", kinds.get(word(found.get("cp_comm_type"))), "cp_comm_type")
+    found.take("megatron split")
     if (stages := shared.value_of(found, "parallel.pp", 1)) > 1:
         each = found.count("num_virtual_stages_per_pipeline_rank")
         if blocks := found.count("num_layers_per_virtual_pipeline_stage"):
@@ -95,15 +84,7 @@ def batch(found: Import) -> None:
 def optimizer(found: Import) -> None:
     """The optimizer and its schedule, in steps or samples."""
     shared.optimizer(found, "optimizer", "adam", OF)
-    found.set("optim.learning_rate", found.number("lr"), "lr")
-    for ours, theirs, default in (
-        ("beta1", "adam_beta1", 0.9),
-        ("beta2", "adam_beta2", 0.999),
-        ("eps", "adam_eps", 1e-8),
-        ("weight_decay", "weight_decay", 0.01),
-        ("min_learning_rate", "min_lr", 0.0),
-    ):
-        found.set(f"optim.{ours}", found.number(theirs, default=default), theirs, of=OF)
+    found.take("megatron optimizer")
     shared.clipping(found, found.number("clip_grad", default=1.0), "clip_grad", OF)
     schedule(found)
 
@@ -234,21 +215,4 @@ def _llama(found: Import, config: dict[str, Any]) -> dict[str, Any]:
     return more
 
 
-SYSTEM = System(
-    "megatron",
-    OF,
-    {
-        "tensor_model_parallel_size": 3,
-        "num_layers": 2,
-        "micro_batch_size": 1,
-        "global_batch_size": 1,
-        "seq_length": 1,
-        "train_iters": 1,
-        "lr_decay_style": 1,
-        "num_attention_heads": 2,
-        "use_mcore_models": 2,
-        "swiglu": 1,
-    },
-    ("megatron",),
-    settle,
-)
+SYSTEM = System("megatron", OF, marks("megatron"), ("megatron",), settle)

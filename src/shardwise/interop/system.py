@@ -161,6 +161,30 @@ class Import:
         """Record that a key asks for what is not there."""
         self.refusals.append((entry, say))
 
+    def take(self, rows: str, of: str = "") -> None:
+        """Record the settings of ``tables/settings.csv`` of this name, each of which keys say by themselves. A row
+        ``reads`` a ``number``, a ``count``, one of at least 1 (``some``) or 2 (``degree``), a ``switch``, its default
+        where one is ``on``, ``text``, or words as ``theirs=ours``. ``of``: whose the defaults are without a title."""
+        for row in lines_of("settings"):
+            if row["of"] == rows:
+                keys = row["keys"].split()
+                value = self._read(row["reads"], keys, resolve(row["default"]) if row["default"] else None)
+                for ours in row["ours"].split():
+                    self.set(ours, value, *keys, of=row["title"] or of)
+
+    def _read(self, how: str, keys: list[str], default: Any) -> Any:
+        if how in ("switch", "on"):
+            on = any(map(self.on, keys))
+            return on if how == "switch" else default if on else None
+        if "=" in how:
+            return dict(pair.split("=") for pair in how.split()).get(word(self.get(*keys, default=default)))
+        if how == "text":
+            return self.get(*keys)
+        if how == "number":
+            return self.number(*keys, default=default)
+        count = self.count(*keys, default=default)
+        return None if count is None or count < {"some": 1, "degree": 2}.get(how, count) else count
+
     def ask(self, ours: str, why: str) -> None:
         """Record that the files do not say a setting, which somebody else must."""
         if ours not in self.settings:
@@ -231,6 +255,20 @@ def _sorted(rows: Iterable[tuple[str, Meaning]]) -> Table:
 def hub_names(system: str) -> dict[str, str]:
     """The models of the Hub by the names that a system has for them."""
     return {line["name"]: line["hub"] for line in lines_of("models") if line["system"] == system}
+
+
+@cache
+def marks(system: str) -> dict[str, int]:
+    """By what keys a system's files are recognised (``tables/marks.csv``)."""
+    lines = [line for line in lines_of("marks") if line["system"] == system]
+    return {key: int(line["weight"]) for line in lines for key in line["keys"].split()}
+
+
+@cache
+def words(of: str) -> dict[str, str]:
+    """Our words for theirs (``tables/words.csv``)."""
+    lines = [line for line in lines_of("words") if line["of"] == of]
+    return {word: line["ours"] for line in lines for word in line["theirs"].split()}
 
 
 @cache
