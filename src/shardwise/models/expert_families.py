@@ -18,6 +18,7 @@ from shardwise.models.family import (
     Names,
     Stack,
     all_sliding,
+    family,
     layer_types,
     layers,
     refuse,
@@ -183,113 +184,29 @@ def _write_gpt_oss(fields: Fields) -> Config:
     return window(fields) | types | write_experts(fields, "num_local_experts") | _SWIGLU
 
 
-_QWEN: Config = {
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "decoder_sparse_step": 1,
-    "router_aux_loss_coef": 0.001,
-}
-
 EXPERT_FAMILIES: dict[str, Family] = {
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        EDGES | BEFORE | BLOCK | MIXTRAL,
-        _mixtral,
-        _write_mixtral,
-        {
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "rope_theta": 1e6,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.001,
-        },
-        read_too=(IN_MEMORY,),
+    "mixtral": family(
+        "mixtral", EDGES | BEFORE | BLOCK | MIXTRAL, read=_mixtral, write=_write_mixtral, read_too=(IN_MEMORY,)
     ),
-    "olmoe": Family(
-        "OlmoeForCausalLM",
-        EDGES | BEFORE | BLOCK | QK_NORM | ONE_BY_ONE,
-        _olmoe,
-        _write_olmoe,
-        {
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "pad_token_id": 1,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "router_aux_loss_coef": 0.01,
-        },
-        ("attention_bias",),
-        fields={"qk_norm": "projection"},
-        read_too=(IN_MEMORY,),
+    "olmoe": family(
+        "olmoe", EDGES | BEFORE | BLOCK | QK_NORM | ONE_BY_ONE, read=_olmoe, write=_write_olmoe, read_too=(IN_MEMORY,)
     ),
-    "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM",
+    "qwen2_moe": family(
+        "qwen2_moe",
         EDGES | BEFORE | BLOCK | ONE_BY_ONE | SHARED_GATE,
-        _qwen2_moe,
-        _write_qwen2_moe,
-        _QWEN
-        | {
-            "num_key_value_heads": 16,
-            "max_window_layers": 28,
-            "qkv_bias": True,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-        },
-        fields={"attention_output_bias": False, "shared_expert_gate": True},
+        read=_qwen2_moe,
+        write=_write_qwen2_moe,
         read_too=(IN_MEMORY,),
     ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
+    "qwen3_moe": family(
+        "qwen3_moe",
         EDGES | BEFORE | BLOCK | QK_NORM | ONE_BY_ONE,
-        _qwen3_moe,
-        _write_qwen3_moe,
-        _QWEN
-        | {
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        },
-        ("attention_bias",),
-        fields={"qk_norm": "head"},
+        read=_qwen3_moe,
+        write=_write_qwen3_moe,
         read_too=(IN_MEMORY,),
     ),
-    "gpt_oss": Family(
-        "GptOssForCausalLM",
-        EDGES | BEFORE | BLOCK | _GPT_OSS,
-        _gpt_oss,
-        _write_gpt_oss,
-        _SWIGLU
-        | {
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "attention_bias": True,
-            "sliding_window": 128,
-            "rope_theta": 150_000.0,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "truncate": False,
-            },
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "router_aux_loss_coef": 0.001,
-        },
-        ("attention_bias",),
-        fields={
-            "activation": "clamped_swiglu",
-            "attention_sinks": True,
-            "expert_bias": True,
-            "router_bias": True,
-        },
-        read_too=(_MXFP4,),
+    "gpt_oss": family(
+        "gpt_oss", EDGES | BEFORE | BLOCK | _GPT_OSS, read=_gpt_oss, write=_write_gpt_oss, read_too=(_MXFP4,)
     ),
 }
 

@@ -23,6 +23,7 @@ from shardwise.models.family import (
     Family,
     Fields,
     all_sliding,
+    family,
     layer_types,
     layers,
     optional,
@@ -122,110 +123,17 @@ def _write_granite(fields: Fields) -> Config:
     return {key: fields[key] for key in _MULTIPLIERS} | {"attention_multiplier": fields["attention_scale"]}
 
 
-_GEMMA: Config = {
-    "hidden_act": "gelu_pytorch_tanh",
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "tie_word_embeddings": True,
-    "sliding_window": 4096,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-_SANDWICH: Fields = {"norm_placement": "both", "norm_plus_one": True}
-"""Gemma's norms, on both sides of attention and MLP."""
-
 _OURS: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", EDGES | BEFORE | BLOCK, biases=("attention_bias", "mlp_bias")),
-    "mistral": Family(
-        "MistralForCausalLM",
-        EDGES | BEFORE | BLOCK,
-        all_sliding,
-        window,
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        EDGES | BEFORE | BLOCK,
-        _qwen,
-        _write_qwen,
-        {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
-        fields={"attention_bias": True, "attention_output_bias": False},
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        EDGES | BEFORE | BLOCK | QK_NORM,
-        _qwen,
-        _write_qwen,
-        {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
-        ("attention_bias",),
-        fields={"qk_norm": "head"},
-    ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        EDGES | BOTH | BLOCK,
-        _gemma2,
-        _write_gemma2,
-        _GEMMA
-        | {
-            "vocab_size": 256_000,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        ("attention_bias",),
-        fields=_SANDWICH,
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        EDGES | BOTH | BLOCK | QK_NORM,
-        _gemma3,
-        _write_gemma2,
-        _GEMMA | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6},
-        ("attention_bias",),
-        "gemma3",
-        r"vision_tower\.|multi_modal_projector\.",
-        fields=_SANDWICH | {"qk_norm": "head"},
-    ),
-    "phi3": Family(
-        "Phi3ForCausalLM",
-        EDGES | BEFORE | BLOCK | FUSED,
-        _phi3,
-        _write_phi3,
-        {
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-            "pad_token_id": 32000,
-        },
-        brings_code=True,
-    ),
-    "smollm3": Family(
-        "SmolLM3ForCausalLM",
-        EDGES | BEFORE | BLOCK,
-        _smollm3,
-        _write_smollm3,
-        {
-            "max_position_embeddings": 32768,
-            "rope_theta": 2e6,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": True,
-            "pad_token_id": 128_004,
-        },
-        ("attention_bias", "mlp_bias"),
-    ),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        EDGES | AFTER | BLOCK | QK_NORM,
-        defaults={"rms_norm_eps": 1e-5, "pad_token_id": 1},
-        biases=("attention_bias",),
-        fields={"norm_placement": "after", "qk_norm": "projection"},
-    ),
-    "granite": Family(
-        "GraniteForCausalLM", EDGES | BEFORE | BLOCK, _granite, _write_granite, biases=("attention_bias", "mlp_bias")
-    ),
+    "llama": family("llama", EDGES | BEFORE | BLOCK),
+    "mistral": family("mistral", EDGES | BEFORE | BLOCK, read=all_sliding, write=window),
+    "qwen2": family("qwen2", EDGES | BEFORE | BLOCK, read=_qwen, write=_write_qwen),
+    "qwen3": family("qwen3", EDGES | BEFORE | BLOCK | QK_NORM, read=_qwen, write=_write_qwen),
+    "gemma2": family("gemma2", EDGES | BOTH | BLOCK, read=_gemma2, write=_write_gemma2),
+    "gemma3_text": family("gemma3_text", EDGES | BOTH | BLOCK | QK_NORM, read=_gemma3, write=_write_gemma2),
+    "phi3": family("phi3", EDGES | BEFORE | BLOCK | FUSED, read=_phi3, write=_write_phi3),
+    "smollm3": family("smollm3", EDGES | BEFORE | BLOCK, read=_smollm3, write=_write_smollm3),
+    "olmo2": family("olmo2", EDGES | AFTER | BLOCK | QK_NORM),
+    "granite": family("granite", EDGES | BEFORE | BLOCK, read=_granite, write=_write_granite),
     **EXPERT_FAMILIES,
     **LATENT_FAMILIES,
     **DELTA_FAMILIES,

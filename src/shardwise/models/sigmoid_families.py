@@ -12,6 +12,7 @@ from shardwise.models.family import (
     Family,
     Fields,
     Names,
+    family,
     layer_types,
     layers,
     refuse,
@@ -36,11 +37,6 @@ PREDICTOR: Names = {
     "norm": "model.layers.{}.shared_head.norm",
 }
 """What a layer that predicts a further token has besides a block's, as DeepSeek-V3 names it."""
-COPIES = {
-    "model.layers.{}.embed_tokens.weight": "embed.weight",
-    "model.layers.{}.shared_head.head.weight": "head.weight",
-}
-"""Tensors of such a layer that are the model's own, written once more."""
 _MINIMAX = MIXTRAL | {CORRECTION: "model.layers.{}.block_sparse_moe.e_score_correction_bias"}
 _MINIMAX_IN_MEMORY = IN_MEMORY | {CORRECTION: "model.layers.{}.mlp.e_score_correction_bias"}
 
@@ -123,69 +119,22 @@ def _write_minimax_m2(fields: Fields) -> Config:
 
 
 SIGMOID_FAMILIES: dict[str, Family] = {
-    "glm4_moe": Family(
-        "Glm4MoeForCausalLM",
+    "glm4_moe": family(
+        "glm4_moe",
         EDGES | BEFORE | BLOCK | QK_NORM | DEEPSEEK,
-        _glm4_moe,
-        _write_glm4_moe,
-        {
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "partial_rotary_factor": 0.5,
-            "router_aux_loss_coef": 0.0,
-            "moe_intermediate_size": 1408,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "n_routed_experts": 128,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-        },
-        ("attention_bias",),
-        predictors=r"layers\.LAYERS\.",
+        read=_glm4_moe,
+        write=_write_glm4_moe,
         predictor=PREDICTOR,
-        copies=COPIES,
-        fields={"attention_output_bias": False},
         read_too=(IN_MEMORY,),
     ),
-    "dots1": Family(
-        "Dots1ForCausalLM",
-        EDGES | BEFORE | BLOCK | QK_NORM | DEEPSEEK,
-        _dots1,
-        _write_dots1,
-        {
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 2048,
-            "router_aux_loss_coef": 0.0,
-            "moe_intermediate_size": 1408,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 0,
-            "sliding_window": 4096,
-            "max_window_layers": 62,
-        },
-        ("attention_bias",),
-        fields={"qk_norm": "head"},
-        read_too=(IN_MEMORY,),
+    "dots1": family(
+        "dots1", EDGES | BEFORE | BLOCK | QK_NORM | DEEPSEEK, read=_dots1, write=_write_dots1, read_too=(IN_MEMORY,)
     ),
-    "minimax_m2": Family(
-        "MiniMaxM2ForCausalLM",
+    "minimax_m2": family(
+        "minimax_m2",
         EDGES | BEFORE | BLOCK | QK_NORM | _MINIMAX,
-        _minimax_m2,
-        _write_minimax_m2,
-        {
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 196608,
-            "rope_theta": 5e6,
-            "num_experts_per_tok": 8,
-            "num_local_experts": 256,
-            "router_aux_loss_coef": 0.001,
-        },
-        brings_code=True,
-        fields={"qk_norm": "projection"},
+        read=_minimax_m2,
+        write=_write_minimax_m2,
         read_too=(_MINIMAX_IN_MEMORY,),
     ),
 }
