@@ -13,18 +13,16 @@ from shardwise.models.expert_families import (
     write_sparse,
 )
 from shardwise.models.family import (
-    BEFORE,
-    BLOCK,
-    EDGES,
     FULL,
+    PLAIN,
     QK_NORM,
     ByHead,
     Config,
     Family,
     Fields,
     Names,
-    family,
     rotated_share,
+    row,
     whole,
 )
 from shardwise.models.rope import unsupported
@@ -98,7 +96,7 @@ def _write_qwen3_5_moe(fields: Fields) -> Config:
     return _write(fields) | write_experts(fields) | {theirs: fields[ours] for ours, theirs in sizes.items()}
 
 
-_NAMES: Names = EDGES | BEFORE | BLOCK | QK_NORM | _GATE | _NET
+_NAMES: Names = PLAIN | QK_NORM | _GATE | _NET
 _PREDICTOR: Names = {
     "layers.{}.main_norm": "model.norm",
     "layers.{}.embed_norm": "mtp.pre_fc_norm_embedding",
@@ -108,7 +106,7 @@ _PREDICTOR: Names = {
 }
 
 DELTA_FAMILIES: dict[str, Family] = {
-    "qwen3_next": family(
+    "qwen3_next": row(
         "qwen3_next",
         _NAMES | _BY_HEADS | ONE_BY_ONE | SHARED_GATE,
         read=_qwen3_next,
@@ -116,8 +114,8 @@ DELTA_FAMILIES: dict[str, Family] = {
         predictor=_PREDICTOR,
         read_too=(IN_MEMORY,),
     ),
-    "qwen3_5_text": family("qwen3_5_text", _NAMES | _APART, read=_read, write=_write, predictor=_PREDICTOR),
-    "qwen3_5_moe_text": family(
+    "qwen3_5_text": row("qwen3_5_text", _NAMES | _APART, read=_read, write=_write, predictor=_PREDICTOR),
+    "qwen3_5_moe_text": row(
         "qwen3_5_moe_text",
         _NAMES | _APART | ONE_BY_ONE | SHARED_GATE,
         read=_qwen3_5_moe,

@@ -58,6 +58,8 @@ BEFORE: Names = {
     "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
     "layers.{}.mlp_norm": "model.layers.{}.post_attention_layernorm",
 }
+PLAIN = EDGES | BEFORE | BLOCK
+"""The names of most."""
 AFTER: Names = {
     "layers.{}.attention_after_norm": "model.layers.{}.post_attention_layernorm",
     "layers.{}.mlp_after_norm": "model.layers.{}.post_feedforward_layernorm",
@@ -106,7 +108,7 @@ class Family:
     read_too: tuple[Names, ...] = ()
 
 
-def family(model_type: str, names: Names, **code: Any) -> Family:
+def row(model_type: str, names: Names, **code: Any) -> Family:
     """The family of this ``model_type``: what of it is ``code``, such as ``read``, and the facts in family.json."""
     facts = _FACTS[model_type]
     return Family(names=names, **code, **facts | {"biases": tuple(facts.get("biases", ()))})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from shardwise.models.expert_families import IN_MEMORY, ONE_BY_ONE
-from shardwise.models.family import BEFORE, BLOCK, EDGES, Config, Family, Fields, Names, family, whole
+from shardwise.models.family import PLAIN, Config, Family, Fields, Names, row, whole
 from shardwise.models.kinds import GroupedRouting
 from shardwise.models.rope import number, score_factor, unsupported
 from shardwise.models.rope import read as read_scaling
@@ -99,16 +99,16 @@ def _write_deepseek_v3(fields: Fields) -> Config:
 
 
 LATENT_FAMILIES: dict[str, Family] = {
-    "deepseek_v2": family(
+    "deepseek_v2": row(
         "deepseek_v2",
-        EDGES | BEFORE | BLOCK | _ATTENTION | ONE_BY_ONE | SHARED,
+        PLAIN | _ATTENTION | ONE_BY_ONE | SHARED,
         read=_deepseek_v2,
         write=_write_deepseek_v2,
         read_too=(IN_MEMORY,),
     ),
-    "deepseek_v3": family(
+    "deepseek_v3": row(
         "deepseek_v3",
-        EDGES | BEFORE | BLOCK | _ATTENTION | DEEPSEEK,
+        PLAIN | _ATTENTION | DEEPSEEK,
         read=_deepseek_v3,
         write=_write_deepseek_v3,
         predictor=PREDICTOR,
