@@ -373,8 +373,7 @@ def _data(item: WriteItem) -> Any:
 
 
 def _dtype(item: WriteItem) -> torch.dtype:
-    dtype: torch.dtype = _data(item).properties.dtype
-    return dtype
+    return _data(item).properties.dtype
 
 
 def _item_bytes(item: WriteItem) -> int:
