@@ -57,10 +57,8 @@ def _batch(found: Import) -> None:
     whole, micro, times = (found.count(key) for key in keys)
     ranks = dp(found)
     if whole and micro and times and whole != micro * times * ranks:
-        found.refuse(
-            found.entries[keys[0]],
-            f"train_batch_size {whole} is not micro-batch {micro} x accumulation {times} x {ranks} data-parallel ranks",
-        )
+        product = f"micro-batch {micro} x accumulation {times} x {ranks} data-parallel ranks"
+        found.refuse(found.entries[keys[0]], f"train_batch_size {whole} is not {product}")
     if whole is None and micro:
         whole = micro * (times or 1) * ranks
     if whole and not micro:

@@ -50,9 +50,8 @@ def split(found: Import) -> None:
     sharded = word(found.get("data_parallel_sharding_strategy", default="optim_grads_params"))
     if found.on("use_megatron_fsdp") or found.on("use_torch_fsdp2") or found.on("use_custom_fsdp"):
         kinds = {"no_shard": "ddp", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
-        found.set(
-            "parallel.strategy", kinds.get(sharded), "use_megatron_fsdp", "data_parallel_sharding_strategy", of=OF
-        )
+        keys = ("use_megatron_fsdp", "data_parallel_sharding_strategy")
+        found.set("parallel.strategy", kinds.get(sharded), *keys, of=OF)
     else:
         kind = "zero1" if found.on("use_distributed_optimizer") else "ddp"
         found.set("parallel.strategy", kind, "use_distributed_optimizer", of=OF)
@@ -143,10 +142,7 @@ def model(found: Import) -> None:
     if found.count("num_layers") is None:
         return
     if found.on("multi_latent_attention"):
-        return found.refuse(
-            found.entries["multi_latent_attention"],
-            "latent attention is not read from them yet",
-        )
+        return found.refuse(found.entries["multi_latent_attention"], "latent attention is not read from them yet")
     config: dict[str, Any] = {ours: found.count(key) for key, ours in RENAMED.items() if found.count(key)}
     vocabulary = found.count("vocab_size") or VOCABULARY.get(word(found.get("tokenizer_type")))
     if vocabulary is None:
@@ -161,11 +157,9 @@ def model(found: Import) -> None:
     elif found.on("swiglu") and (rope or found.on("use_rotary_position_embeddings")) and norm == "rmsnorm":
         config |= _llama(found, config)
     else:
-        return found.refuse(
-            found.entries["num_layers"],
-            f"blocks of {norm}, {'rotary' if rope else 'learned'} positions"
-            f" and {'SwiGLU' if found.on('swiglu') else 'GELU'} together are no model that is known",
-        )
+        made = f"{'rotary' if rope else 'learned'} positions and {'SwiGLU' if found.on('swiglu') else 'GELU'}"
+        what = f"blocks of {norm}, {made} together are no model that is known"
+        return found.refuse(found.entries["num_layers"], what)
     said = [key for key in (*RENAMED, "vocab_size") if key in found.entries]
     config = {key: value for key, value in config.items() if value is not None}
     found.set("model.config", config, *said, of=OF)

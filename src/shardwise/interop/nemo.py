@@ -78,9 +78,8 @@ def _in_megatrons_words(found: Import) -> None:
     steps, held = found.count("train_iters"), found.entry("model.optim.sched.constant_steps")
     if steps and held is not None:  # the cosine ends so long before the run does
         decay = steps - (found.count(held.key) or 0)
-        found.entries["lr_decay_iters"] = Said(
-            held.key, max(1 + (found.count("lr_warmup_iters") or 0), decay), held.where
-        )
+        decay = max(1 + (found.count("lr_warmup_iters") or 0), decay)
+        found.entries["lr_decay_iters"] = Said(held.key, decay, held.where)
 
 
 def _annealing(found: Import) -> None:

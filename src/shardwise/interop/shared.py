@@ -6,25 +6,14 @@ import json
 from math import prod
 from typing import Any
 
-from shardwise.interop.system import Import, Said, Taken, number, show, word, words
+from shardwise.interop.system import Import, Said, Taken, lines_of, number, pairs, show, word, words
+from shardwise.spec.document import resolve
 
 OPTIMIZERS = words("optimizer")
 FLOAT8 = "products in fp8 with its own scales (`precision.products=float8` has others)"
-HALF_WAVE: dict[str, Any] = {"num_cycles": 0.5}
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
-    "linear": ("linear", {}),
-    "cosine": ("cosine", HALF_WAVE),
-    "cosine_with_restarts": ("cosine", {"num_cycles": 1}),
-    "cosine_with_min_lr": ("cosine", {**HALF_WAVE, "min_lr": None, "min_lr_rate": None}),
-    "cosine_warmup_with_min_lr": ("cosine_to_last", {**HALF_WAVE, "min_lr": None, "min_lr_rate": None}),
-    "polynomial": ("polynomial", {"lr_end": 1e-7, "power": 1.0}),
-    "constant": ("constant", {}),
-    "constant_with_warmup": ("constant", {}),
-    "inverse_sqrt": ("inverse_sqrt", {"timescale": None}),
-    "warmup_stable_decay": (
-        "wsd",
-        {**HALF_WAVE, "num_decay_steps": None, "decay_type": "cosine", "warmup_type": "linear", "min_lr_ratio": 0.0},
-    ),
+    line["name"]: (line["ours"], {key: resolve(value) for key, value in pairs(line["arguments"]).items()})
+    for line in lines_of("schedules")
 }
 """transformers' schedules by name: ours, and what its own arguments are by default (optimization.py)."""
 ENDS = words("ending")

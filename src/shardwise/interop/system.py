@@ -164,10 +164,14 @@ class Import:
     def take(self, rows: str, of: str = "") -> None:
         """Record the settings of ``tables/settings.csv`` of this name, each of which keys say by themselves. A row
         ``reads`` a ``number``, a ``count``, one of at least 1 (``some``) or 2 (``degree``), a ``switch``, its default
-        where one is ``on``, ``text``, or words as ``theirs=ours``. ``of``: whose the defaults are without a title."""
+        where one is ``on``, ``text``, or words as ``theirs=ours``; one that is ``refused`` where it is on, with the
+        reason in the place of a default. ``of``: whose the defaults are without a title."""
         for row in lines_of("settings"):
-            if row["of"] == rows:
-                keys = row["keys"].split()
+            keys = row["keys"].split()
+            if row["of"] == rows and row["reads"] == "refused":
+                for key in filter(self.on, keys):
+                    self.refuse(self.entries[key], row["default"])
+            elif row["of"] == rows:
                 value = self._read(row["reads"], keys, resolve(row["default"]) if row["default"] else None)
                 for ours in row["ours"].split():
                     self.set(ours, value, *keys, of=row["title"] or of)
@@ -177,7 +181,7 @@ class Import:
             on = any(map(self.on, keys))
             return on if how == "switch" else default if on else None
         if "=" in how:
-            return dict(pair.split("=") for pair in how.split()).get(word(self.get(*keys, default=default)))
+            return pairs(how).get(word(self.get(*keys, default=default)))
         if how == "text":
             return self.get(*keys)
         if how == "number":
@@ -239,8 +243,7 @@ def table(name: str) -> Table:
     """The rows of a table."""
     rows = list[tuple[str, Meaning]]()
     for line in lines_of(name):
-        values = dict(pair.split("=", 1) for pair in line["values"].split())
-        row = Meaning(line["fate"], line["ours"], values, line["say"])
+        row = Meaning(line["fate"], line["ours"], pairs(line["values"]), line["say"])
         rows += [(key, row) for key in line["keys"].split()]
     return _sorted(rows)
 
@@ -276,6 +279,11 @@ def lines_of(name: str) -> tuple[dict[str, str], ...]:
     """The lines of a table by the names of its columns."""
     text = resources.files("shardwise.interop").joinpath("tables", f"{name}.csv").read_text("utf-8")
     return tuple(csv.DictReader(text.splitlines()))
+
+
+def pairs(text: str) -> dict[str, str]:
+    """``a=b c=`` as a mapping."""
+    return dict(pair.split("=", 1) for pair in text.split())
 
 
 def _find(rows: Table, key: str) -> Meaning | None:

@@ -123,9 +123,6 @@ def _batch_of_tokens(found: Import, length: int) -> None:
 
 def _optimizer(found: Import) -> None:
     shared.optimizer(found, "optimizer.name", "AdamW", OF)
-    if found.on("optimizer.early_step_in_backward"):
-        said = "the optimizer steps during backward, without clipping"
-        found.refuse(found.entries["optimizer.early_step_in_backward"], said)
 
 
 def _schedule(found: Import) -> None:
@@ -161,18 +158,12 @@ def _precision(found: Import) -> None:
     weights = word(found.get("training.dtype", default="float32"))
     compute = word(found.get("training.mixed_precision_param", default="bfloat16"))
     found.set("precision.weights", shared.DTYPES.get(weights), "training.dtype", of=OF)
-    found.set(
-        "precision.compute",
-        "bf16" if weights == "bfloat16" else shared.DTYPES.get(compute),
-        "training.mixed_precision_param",
-        of=OF,
-    )
+    ours = "bf16" if weights == "bfloat16" else shared.DTYPES.get(compute)
+    found.set("precision.compute", ours, "training.mixed_precision_param", of=OF)
     converters = found.get("model.converters", default=[])
     for name in converters if isinstance(converters, list) else [converters]:
         if "float8" in str(name) or "mx" in str(name):
             found.refuse(found.entries["model.converters"], FLOAT8)
-    if found.on("float8.enable_float8_linear"):
-        found.refuse(found.entries["float8.enable_float8_linear"], FLOAT8)
 
 
 SYSTEM = System("torchtitan", OF, marks("torchtitan"), ("torchtitan",), settle)

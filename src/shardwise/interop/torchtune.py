@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 
 from shardwise.interop import shared
-from shardwise.interop.shared import FLOAT8
 from shardwise.interop.system import Import, System, hub_names, marks, number, show, word, words
 
 OF = "torchtune"
@@ -28,8 +27,6 @@ def settle(found: Import) -> None:
     on = found.on("enable_activation_checkpointing")
     found.set("recompute.mode", "full" if on else "none", "enable_activation_checkpointing", of=OF)
     _method(found)
-    if found.on("enable_fp8_training"):
-        found.refuse(found.entries["enable_fp8_training"], FLOAT8)
 
 
 def _model(found: Import) -> None:
@@ -51,8 +48,6 @@ def _model(found: Import) -> None:
         names = [{"output_proj": "o_proj"}.get(str(one), str(one)) for one in attention]
         found.take("torchtune adapter", OF)
         found.set("lora.targets", names + linear or None, "model.lora_attn_modules", "model.apply_lora_to_mlp")
-        if found.on("model.apply_lora_to_output"):
-            found.refuse(found.entries["model.apply_lora_to_output"], "an adapter of the output layer")
         if found.on("model.use_dora") or "dora" in tuned.group():
             found.set("lora.dora", True, "model.use_dora", entry.key)
         if tuned.group() == "qlora_" or found.on("model.quantize_base"):
@@ -62,13 +57,9 @@ def _model(found: Import) -> None:
 def _split(found: Import) -> None:
     found.take("torchtune", OF)
     if found.world > 1:
-        whole = found.entries.get("fsdp_reshard_after_forward")
-        found.set(
-            "parallel.strategy",
-            "zero2" if whole and not whole.value else "zero3",
-            "fsdp_reshard_after_forward",
-            of="torchtune: fully_shard",
-        )
+        whole = found.entries.get(key := "fsdp_reshard_after_forward")
+        strategy = "zero2" if whole and not whole.value else "zero3"
+        found.set("parallel.strategy", strategy, key, of="torchtune: fully_shard")
 
 
 def _length(found: Import) -> None:

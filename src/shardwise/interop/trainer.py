@@ -120,8 +120,6 @@ def simpo(found: Import, beta: float, key: str, of: str) -> None:
 def four_bits(found: Import) -> None:
     """``load_in_4bit``; 8 bits are not there."""
     found.take("four bits")
-    if found.on("load_in_8bit"):
-        found.refuse(found.entries["load_in_8bit"], "frozen weights in 8 bits are not there: `lora.frozen` has nf4")
 
 
 def _method(found: Import) -> str:
@@ -161,12 +159,8 @@ def llamafactory(found: Import) -> None:
     found.set("method.name", method, "stage", "pref_loss", of="LLaMA-Factory")
     arguments(found, "LLaMA-Factory", Defaults(length=2048))
     found.take("llamafactory", "LLaMA-Factory")  # its Muon is Moonlight's (third_party/muon at 2f0a9f7)
-    found.set(
-        "recompute.mode",
-        "none" if found.on("disable_gradient_checkpointing") else "full",
-        "disable_gradient_checkpointing",
-        of="LLaMA-Factory",
-    )
+    mode = "none" if found.on(key := "disable_gradient_checkpointing") else "full"
+    found.set("recompute.mode", mode, key, of="LLaMA-Factory")
     if method == "simpo":
         simpo(found, 0.1, "pref_beta", "LLaMA-Factory")
     elif stage == "dpo":
