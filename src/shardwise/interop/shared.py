@@ -45,10 +45,8 @@ def batch_of_product(found: Import, micro: str, accumulation: str, default: int,
 
 def optimizer(found: Import, key: str, default: str, of: str, *own: str) -> None:
     """The optimizer by name. ``own``: of this system alone, those that are ours of the same name."""
-    name, known = (
-        word(found.get(key, default=default)).rpartition(".")[2],
-        OPTIMIZERS | dict(zip(own, own, strict=True)),
-    )
+    name = word(found.get(key, default=default)).rpartition(".")[2]
+    known = OPTIMIZERS | dict(zip(own, own, strict=True))
     if name in known:
         found.set("optim.name", known[name], key, of=of)
     else:
