@@ -149,7 +149,7 @@ def test_a_rank_leaves_its_cause_for_the_launcher(
         raise error
 
     monkeypatch.setattr(rank_work, "measure", fail)
-    monkeypatch.setattr(doctor, "die_with_launcher", lambda: None)
+    monkeypatch.setattr(doctor.worker, "die_with_launcher", lambda: None)
     monkeypatch.setattr(doctor.signal, "signal", lambda *given: None)
     places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", LAUNCHER: "1", STORE: f"{tmp_path}/store"}
     for name, value in places.items():

@@ -19,18 +19,8 @@ from shardwise.cli.kept_rates import keep
 from shardwise.cli.options import Common, RecipeWords, recipe_file, sort_words
 from shardwise.cli.show import explained, note, print_error, print_json, say
 from shardwise.errors import Problem, TrainingError
-from shardwise.launch import nodes, rundir
+from shardwise.launch import nodes, rundir, worker
 from shardwise.launch.launchers import Ended, Launch, launch
-from shardwise.launch.worker import (
-    by_our_launcher,
-    die_with_launcher,
-    is_worker,
-    launcher_directory,
-    rank,
-    set_up_torch,
-    started,
-    state_directory,
-)
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.planner.search import choose
 from shardwise.runtime.faults.outcome import Kind, failed, write_exit
@@ -59,11 +49,11 @@ class Options(Common):
 
 def run(options: Options) -> int:
     """Start the ranks, or be one; the exit code."""
-    die_with_launcher()
+    worker.die_with_launcher()
     words = sort_words(options.arguments, Options)
     recipe = read_recipe(recipe_file(words.path) if words.path else None, words.overrides).recipe
     again = [str(words.path)] * (words.path is not None) + words.overrides
-    if is_worker():
+    if worker.is_worker():
         return _as_rank(options, recipe, again)
     cluster = this_machine(recipe)
     if options.out:
@@ -102,7 +92,7 @@ def _told(ended: Ended, options: Options) -> int:
 
 def _as_rank(options: Options, recipe: Recipe, again: list[str]) -> int:
     """Measure as one of several ranks; rank 0 prints. What goes wrong is left where our launcher looks for it."""
-    if not by_our_launcher():
+    if not worker.by_our_launcher():
         if warning := nodes.exposure():
             note(warning, as_json=options.json)
         return _measure(options, recipe, again)
@@ -116,24 +106,24 @@ def _as_rank(options: Options, recipe: Recipe, again: list[str]) -> int:
 
         shown = explained(error)
         kind: Kind = "peer_lost" if any(mark in str(error) for mark in (*GONE, *SILENT)) else "error"
-        write_exit(launcher_directory() or Path(), failed(kind, shown, rank()))
+        write_exit(worker.launcher_directory() or Path(), failed(kind, shown, worker.rank()))
         return shown.exit_code
 
 
 def _measure(options: Options, recipe: Recipe, again: list[str]) -> int:
-    world, each = started()
+    world, each = worker.started()
     sizes = recipe.run.model_copy(update={"nproc": each, "nodes": world // each})
     cluster = this_machine(recipe.model_copy(update={"run": sizes}))  # before this rank takes memory for itself
-    if options.out and rank() == 0:
+    if options.out and worker.rank() == 0:
         rundir.check_new(options.out)
-    set_up_torch(deterministic=False)
+    worker.set_up_torch(deterministic=False)
     from shardwise.launch.doctor.machine import describe, machine_lines, obstacles
     from shardwise.launch.doctor.rank_work import measure
     from shardwise.launch.doctor.verdict import as_measured, compare, shortfalls, table
 
     directory = rundir.nearest(Path(recipe.run.out).absolute())
     found = measure(cluster, directory)
-    if rank():
+    if worker.rank():
         return 0
     machine, lines = describe(directory), list(compare(cluster, found.measured))
     wrong = [*obstacles(machine, cluster), *shortfalls(lines, found)]
@@ -160,7 +150,7 @@ def _kept(measured: Cluster, head: tuple[str, ...], *, as_json: bool) -> Path | 
     """Keep what was measured for later plans and runs on this machine; None, with a warning, where no file can be
     written."""
     try:
-        return keep(measured, head, state_directory())
+        return keep(measured, head, worker.state_directory())
     except OSError as error:
         note(f"warning[OUT002]: what was measured is not kept for later plans here: {error}", as_json=as_json)
         return None

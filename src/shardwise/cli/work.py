@@ -17,16 +17,7 @@ from shardwise.cli.show import defect, note, out_of_memory, print_error, say
 from shardwise.cli.start import How
 from shardwise.data.tasks import check_tasks
 from shardwise.errors import UNWRITABLE, PreemptedError, ShardwiseError
-from shardwise.launch import nodes, rundir
-from shardwise.launch.worker import (
-    by_our_launcher,
-    launcher_directory,
-    rank,
-    speak_in_turn,
-    start_name,
-    started,
-    state_directory,
-)
+from shardwise.launch import nodes, rundir, worker
 from shardwise.models.config import parameter_count
 from shardwise.models.resolve import resolve
 from shardwise.planner.seconds.history import About, remember
@@ -48,9 +39,9 @@ def work(recipe: Recipe, how: How) -> Report | ShardwiseError | None:
     to ``exit.json``, where the first cause stays, and printed once, by our launcher, or without it by the rank that
     wrote the cause."""
     directory = Path(recipe.run.out) / recipe.run.name
-    recipe = recipe if by_our_launcher() else rundir.as_begun(directory, recipe)
-    if how.resume and not by_our_launcher() and (done := rundir.nothing_to_do(directory, recipe)):
-        say(done) if rank() == 0 else None
+    recipe = recipe if worker.by_our_launcher() else rundir.as_begun(directory, recipe)
+    if how.resume and not worker.by_our_launcher() and (done := rundir.nothing_to_do(directory, recipe)):
+        say(done) if worker.rank() == 0 else None
         return None
     with _claimed(directory, recipe, how.resume) as claim:  # raises before anything is written into another's directory
         try:
@@ -71,18 +62,18 @@ def work(recipe: Recipe, how: How) -> Report | ShardwiseError | None:
 def _claimed(directory: Path, recipe: Recipe, resume: bool) -> Iterator[Claim | None]:
     """The claim under which this rank may write into the run's directory. Our launcher holds it for its ranks, and has
     made all checks. Of the ranks that torchrun started, rank 0 makes the claim and the others follow it."""
-    if by_our_launcher():
+    if worker.by_our_launcher():
         yield owner.standing(directory)
         return
     if warning := nodes.exposure():
         note(warning)
     check_installed(recipe)
     check_tasks(recipe)
-    if rank():
+    if worker.rank():
         rundir.check_standing(directory, recipe, resume=resume)
-        yield owner.follow(directory, start_name(), recipe.run.timeout_s)
+        yield owner.follow(directory, worker.start_name(), recipe.run.timeout_s)
         return
-    with rundir.owned(directory, note, start_name()) as claim:
+    with rundir.owned(directory, note, worker.start_name()) as claim:
         standing = rundir.check_standing(directory, recipe, resume=resume)
         if standing is not None:
             note(rundir.resuming(directory, standing, recipe), as_json=False)
@@ -93,7 +84,7 @@ def _claimed(directory: Path, recipe: Recipe, resume: bool) -> Iterator[Claim | 
 def on_started(recipe: Recipe, *, planned: bool = False) -> tuple[Recipe, Cluster]:
     """The recipe on the processes that were started, and their machines as all of them see them, who make the same plan
     of them, unless it is ``planned``."""
-    world, local_world = started()
+    world, local_world = worker.started()
     run = recipe.run.model_copy(update={"nproc": local_world, "nodes": world // local_world})
     recipe = recipe.model_copy(update={"run": run})
     cluster = cluster_of_ranks(recipe)
@@ -107,33 +98,33 @@ def _train(recipe: Recipe, how: How, claim: Claim | None) -> Report:
 
     recipe, cluster = on_started(recipe, planned=how.plan is not None)
     run = recipe.run
-    if not by_our_launcher() and rank() == 0 and (warning := crowding(cluster)):
+    if not worker.by_our_launcher() and worker.rank() == 0 and (warning := crowding(cluster)):
         note(warning)
     directory = Path(run.out) / run.name
     resumed = directory if rundir.newest_step(directory) else None
     spec = resolve(recipe)
     plan = plan_of(recipe, spec, cluster, how.plan, resumed)
-    if resumed is None and not by_our_launcher() and finetune.batch_is_open(recipe):
+    if resumed is None and not worker.by_our_launcher() and finetune.batch_is_open(recipe):
         if how.plan is None:
             again = partial(plan_of, spec=spec, cluster=cluster, given=None)
             recipe, plan = suited(recipe, plan, count_windows(recipe), again)
         else:
             recipe, plan = suited(recipe, plan, None, None)
-    if run.certificate == "require" and not by_our_launcher():  # which has asked for its ranks
+    if run.certificate == "require" and not worker.by_our_launcher():  # which has asked for its ranks
         told_of_run(recipe, spec, plan, [run.name], shlex.join(["shardwise", "prove", *how.words]))
     recipe = recipe.model_copy(update={"run": run.model_copy(update={"device": cluster.kind})})
     report = train(recipe, plan, start=Start(allow_fresh_start=how.fresh, claim=claim, spec=spec))
-    if rank() == 0 and (seconds := plan.estimate.seconds) is not None:
+    if worker.rank() == 0 and (seconds := plan.estimate.seconds) is not None:
         with only_reports("keeping the step's time for later plans"):
             predicted_s = seconds.step_s / seconds.scale
             about = About(spec.family, parameter_count(spec), report.expert_imbalance)
-            remember(plan, cluster, predicted_s, report.step_s, state_directory(), about)
+            remember(plan, cluster, predicted_s, report.step_s, worker.state_directory(), about)
     return report
 
 
 def _defect(directory: Path, error: Exception, debug: bool) -> ShardwiseError:
     text = "".join(traceback.format_exception(error))
-    kept = directory / f"traceback-rank-{rank()}.txt"
+    kept = directory / f"traceback-rank-{worker.rank()}.txt"
     with suppress(OSError):
         kept.write_text(text, encoding="utf-8")
     if debug or not kept.is_file():
@@ -150,15 +141,15 @@ def _leave(directory: Path, error: ShardwiseError, kind: Kind, claim: Claim | No
     standing = None if lost else read_exit(directory)
     if not lost and directory.is_dir() and (standing is None or standing.kind == "crash"):
         unwritten = True
-        for where in filter(None, (directory, launcher_directory())):
+        for where in filter(None, (directory, worker.launcher_directory())):
             with suppress(OSError):
-                write_exit(where, failed(kind, error, rank()))
+                write_exit(where, failed(kind, error, worker.rank()))
                 unwritten = False
                 break
     standing = None if lost else read_exit(directory)
-    mine = unwritten or rank() == (standing.rank if standing else 0)
+    mine = unwritten or worker.rank() == (standing.rank if standing else 0)
     if not mine:
-        speak_in_turn()  # torchrun would end the rank that is about to tell the cause
-    if mine and (unwritten or not by_our_launcher()):
-        print_error(error, as_json=False, prefix=f"[rank {rank()}] " if rank() else "")
+        worker.speak_in_turn()  # torchrun would end the rank that is about to tell the cause
+    if mine and (unwritten or not worker.by_our_launcher()):
+        print_error(error, as_json=False, prefix=f"[rank {worker.rank()}] " if worker.rank() else "")
     return error

@@ -133,8 +133,7 @@ def _reached(rows: WholeRows, row: int, places: Sequence[int]) -> list[int]:
     """Return the length of the document that each of these tokens of a row is in."""
     ends = np.array(rows.ends(row))
     lengths = np.diff(ends, prepend=0)
-    found: list[int] = lengths[np.searchsorted(ends, places, side="right")].tolist()
-    return found
+    return lengths[np.searchsorted(ends, places, side="right")].tolist()
 
 
 def _pairs(samples: Sequence[Sample]) -> tuple[Tensor | None, Tensor | None]:

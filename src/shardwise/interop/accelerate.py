@@ -4,9 +4,9 @@ Rules: utils/dataclasses.py, utils/constants.py and parallelism_config.py of acc
 
 from __future__ import annotations
 
-from shardwise.interop.deepspeed import DEVICES, STAGES
+from shardwise.interop.deepspeed import STAGES
 from shardwise.interop.shared import DTYPES, FLOAT8, fsdp_config, named_deepspeed
-from shardwise.interop.system import Import, System, word
+from shardwise.interop.system import Import, System, marks, word
 
 
 def settle(found: Import) -> None:
@@ -19,12 +19,16 @@ def settle(found: Import) -> None:
     elif kind == "deepspeed":
         _deepspeed(found)
     elif kind == "megatron_lm":
-        _megatron(found)
+        found.take("accelerate megatron_lm")
     elif kind in ("multi_gpu", "no"):
         found.set("parallel.strategy", "ddp", "distributed_type", of="Accelerate")
     elif kind not in ("multi_cpu",):
         found.refuse(found.entries["distributed_type"], f"{kind} is none of FSDP, DEEPSPEED, MEGATRON_LM and MULTI_GPU")
-    _parallelism(found)
+    found.take("accelerate")
+    sequences = "parallelism_config.parallelism_config_sp_size"
+    if (degree := found.count(sequences, default=1) or 1) > 1:
+        found.set("parallel.cp", degree, sequences)
+        found.set("parallel.cp_kind", "ulysses", sequences)
     _precision(found)
 
 
@@ -36,33 +40,7 @@ def _deepspeed(found: Import) -> None:
         return
     strategy = STAGES.get(str(2 if stage is None else stage))
     found.set("parallel.strategy", strategy, f"{section}zero_stage", of="Accelerate: stage 2")
-    for theirs, ours in (("offload_optimizer_device", "optimizer"), ("offload_param_device", "weights")):
-        device = word(found.get(f"{section}{theirs}"))
-        if device in DEVICES:
-            found.set(f"offload.{ours}", DEVICES[device], f"{section}{theirs}")
-
-
-def _megatron(found: Import) -> None:
-    section = "megatron_lm_config.megatron_lm_"
-    for theirs, ours in (("tp_degree", "tp"), ("pp_degree", "pp")):
-        found.set(f"parallel.{ours}", found.count(f"{section}{theirs}"), f"{section}{theirs}")
-    if found.on(f"{section}use_distributed_optimizer"):
-        found.set("parallel.strategy", "zero1", f"{section}use_distributed_optimizer")
-    if found.on(f"{section}recompute_activations"):
-        found.set("recompute.mode", "selective", f"{section}recompute_activations")
-    found.set("optim.max_grad_norm", found.number(f"{section}gradient_clipping"), f"{section}gradient_clipping")
-
-
-def _parallelism(found: Import) -> None:
-    section = "parallelism_config.parallelism_config_"
-    names = {"dp_replicate": "dp_replicate", "dp_shard": "dp_shard", "tp": "tp", "cp": "cp", "sp": "cp"}
-    for theirs, ours in names.items():
-        key = f"{section}{theirs}_size"
-        degree = found.count(key)
-        if degree and degree > 1:
-            found.set(f"parallel.{ours}", degree, key)
-            if theirs == "sp":
-                found.set("parallel.cp_kind", "ulysses", key)
+    found.take("accelerate deepspeed")
 
 
 def _precision(found: Import) -> None:
@@ -76,16 +54,4 @@ def _precision(found: Import) -> None:
         found.refuse(entry, f"{name} is none of no, fp16 and bf16")
 
 
-SYSTEM = System(
-    "accelerate",
-    "Accelerate",
-    {
-        "distributed_type": 4,
-        "compute_environment": 2,
-        "num_processes": 1,
-        "main_training_function": 1,
-        "rdzv_backend": 1,
-    },
-    ("accelerate",),
-    settle,
-)
+SYSTEM = System("accelerate", "Accelerate", marks("accelerate"), ("accelerate",), settle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.interop import shared
-from shardwise.interop.system import Import, System, show, word
+from shardwise.interop.system import Import, System, marks, show, word
 from shardwise.interop.trainer import four_bits, recompute, simpo
 
 LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target_modules": "targets"}
@@ -15,10 +15,9 @@ WARMUP, MOST_WARMUP = 0.03, 100
 
 def settle(found: Import) -> None:
     """The split, the batch, the optimizer, adapters, the method and the data."""
+    found.take("axolotl", OF)
     _split(found)
     _batch(found)
-    found.set("train.seq_len", found.count("sequence_len", default=512), "sequence_len", of=OF)
-    found.set("optim.learning_rate", found.number("learning_rate", default=2e-5), "learning_rate", of=OF)
     shared.optimizer(found, "optimizer", "adamw_torch_fused", OF)
     shared.adamw(found, OF)
     shared.schedule(found, "lr_scheduler", "cosine", OF)
@@ -27,34 +26,21 @@ def settle(found: Import) -> None:
     shared.compute(found, OF, "bf16")
     if found.on("fp16"):  # which turns off what is else the default
         found.set("precision.compute", "fp16", "fp16")
-    for name, dtype in (("bfloat16", "bf16"), ("float16", "fp16")):
-        if found.on(name):
-            found.set("precision.compute", dtype, name)
-            found.set("precision.weights", dtype, name)
+    found.take("axolotl dtypes")
     recompute(found)
     _adapters(found)
     _method(found)
     _data(found)
-    _evaluation(found)
+    if not shared.value_of(found, "data.validation_share", 0.05):
+        for key in [key for key in found.settings if key.startswith("evaluate.")]:
+            del found.settings[key]
 
 
 def _split(found: Import) -> None:
-    for axis, keys in {
-        "tp": ("tensor_parallel_size",),
-        "cp": ("context_parallel_size", "sequence_parallel_degree"),
-        "ep": ("expert_parallel_size",),
-        "dp_shard": ("dp_shard_size",),
-        "dp_replicate": ("dp_replicate_size",),
-    }.items():
-        degree = found.count(*keys)
-        if degree and degree > 1:
-            found.set(f"parallel.{axis}", degree, *keys)
     if found.on("fsdp") or any(key.startswith("fsdp_config.") for key in found.entries):
         shared.fsdp_words(found)
         shared.fsdp_config(found)
     shared.named_deepspeed(found, beside="zero" in found.decided)
-    kinds = {"true": "host", "legacy": "host", "disk": "nvme"}
-    found.set("offload.activations", kinds.get(word(found.get("activation_offloading"))), "activation_offloading")
 
 
 def _batch(found: Import) -> None:
@@ -200,34 +186,4 @@ def _data(found: Import) -> None:
         found.set("data.validation_share", share, "val_set_size", of=OF)
 
 
-def _evaluation(found: Import) -> None:
-    for theirs, ours in (
-        ("eval_steps", "evaluate.eval_steps"),
-        ("evals_per_epoch", "evaluate.evals_per_epoch"),
-        ("save_steps", "checkpoint.save_steps"),
-        ("saves_per_epoch", "checkpoint.saves_per_epoch"),
-        ("save_total_limit", "checkpoint.save_total_limit"),
-        ("early_stopping_patience", "evaluate.early_stopping_patience"),
-    ):
-        value = found.number(theirs)
-        held = shared.value_of(found, "data.validation_share", 0.05)
-        if value and value >= 1 and (held or not ours.startswith("evaluate.")):
-            found.set(ours, int(value), theirs)
-
-
-SYSTEM = System(
-    "axolotl",
-    "axolotl",
-    {
-        "base_model": 5,
-        "micro_batch_size": 1,
-        "sequence_len": 2,
-        "datasets.type": 2,
-        "val_set_size": 1,
-        "sample_packing": 1,
-        "dataset_prepared_path": 2,
-        "lora_target_linear": 1,
-    },
-    ("axolotl",),
-    settle,
-)
+SYSTEM = System("axolotl", OF, marks("axolotl"), ("axolotl",), settle)

@@ -6,10 +6,9 @@ Rules: runtime/config.py and zero/config.py of DeepSpeed at edaa722."""
 from __future__ import annotations
 
 from shardwise.interop.shared import betas, clipping, dp, optimizer, value_of
-from shardwise.interop.system import Import, System, Taken, show, word
+from shardwise.interop.system import Import, System, Taken, marks, show, word
 
 STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
-DEVICES = {"cpu": "host", "nvme": "nvme"}
 SWITCHES = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bf16": "bf16"}
 
 
@@ -36,24 +35,16 @@ def _sharding(found: Import) -> None:
         found.set("parallel.strategy", STAGES[stage], f"{zero}stage", of="DeepSpeed: stage 0")
     elif f"{zero}stage" in found.entries:
         found.refuse(found.entries[f"{zero}stage"], f"stage {show(stage)} is none of 0 to 3")
-    for part, ours in (("optimizer", "optimizer"), ("param", "weights")):
-        key = f"{zero}offload_{part}.device"
-        if (where := word(found.get(key))) in DEVICES:
-            found.set(f"offload.{ours}", DEVICES[where], key)
-            path = f"{zero}offload_{part}.nvme_path"
-            if where == "nvme":
-                found.set("offload.directory", found.get(path), path)
-    if found.on(f"{zero}cpu_offload"):
-        found.set("offload.optimizer", "host", f"{zero}cpu_offload")
+    found.take("deepspeed")
+    for part in ("optimizer", "param"):
+        path = f"{zero}offload_{part}.nvme_path"
+        if word(found.get(f"{zero}offload_{part}.device")) == "nvme":
+            found.set("offload.directory", found.get(path), path)
     ratio = found.number(f"{zero}offload_optimizer.ratio")
     if ratio is not None and 0 < ratio < 1:
         found.set("offload.optimizer_fraction", ratio, f"{zero}offload_optimizer.ratio")
-    for axis, key in (("cp", "sequence_parallel_size"), ("tp", "tensor_parallel.autotp_size")):
-        degree = found.count(key)
-        if degree and degree > 1:
-            found.set(f"parallel.{axis}", degree, key)
-            if axis == "cp":
-                found.set("parallel.cp_kind", "ulysses", key)
+    if value_of(found, "parallel.cp", 1) > 1:
+        found.set("parallel.cp_kind", "ulysses", "sequence_parallel_size")
     size, ranks = found.count(key := f"{zero}mics_shard_size", default=-1) or -1, dp(found)
     if 1 < size < ranks and ranks % size == 0:
         found.set("parallel.dp_shard", size, key)
@@ -66,10 +57,8 @@ def _batch(found: Import) -> None:
     whole, micro, times = (found.count(key) for key in keys)
     ranks = dp(found)
     if whole and micro and times and whole != micro * times * ranks:
-        found.refuse(
-            found.entries[keys[0]],
-            f"train_batch_size {whole} is not micro-batch {micro} x accumulation {times} x {ranks} data-parallel ranks",
-        )
+        product = f"micro-batch {micro} x accumulation {times} x {ranks} data-parallel ranks"
+        found.refuse(found.entries[keys[0]], f"train_batch_size {whole} is not {product}")
     if whole is None and micro:
         whole = micro * (times or 1) * ranks
     if whole and not micro:
@@ -95,14 +84,11 @@ def _optimizer(found: Import) -> None:
     if found.entry("optimizer.type") is None:
         return
     optimizer(found, "optimizer.type", "AdamW", "DeepSpeed", "muon")
+    found.take("deepspeed optimizer", "DeepSpeed")
     name, plain = word(found.get("optimizer.type")), "optimizer.params."
-    decay = found.number(f"{plain}weight_decay", default=0.0)
-    coupled = name == "adam" and decay and word(found.get(f"{plain}adam_w_mode", default=True)) in ("false",)
-    if coupled:
+    decoupled = word(found.get(f"{plain}adam_w_mode", default=True)) != "false"
+    if name == "adam" and value_of(found, "optim.weight_decay") and not decoupled:
         found.refuse(found.entries["optimizer.type"], "Adam whose weight decay goes through the moments")
-    found.set("optim.learning_rate", found.number(f"{plain}lr"), f"{plain}lr")
-    found.set("optim.eps", found.number(f"{plain}eps"), f"{plain}eps")
-    found.set("optim.weight_decay", decay, f"{plain}weight_decay", of="DeepSpeed")
     betas(found, f"{plain}betas")
     if name == "muon":
         _muon(found, plain)
@@ -110,8 +96,7 @@ def _optimizer(found: Import) -> None:
 
 def _muon(found: Import, plain: str) -> None:
     """Muon's own numbers (runtime/zero/muon/original_muon.py at 15e3bf4), which scales as the original does."""
-    for ours, theirs in (("learning_rate", "muon_lr"), ("adam_learning_rate", "adam_lr"), ("momentum", "momentum")):
-        found.set(f"optim.{ours}", found.number(f"{plain}{theirs}"), f"{plain}{theirs}")
+    found.take("deepspeed muon")
     if found.number(f"{plain}muon_lr") is not None and found.number(f"{plain}adam_lr") is None:
         found.set("optim.adam_learning_rate", found.number(f"{plain}lr"), f"{plain}lr")
     if found.entry(f"{plain}eps") is None:
@@ -157,18 +142,4 @@ def _schedule(found: Import) -> None:
     return None
 
 
-SYSTEM = System(
-    "deepspeed",
-    "DeepSpeed",
-    {
-        "zero_optimization.*": 3,
-        "train_micro_batch_size_per_gpu": 3,
-        "train_batch_size": 2,
-        "fp16.enabled": 1,
-        "bf16.enabled": 1,
-        "optimizer.type": 1,
-        "scheduler.type": 1,
-    },
-    ("deepspeed",),
-    settle,
-)
+SYSTEM = System("deepspeed", "DeepSpeed", marks("deepspeed"), ("deepspeed",), settle)

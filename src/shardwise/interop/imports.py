@@ -187,9 +187,7 @@ def _refused(refusals: list[tuple[Said, str]], system: System) -> list[Problem]:
         said = ", ".join(f"`{entry.key}: {show(entry.value)}`" for entry in entries[:NAMED])
         more = f" and {len(entries) - NAMED} more keys" if len(entries) > NAMED else ""
         if say:
-            fix = (
-                "leave them out, and the run is another" if len(entries) > 1 else "leave it out, and the run is another"
-            )
+            fix = f"leave {'them' if len(entries) > 1 else 'it'} out, and the run is another"
             found.append(Problem("IMP001", f"{said}{more}: {say}", entries[0].where, fix))
         else:
             what = f"{said}{more}: not known of {system.title}, and may change what is learned"
@@ -214,14 +212,8 @@ def _conflicts(before: dict[str, Taken], after: dict[str, Taken]) -> list[Proble
         second = after.get(key, first)
         theirs = "default of" not in first.origin and "default of" not in second.origin
         if theirs and first.value != second.value:
-            found.append(
-                Problem(
-                    "IMP004",
-                    f"two files disagree on `{key}`",
-                    f"{first.origin}; {second.origin}",
-                    "change one of the two",
-                )
-            )
+            where = f"{first.origin}; {second.origin}"
+            found.append(Problem("IMP004", f"two files disagree on `{key}`", where, "change one of the two"))
         elif "default of" in second.origin and "default of" not in first.origin:
             after[key] = first
     return found

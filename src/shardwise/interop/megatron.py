@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.interop import shared
 from shardwise.interop.shared import FLOAT8
-from shardwise.interop.system import Import, System, show, word
+from shardwise.interop.system import Import, System, marks, show, word
 
 OF = "Megatron-LM"
 VOCABULARY = {"gpt2bpetokenizer": 50257, "llama2tokenizer": 32000, "nulltokenizer": None}
@@ -29,8 +29,7 @@ def settle(found: Import) -> None:
     split(found)
     batch(found)
     found.set("method.name", "pretrain", of=OF)
-    found.set("train.seq_len", found.count("seq_length", "encoder_seq_length"), "seq_length", "encoder_seq_length")
-    found.set("run.seed", found.count("seed"), "seed")
+    found.take("megatron")
     optimizer(found)
     precision(found)
     model(found)
@@ -38,17 +37,7 @@ def settle(found: Import) -> None:
 
 def split(found: Import) -> None:
     """Degrees, what is sharded over data-parallel ranks, recomputation and offload."""
-    for axis, key in (
-        ("tp", "tensor_model_parallel_size"),
-        ("pp", "pipeline_model_parallel_size"),
-        ("cp", "context_parallel_size"),
-        ("ep", "expert_model_parallel_size"),
-    ):
-        degree = found.count(key)
-        if degree and degree > 1:
-            found.set(f"parallel.{axis}", degree, key)
-    kinds = {"p2p": "ring", "a2a": "ulysses", "all_gather": "gather", "a2a+p2p": "nested"}
-    found.set("parallel.cp_kind", kinds.get(word(found.get("cp_comm_type"))), "cp_comm_type")
+    found.take("megatron split")
     if (stages := shared.value_of(found, "parallel.pp", 1)) > 1:
         each = found.count("num_virtual_stages_per_pipeline_rank")
         if blocks := found.count("num_layers_per_virtual_pipeline_stage"):
@@ -61,9 +50,8 @@ def split(found: Import) -> None:
     sharded = word(found.get("data_parallel_sharding_strategy", default="optim_grads_params"))
     if found.on("use_megatron_fsdp") or found.on("use_torch_fsdp2") or found.on("use_custom_fsdp"):
         kinds = {"no_shard": "ddp", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
-        found.set(
-            "parallel.strategy", kinds.get(sharded), "use_megatron_fsdp", "data_parallel_sharding_strategy", of=OF
-        )
+        keys = ("use_megatron_fsdp", "data_parallel_sharding_strategy")
+        found.set("parallel.strategy", kinds.get(sharded), *keys, of=OF)
     else:
         kind = "zero1" if found.on("use_distributed_optimizer") else "ddp"
         found.set("parallel.strategy", kind, "use_distributed_optimizer", of=OF)
@@ -95,15 +83,7 @@ def batch(found: Import) -> None:
 def optimizer(found: Import) -> None:
     """The optimizer and its schedule, in steps or samples."""
     shared.optimizer(found, "optimizer", "adam", OF)
-    found.set("optim.learning_rate", found.number("lr"), "lr")
-    for ours, theirs, default in (
-        ("beta1", "adam_beta1", 0.9),
-        ("beta2", "adam_beta2", 0.999),
-        ("eps", "adam_eps", 1e-8),
-        ("weight_decay", "weight_decay", 0.01),
-        ("min_learning_rate", "min_lr", 0.0),
-    ):
-        found.set(f"optim.{ours}", found.number(theirs, default=default), theirs, of=OF)
+    found.take("megatron optimizer")
     shared.clipping(found, found.number("clip_grad", default=1.0), "clip_grad", OF)
     schedule(found)
 
@@ -162,10 +142,7 @@ def model(found: Import) -> None:
     if found.count("num_layers") is None:
         return
     if found.on("multi_latent_attention"):
-        return found.refuse(
-            found.entries["multi_latent_attention"],
-            "latent attention is not read from them yet",
-        )
+        return found.refuse(found.entries["multi_latent_attention"], "latent attention is not read from them yet")
     config: dict[str, Any] = {ours: found.count(key) for key, ours in RENAMED.items() if found.count(key)}
     vocabulary = found.count("vocab_size") or VOCABULARY.get(word(found.get("tokenizer_type")))
     if vocabulary is None:
@@ -180,11 +157,9 @@ def model(found: Import) -> None:
     elif found.on("swiglu") and (rope or found.on("use_rotary_position_embeddings")) and norm == "rmsnorm":
         config |= _llama(found, config)
     else:
-        return found.refuse(
-            found.entries["num_layers"],
-            f"blocks of {norm}, {'rotary' if rope else 'learned'} positions"
-            f" and {'SwiGLU' if found.on('swiglu') else 'GELU'} together are no model that is known",
-        )
+        made = f"{'rotary' if rope else 'learned'} positions and {'SwiGLU' if found.on('swiglu') else 'GELU'}"
+        what = f"blocks of {norm}, {made} together are no model that is known"
+        return found.refuse(found.entries["num_layers"], what)
     said = [key for key in (*RENAMED, "vocab_size") if key in found.entries]
     config = {key: value for key, value in config.items() if value is not None}
     found.set("model.config", config, *said, of=OF)
@@ -234,21 +209,4 @@ def _llama(found: Import, config: dict[str, Any]) -> dict[str, Any]:
     return more
 
 
-SYSTEM = System(
-    "megatron",
-    OF,
-    {
-        "tensor_model_parallel_size": 3,
-        "num_layers": 2,
-        "micro_batch_size": 1,
-        "global_batch_size": 1,
-        "seq_length": 1,
-        "train_iters": 1,
-        "lr_decay_style": 1,
-        "num_attention_heads": 2,
-        "use_mcore_models": 2,
-        "swiglu": 1,
-    },
-    ("megatron",),
-    settle,
-)
+SYSTEM = System("megatron", OF, marks("megatron"), ("megatron",), settle)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop import megatron, shared
-from shardwise.interop.system import Import, Said, System, number, show, word
+from shardwise.interop.system import Import, Said, System, marks, number, show, word
 
 BRIDGE, HYDRA, AUTOMODEL, RL = "Megatron-Bridge", "NeMo 1", "NeMo Automodel", "NeMo-RL"
 KINDS = {"policy.": RL, "step_scheduler.": AUTOMODEL, "distributed.": AUTOMODEL, "trainer.": HYDRA}
@@ -38,8 +38,7 @@ def settle(found: Import) -> None:
     for key in [key for key in found.settings if key not in before]:
         if kind == BRIDGE and found.settings[key].origin.startswith("default of"):
             del found.settings[key]  # the recipe that the file changes says it
-    found.set("train.seq_len", found.count("seq_length", "encoder_seq_length"), "seq_length", "encoder_seq_length")
-    found.set("run.seed", found.count("seed"), "seed")
+    found.take("megatron")
     for key in ("model.optim.betas", "optimizer.betas", "policy.optimizer.kwargs.betas"):
         shared.betas(found, key)
     _adapter(found, kind)
@@ -79,9 +78,8 @@ def _in_megatrons_words(found: Import) -> None:
     steps, held = found.count("train_iters"), found.entry("model.optim.sched.constant_steps")
     if steps and held is not None:  # the cosine ends so long before the run does
         decay = steps - (found.count(held.key) or 0)
-        found.entries["lr_decay_iters"] = Said(
-            held.key, max(1 + (found.count("lr_warmup_iters") or 0), decay), held.where
-        )
+        decay = max(1 + (found.count("lr_warmup_iters") or 0), decay)
+        found.entries["lr_decay_iters"] = Said(held.key, decay, held.where)
 
 
 def _annealing(found: Import) -> None:
@@ -196,7 +194,7 @@ def _adapter(found: Import, kind: str) -> None:
 SYSTEM = System(
     "nemo",
     "NeMo",
-    {"exp_manager.*": 3, "trainer.*": 2, "train.train_iters": 3, "model.*": 1, "step_scheduler.*": 5, "policy.*": 5},
+    marks("nemo"),
     ("nemo", "megatron"),
     settle,
     SECTIONS,

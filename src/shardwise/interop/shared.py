@@ -6,66 +6,20 @@ import json
 from math import prod
 from typing import Any
 
-from shardwise.interop.system import Import, Said, Taken, number, show, word
+from shardwise.interop.system import Import, Said, Taken, lines_of, number, pairs, show, word, words
+from shardwise.spec.document import resolve
 
-OPTIMIZERS = {
-    "adamw": "adamw",
-    "adam": "adamw",
-    "fusedadam": "adamw",
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "adamw_apex_fused": "adamw",
-    "paged_adamw": "adamw",
-    "paged_adamw_32bit": "adamw",
-    "pagedadamw": "adamw",
-    "adamw_8bit": "adamw8bit",
-    "adamw_bnb_8bit": "adamw8bit",
-    "adamw_torch_8bit": "adamw8bit",
-    "paged_adamw_8bit": "adamw8bit",
-    "adamw8bit": "adamw8bit",
-    "pagedadamw8bit": "adamw8bit",
-}
+OPTIMIZERS = words("optimizer")
 FLOAT8 = "products in fp8 with its own scales (`precision.products=float8` has others)"
-HALF_WAVE: dict[str, Any] = {"num_cycles": 0.5}
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
-    "linear": ("linear", {}),
-    "cosine": ("cosine", HALF_WAVE),
-    "cosine_with_restarts": ("cosine", {"num_cycles": 1}),
-    "cosine_with_min_lr": ("cosine", {**HALF_WAVE, "min_lr": None, "min_lr_rate": None}),
-    "cosine_warmup_with_min_lr": ("cosine_to_last", {**HALF_WAVE, "min_lr": None, "min_lr_rate": None}),
-    "polynomial": ("polynomial", {"lr_end": 1e-7, "power": 1.0}),
-    "constant": ("constant", {}),
-    "constant_with_warmup": ("constant", {}),
-    "inverse_sqrt": ("inverse_sqrt", {"timescale": None}),
-    "warmup_stable_decay": (
-        "wsd",
-        {**HALF_WAVE, "num_decay_steps": None, "decay_type": "cosine", "warmup_type": "linear", "min_lr_ratio": 0.0},
-    ),
+    line["name"]: (line["ours"], {key: resolve(value) for key, value in pairs(line["arguments"]).items()})
+    for line in lines_of("schedules")
 }
 """transformers' schedules by name: ours, and what its own arguments are by default (optimization.py)."""
-ENDS = {"linear": "wsd", "cosine": "wsd_cosine", "1-sqrt": "wsd_sqrt", "sqrt": "wsd_sqrt", "minus_sqrt": "wsd_sqrt"}
-ENDS["exponential"] = "wsd_exponential"
+ENDS = words("ending")
 """How a rate that was constant falls at the end of the run."""
-DTYPES = {
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "torch.bfloat16": "bf16",
-    "float16": "fp16",
-    "fp16": "fp16",
-    "torch.float16": "fp16",
-    "float32": "fp32",
-    "fp32": "fp32",
-    "torch.float32": "fp32",
-    "no": "fp32",
-}
-FULL, GRADIENTS, NONE, HYBRID = "zero3", "zero2", "ddp", "hsdp"
-STRATEGIES = {
-    **dict.fromkeys(("full_shard", "1", "true"), FULL),
-    **dict.fromkeys(("shard_grad_op", "2", "false"), GRADIENTS),
-    **dict.fromkeys(("no_shard", "3"), NONE),
-    **dict.fromkeys(("hybrid_shard", "4", "hybrid_shard_zero2", "_hybrid_shard_zero2", "5"), HYBRID),
-}
+DTYPES = words("dtype")
+STRATEGIES = words("fsdp")
 """FSDP1's strategies by name and number, and FSDP2's ``reshard_after_forward``."""
 
 
@@ -91,10 +45,8 @@ def batch_of_product(found: Import, micro: str, accumulation: str, default: int,
 
 def optimizer(found: Import, key: str, default: str, of: str, *own: str) -> None:
     """The optimizer by name. ``own``: of this system alone, those that are ours of the same name."""
-    name, known = (
-        word(found.get(key, default=default)).rpartition(".")[2],
-        OPTIMIZERS | dict(zip(own, own, strict=True)),
-    )
+    name = word(found.get(key, default=default)).rpartition(".")[2]
+    known = OPTIMIZERS | dict(zip(own, own, strict=True))
     if name in known:
         found.set("optim.name", known[name], key, of=of)
     else:
@@ -191,12 +143,8 @@ def end_within_warmup(settings: dict[str, Taken]) -> str | None:
 
 def adamw(found: Import, of: str) -> None:
     """AdamW's numbers under transformers' names and with its defaults."""
-    defaults = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
-    for ours, theirs in (("beta1", "adam_beta1"), ("beta2", "adam_beta2"), ("eps", "adam_epsilon")):
-        found.set(f"optim.{ours}", found.number(theirs, default=defaults[ours]), theirs, of=of)
-    found.set("optim.weight_decay", found.number("weight_decay", default=0.0), "weight_decay", of=of)
-    clip = found.number("max_grad_norm", default=1.0)
-    clipping(found, clip, "max_grad_norm", of)
+    found.take("transformers adamw", of)
+    clipping(found, found.number("max_grad_norm", default=1.0), "max_grad_norm", of)
 
 
 def betas(found: Import, key: str, default: tuple[float, float] | None = None, of: str = "") -> None:
@@ -256,12 +204,7 @@ def adapter(
     if isinstance(targets, str):
         targets = "all-linear" if word(targets) in ("all", "all-linear") else [t.strip() for t in targets.split(",")]
     found.set("lora.targets", targets, keys["targets"])
-    for key in ("use_rslora", "peft_use_rslora"):
-        if found.on(key):
-            found.set("lora.rslora", True, key)
-    for key in ("use_dora", "peft_use_dora"):
-        if found.on(key):
-            found.set("lora.dora", True, key)
+    found.take("adapter")
     for key in ("lora_modules_to_save", "modules_to_save", "additional_target"):
         if whole := found.get(key):
             whole = [name.strip() for name in whole.split(",")] if isinstance(whole, str) else whole
@@ -325,14 +268,8 @@ def fsdp_config(found: Import) -> None:
         if key in found.entries and word(found.entries[key].value) in STRATEGIES:
             found.set("parallel.strategy", STRATEGIES[word(found.entries[key].value)], key)
     if version == 2 and "parallel.strategy" not in found.settings:
-        found.set("parallel.strategy", FULL, "fsdp_version", "fsdp_config.fsdp_version")
-    for key in (f"{where}offload_params", f"{where}fsdp_offload_params"):
-        if found.on(key):
-            found.set("offload.optimizer", "host", key)
-            found.set("offload.weights", "host", key)
-    for key in (f"{where}activation_checkpointing", f"{where}fsdp_activation_checkpointing"):
-        if found.on(key):
-            found.set("recompute.mode", "full", key)
+        found.set("parallel.strategy", "zero3", "fsdp_version", "fsdp_config.fsdp_version")
+    found.take("fsdp_config")
 
 
 def named_deepspeed(found: Import, beside: bool) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from math import ceil
 
 from shardwise.interop import shared
-from shardwise.interop.system import Import, Said, System, show, word
+from shardwise.interop.system import Import, Said, System, marks, show, word
 from shardwise.interop.trainer import Defaults, arguments, recompute
 
 OF = "ms-swift"
@@ -30,10 +30,7 @@ def settle(found: Import) -> None:
     arguments(found, OF, Defaults(rate, None, "bf16", rows=1, schedule="cosine"))
     dtype = word(found.get("torch_dtype", default="bfloat16"))
     found.set("precision.compute", shared.DTYPES.get(dtype, "bf16"), "torch_dtype", of=OF)
-    found.set("model.path", found.get("model"), "model")
-    found.set("optim.beta2", found.number("adam_beta2", default=0.95), "adam_beta2", of=OF)
-    found.set("optim.weight_decay", found.number("weight_decay", default=0.1), "weight_decay", of=OF)
-    found.set("data.packing", found.on("packing"), "packing", of=OF)
+    found.take("swift", OF)
     recompute(found, default=True)
     if method in ("sft", "dpo"):
         found.set("method.name", method, "rlhf_type", of=OF)
@@ -51,8 +48,6 @@ def settle(found: Import) -> None:
         found.refuse(found.entries[said], f"{show(kind)}: full and lora are there")
     shared.added_tokens(found, (), ("new_special_tokens",))
     shared.template(found)
-    share = found.number("split_dataset_ratio", default=0.0) or 0.0
-    found.set("data.validation_share", share, "split_dataset_ratio", of=OF)
 
 
 def _accumulation(found: Import) -> None:
@@ -62,20 +57,4 @@ def _accumulation(found: Import) -> None:
         found.entries["gradient_accumulation_steps"] = Said("gradient_accumulation_steps", times, f"default of {OF}")
 
 
-SYSTEM = System(
-    "swift",
-    OF,
-    {
-        "per_device_train_batch_size": 1,
-        "tuner_type": 4,
-        "train_type": 4,
-        "split_dataset_ratio": 3,
-        "model_author": 3,
-        "rlhf_type": 3,
-        "target_modules": 1,
-        "attn_impl": 2,
-        "dataset": 1,
-    },
-    ("swift", "hf"),
-    settle,
-)
+SYSTEM = System("swift", OF, marks("swift"), ("swift", "hf"), settle)

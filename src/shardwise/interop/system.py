@@ -161,6 +161,34 @@ class Import:
         """Record that a key asks for what is not there."""
         self.refusals.append((entry, say))
 
+    def take(self, rows: str, of: str = "") -> None:
+        """Record the settings of ``tables/settings.csv`` of this name, each of which keys say by themselves. A row
+        ``reads`` a ``number``, a ``count``, one of at least 1 (``some``) or 2 (``degree``), a ``switch``, its default
+        where one is ``on``, ``text``, or words as ``theirs=ours``; one that is ``refused`` where it is on, with the
+        reason in the place of a default. ``of``: whose the defaults are without a title."""
+        for row in lines_of("settings"):
+            keys = row["keys"].split()
+            if row["of"] == rows and row["reads"] == "refused":
+                for key in filter(self.on, keys):
+                    self.refuse(self.entries[key], row["default"])
+            elif row["of"] == rows:
+                value = self._read(row["reads"], keys, resolve(row["default"]) if row["default"] else None)
+                for ours in row["ours"].split():
+                    self.set(ours, value, *keys, of=row["title"] or of)
+
+    def _read(self, how: str, keys: list[str], default: Any) -> Any:
+        if how in ("switch", "on"):
+            on = any(map(self.on, keys))
+            return on if how == "switch" else default if on else None
+        if "=" in how:
+            return pairs(how).get(word(self.get(*keys, default=default)))
+        if how == "text":
+            return self.get(*keys)
+        if how == "number":
+            return self.number(*keys, default=default)
+        count = self.count(*keys, default=default)
+        return None if count is None or count < {"some": 1, "degree": 2}.get(how, count) else count
+
     def ask(self, ours: str, why: str) -> None:
         """Record that the files do not say a setting, which somebody else must."""
         if ours not in self.settings:
@@ -215,8 +243,7 @@ def table(name: str) -> Table:
     """The rows of a table."""
     rows = list[tuple[str, Meaning]]()
     for line in lines_of(name):
-        values = dict(pair.split("=", 1) for pair in line["values"].split())
-        row = Meaning(line["fate"], line["ours"], values, line["say"])
+        row = Meaning(line["fate"], line["ours"], pairs(line["values"]), line["say"])
         rows += [(key, row) for key in line["keys"].split()]
     return _sorted(rows)
 
@@ -234,10 +261,29 @@ def hub_names(system: str) -> dict[str, str]:
 
 
 @cache
+def marks(system: str) -> dict[str, int]:
+    """By what keys a system's files are recognised (``tables/marks.csv``)."""
+    lines = [line for line in lines_of("marks") if line["system"] == system]
+    return {key: int(line["weight"]) for line in lines for key in line["keys"].split()}
+
+
+@cache
+def words(of: str) -> dict[str, str]:
+    """Our words for theirs (``tables/words.csv``)."""
+    lines = [line for line in lines_of("words") if line["of"] == of]
+    return {word: line["ours"] for line in lines for word in line["theirs"].split()}
+
+
+@cache
 def lines_of(name: str) -> tuple[dict[str, str], ...]:
     """The lines of a table by the names of its columns."""
     text = resources.files("shardwise.interop").joinpath("tables", f"{name}.csv").read_text("utf-8")
     return tuple(csv.DictReader(text.splitlines()))
+
+
+def pairs(text: str) -> dict[str, str]:
+    """``a=b c=`` as a mapping."""
+    return dict(pair.split("=", 1) for pair in text.split())
 
 
 def _find(rows: Table, key: str) -> Meaning | None:

@@ -12,27 +12,20 @@ from typing import Any
 from shardwise.interop import shared
 from shardwise.interop.programs import CHOICE
 from shardwise.interop.shared import FLOAT8
-from shardwise.interop.system import Import, Said, System, hub_names, show, word
+from shardwise.interop.system import Import, Said, System, hub_names, marks, show, word, words
 
 OF = "TorchTitan"
 TOKENS = ("num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step")
 LOSSES = ("ChunkedLossWrapper.Config", "CrossEntropyLoss.Config", "ChunkedCELoss.Config")
-SECTIONS = ("parallelism.", "training.", "experimental.")
-SCHEDULES = {
-    "1f1b": "1f1b",
-    "gpipe": "gpipe",
-    "interleaved1f1b": "interleaved",
-    "interleavedzerobubble": "interleaved_zb",
-    "zbvzerobubble": "zbv",
-    "dualpipev": "dualpipev",
-    "loopedbfs": "looped_bfs",
-}
+SCHEDULES = words("torchtitan pipeline")
+SHARD = [f"{section}.data_parallel_shard_degree" for section in ("parallelism", "training", "experimental")]
 
 
 def settle(found: Import) -> None:
     """The model by name and flavor, the split, the batch, the optimizer."""
     if "_called_" in found.entries:
         _in_the_words_of_files(found)
+    found.take("torchtitan", OF)
     _model(found)
     _split(found)
     _batch(found)
@@ -41,18 +34,7 @@ def settle(found: Import) -> None:
     chats = "Chat" in str(found.get("dataloader._called_", default=""))
     found.set("method.name", "sft" if chats else "pretrain", *["dataloader._called_"] * chats, of=OF)
     found.set("model.init", "random", of=f"{OF}: weights are new unless a checkpoint is loaded")
-    found.set(
-        "train.seq_len",
-        found.count("training.seq_len", "training.context_len", "training.max_context_length", default=2048),
-        "training.seq_len",
-        "training.max_context_length",
-        of=OF,
-    )
-    found.set("train.max_steps", found.count("training.steps", default=10_000), "training.steps", of=OF)
     _precision(found)
-    modes = {"none": "none", "selective": "selective", "full": "full"}
-    mode = word(found.get("activation_checkpoint.mode", default="selective"))
-    found.set("recompute.mode", modes.get(mode), "activation_checkpoint.mode", of=OF)
     found.ask("data.path", "the data: TorchTitan's names are of its own registry")
 
 
@@ -91,43 +73,21 @@ def _model(found: Import) -> None:
     return found.ask("model.path", f"the model: {name} of flavor {flavor or 'unknown'}")
 
 
-def _degree(found: Import, name: str) -> tuple[int | None, str]:
-    key = next((f"{section}{name}" for section in SECTIONS if f"{section}{name}" in found.entries), "")
-    return (found.count(key) if key else None), key
-
-
 def _split(found: Import) -> None:
-    sizes = {
-        "tp": "tensor_parallel_degree",
-        "pp": "pipeline_parallel_degree",
-        "cp": "context_parallel_degree",
-        "ep": "expert_parallel_degree",
-        "dp_replicate": "data_parallel_replicate_degree",
-        "dp_shard": "data_parallel_shard_degree",
-    }
-    shard = 1
-    for axis, name in sizes.items():
-        degree, key = _degree(found, name)
-        if axis == "dp_shard":
-            shard = -1 if degree is None else degree
-        if degree is not None and degree > 1:
-            found.set(f"parallel.{axis}", degree, key)
+    found.take("torchtitan split")
+    shard = found.count(*SHARD, default=-1)
     if shard == 1:  # replicas alone, which the strategy says
         found.settings.pop("parallel.dp_replicate", None)
     resharded = word(found.get("parallelism.fsdp_reshard_after_forward", default="default"))
     piped = shared.value_of(found, "parallel.pp", 1) > 1
     kept = resharded == "never" or (resharded == "default" and piped)
-    _, key = _degree(found, sizes["dp_shard"])
-    found.set("parallel.strategy", "ddp" if shard == 1 else "zero2" if kept else "zero3", key, of=OF)
+    found.set("parallel.strategy", "ddp" if shard == 1 else "zero2" if kept else "zero3", *SHARD, of=OF)
     entry = found.entry("parallelism.pipeline_parallel_schedule", "experimental.pipeline_parallel_schedule")
     if piped and entry is not None:
         if word(entry.value) in SCHEDULES:
             found.set("parallel.schedule", SCHEDULES[word(entry.value)], entry.key)
         else:
             found.refuse(entry, f"the schedule {show(entry.value)} of a pipeline is not there")
-    if found.on("training.enable_cpu_offload"):
-        found.set("offload.optimizer", "host", "training.enable_cpu_offload")
-        found.set("offload.weights", "host", "training.enable_cpu_offload")
 
 
 def _batch(found: Import) -> None:
@@ -163,19 +123,6 @@ def _batch_of_tokens(found: Import, length: int) -> None:
 
 def _optimizer(found: Import) -> None:
     shared.optimizer(found, "optimizer.name", "AdamW", OF)
-    rate = found.number("optimizer.lr", default=8e-4)
-    found.set("optim.learning_rate", rate, "optimizer.lr", of=OF)
-    for ours, theirs, default in (
-        ("beta1", "beta1", 0.9),
-        ("beta2", "beta2", 0.95),
-        ("eps", "eps", 1e-8),
-        ("weight_decay", "weight_decay", 0.1),
-    ):
-        found.set(f"optim.{ours}", found.number(f"optimizer.{theirs}", default=default), f"optimizer.{theirs}", of=OF)
-    found.set("optim.max_grad_norm", found.number("training.max_norm", default=1.0), "training.max_norm", of=OF)
-    if found.on("optimizer.early_step_in_backward"):
-        said = "the optimizer steps during backward, without clipping"
-        found.refuse(found.entries["optimizer.early_step_in_backward"], said)
 
 
 def _schedule(found: Import) -> None:
@@ -210,42 +157,13 @@ def _schedule(found: Import) -> None:
 def _precision(found: Import) -> None:
     weights = word(found.get("training.dtype", default="float32"))
     compute = word(found.get("training.mixed_precision_param", default="bfloat16"))
-    reduced = word(found.get("training.mixed_precision_reduce", default="float32"))
     found.set("precision.weights", shared.DTYPES.get(weights), "training.dtype", of=OF)
-    found.set(
-        "precision.compute",
-        "bf16" if weights == "bfloat16" else shared.DTYPES.get(compute),
-        "training.mixed_precision_param",
-        of=OF,
-    )
-    found.set(
-        "precision.reduce",
-        {"float32": "fp32", "bfloat16": "bf16"}.get(reduced),
-        "training.mixed_precision_reduce",
-        of=OF,
-    )
+    ours = "bf16" if weights == "bfloat16" else shared.DTYPES.get(compute)
+    found.set("precision.compute", ours, "training.mixed_precision_param", of=OF)
     converters = found.get("model.converters", default=[])
     for name in converters if isinstance(converters, list) else [converters]:
         if "float8" in str(name) or "mx" in str(name):
             found.refuse(found.entries["model.converters"], FLOAT8)
-    if found.on("float8.enable_float8_linear"):
-        found.refuse(found.entries["float8.enable_float8_linear"], FLOAT8)
 
 
-SYSTEM = System(
-    "torchtitan",
-    "TorchTitan",
-    {
-        "job.*": 2,
-        "model.flavor": 3,
-        "training.local_batch_size": 2,
-        "training.seq_len": 1,
-        "parallelism.*": 2,
-        "activation_checkpoint.*": 2,
-        "metrics.log_freq": 1,
-        "model_spec._called_": 4,
-        "training._called_": 2,
-    },
-    ("torchtitan",),
-    settle,
-)
+SYSTEM = System("torchtitan", OF, marks("torchtitan"), ("torchtitan",), settle)

@@ -7,16 +7,10 @@ from __future__ import annotations
 import re
 
 from shardwise.interop import shared
-from shardwise.interop.shared import FLOAT8
-from shardwise.interop.system import Import, System, hub_names, number, show, word
+from shardwise.interop.system import Import, System, hub_names, marks, number, show, word, words
 
 OF = "torchtune"
-LOSSES = {
-    "linearcrossentropyloss": "sft",
-    "cewithchunkedoutputloss": "sft",
-    "crossentropyloss": "sft",
-    "dpoloss": "dpo",
-}
+LOSSES = words("torchtune loss")
 
 
 def settle(found: Import) -> None:
@@ -32,11 +26,7 @@ def settle(found: Import) -> None:
         found.set("precision.weights", shared.DTYPES[dtype], "dtype", of=OF)
     on = found.on("enable_activation_checkpointing")
     found.set("recompute.mode", "full" if on else "none", "enable_activation_checkpointing", of=OF)
-    if found.on("enable_activation_offloading"):
-        found.set("offload.activations", "host", "enable_activation_offloading")
     _method(found)
-    if found.on("enable_fp8_training"):
-        found.refuse(found.entries["enable_fp8_training"], FLOAT8)
 
 
 def _model(found: Import) -> None:
@@ -56,12 +46,8 @@ def _model(found: Import) -> None:
         attention = list(found.get("model.lora_attn_modules", default=[]))
         linear = ["gate_proj", "up_proj", "down_proj"] if found.on("model.apply_lora_to_mlp") else []
         names = [{"output_proj": "o_proj"}.get(str(one), str(one)) for one in attention]
-        found.set("lora.rank", found.count("model.lora_rank", default=8), "model.lora_rank", of=OF)
-        found.set("lora.alpha", found.number("model.lora_alpha", default=16.0), "model.lora_alpha", of=OF)
-        found.set("lora.dropout", found.number("model.lora_dropout", default=0.0), "model.lora_dropout", of=OF)
+        found.take("torchtune adapter", OF)
         found.set("lora.targets", names + linear or None, "model.lora_attn_modules", "model.apply_lora_to_mlp")
-        if found.on("model.apply_lora_to_output"):
-            found.refuse(found.entries["model.apply_lora_to_output"], "an adapter of the output layer")
         if found.on("model.use_dora") or "dora" in tuned.group():
             found.set("lora.dora", True, "model.use_dora", entry.key)
         if tuned.group() == "qlora_" or found.on("model.quantize_base"):
@@ -69,27 +55,11 @@ def _model(found: Import) -> None:
 
 
 def _split(found: Import) -> None:
-    for axis, key in (
-        ("tp", "tensor_parallel_dim"),
-        ("cp", "context_parallel_dim"),
-        ("ep", "expert_parallel_dim"),
-        ("dp_shard", "data_parallel_shard_dim"),
-        ("dp_replicate", "data_parallel_replicate_dim"),
-    ):
-        degree = found.count(key)
-        if degree and degree > 1:
-            found.set(f"parallel.{axis}", degree, key)
+    found.take("torchtune", OF)
     if found.world > 1:
-        whole = found.entries.get("fsdp_reshard_after_forward")
-        found.set(
-            "parallel.strategy",
-            "zero2" if whole and not whole.value else "zero3",
-            "fsdp_reshard_after_forward",
-            of="torchtune: fully_shard",
-        )
-    if found.on("fsdp_cpu_offload"):
-        found.set("offload.optimizer", "host", "fsdp_cpu_offload")
-        found.set("offload.weights", "host", "fsdp_cpu_offload")
+        whole = found.entries.get(key := "fsdp_reshard_after_forward")
+        strategy = "zero2" if whole and not whole.value else "zero3"
+        found.set("parallel.strategy", strategy, key, of="torchtune: fully_shard")
 
 
 def _length(found: Import) -> None:
@@ -107,11 +77,7 @@ def _length(found: Import) -> None:
 
 def _optimizer(found: Import) -> None:
     shared.optimizer(found, "optimizer._component_", "AdamW", OF)
-    found.set("optim.learning_rate", found.number("optimizer.lr", default=1e-3), "optimizer.lr", of="torch")
-    decay = found.number("optimizer.weight_decay", default=0.01)
-    found.set("optim.weight_decay", decay, "optimizer.weight_decay", of="torch")
     shared.betas(found, "optimizer.betas", (0.9, 0.999), "torch")
-    found.set("optim.eps", found.number("optimizer.eps", default=1e-8), "optimizer.eps", of="torch")
     shared.clipping(found, found.number("clip_grad_norm"), "clip_grad_norm", OF)
     schedule = str(found.get("lr_scheduler._component_", default="")).rpartition(".")[2]
     if schedule in ("", "get_cosine_schedule_with_warmup"):
@@ -136,18 +102,9 @@ def _method(found: Import) -> None:
     found.set("method.name", LOSSES[name], "loss._component_", of=OF)
     found.set("data.packing", found.on("dataset.packed"), "dataset.packed", of=OF)
     if LOSSES[name] == "dpo":
-        found.set("method.beta", found.number("loss.beta", default=0.1), "loss.beta", of=OF)
-        found.set(
-            "method.label_smoothing", found.number("loss.label_smoothing", default=0.0), "loss.label_smoothing", of=OF
-        )
+        found.take("torchtune dpo", OF)
     found.ask("data.path", "the data, which torchtune's builders name")
     return None
 
 
-SYSTEM = System(
-    "torchtune",
-    "torchtune",
-    {"model._component_": 4, "optimizer._component_": 3, "checkpointer._component_": 3, "tokenizer._component_": 2},
-    ("torchtune",),
-    settle,
-)
+SYSTEM = System("torchtune", OF, marks("torchtune"), ("torchtune",), settle)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.interop import shared
-from shardwise.interop.system import Import, System, show, word
+from shardwise.interop.system import Import, System, marks, show, word
 
 LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target_modules": "targets"}
 PAIRS = ("beta", "loss_type")
@@ -119,10 +119,7 @@ def simpo(found: Import, beta: float, key: str, of: str) -> None:
 
 def four_bits(found: Import) -> None:
     """``load_in_4bit``; 8 bits are not there."""
-    if found.on("load_in_4bit"):
-        found.set("lora.frozen", "nf4", "load_in_4bit")
-    if found.on("load_in_8bit"):
-        found.refuse(found.entries["load_in_8bit"], "frozen weights in 8 bits are not there: `lora.frozen` has nf4")
+    found.take("four bits")
 
 
 def _method(found: Import) -> str:
@@ -161,16 +158,9 @@ def llamafactory(found: Import) -> None:
     method = OF_LLAMAFACTORY.get(loss, "dpo") if stage == "dpo" else stages.get(stage, "sft")
     found.set("method.name", method, "stage", "pref_loss", of="LLaMA-Factory")
     arguments(found, "LLaMA-Factory", Defaults(length=2048))
-    if found.on("use_muon"):  # Moonlight's (third_party/muon at 2f0a9f7)
-        found.set("optim.name", "muon", "use_muon")
-        found.set("optim.adjust_lr_fn", "match_rms_adamw", "use_muon")
-    found.set("train.seq_len", found.count("cutoff_len", default=2048), "cutoff_len", of="LLaMA-Factory")
-    found.set(
-        "recompute.mode",
-        "none" if found.on("disable_gradient_checkpointing") else "full",
-        "disable_gradient_checkpointing",
-        of="LLaMA-Factory",
-    )
+    found.take("llamafactory", "LLaMA-Factory")  # its Muon is Moonlight's (third_party/muon at 2f0a9f7)
+    mode = "none" if found.on(key := "disable_gradient_checkpointing") else "full"
+    found.set("recompute.mode", mode, key, of="LLaMA-Factory")
     if method == "simpo":
         simpo(found, 0.1, "pref_beta", "LLaMA-Factory")
     elif stage == "dpo":
@@ -178,9 +168,6 @@ def llamafactory(found: Import) -> None:
     if method != "pretrain":
         packing = found.on("packing") or found.on("neat_packing")
         found.set("data.packing", packing, "packing", "neat_packing", of="LLaMA-Factory")
-    if found.on("pure_bf16"):
-        found.set("precision.compute", "bf16", "pure_bf16")
-        found.set("precision.weights", "bf16", "pure_bf16")
     kind = word(found.get("finetuning_type", default="lora"))
     if kind == "lora":
         names = {"lora_rank": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target": "targets"}
@@ -200,26 +187,9 @@ def llamafactory(found: Import) -> None:
         found.set("data.validation_share", share, "val_size")
 
 
-ARGUMENTS = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "lr_scheduler_type": 1, "learning_rate": 1}
-SYSTEM = System("hf", "TrainingArguments", {**ARGUMENTS, "output_dir": 1}, ("hf",), settle)
-TRL = System(
-    "trl",
-    "TRL",
-    {
-        **ARGUMENTS,
-        **dict.fromkeys(("torch_dtype", "dataset_mixture.*", "dataset_mixer.*", "dataset_splits", "use_peft"), 2),
-        **dict.fromkeys(("max_prompt_length", "dataset_num_proc", "dataset_name", "hub_model_id", "beta"), 2),
-    },
-    ("trl", "hf"),
-    trl,
-)
-LLAMAFACTORY = System(
-    "llamafactory",
-    "LLaMA-Factory",
-    {**ARGUMENTS, "finetuning_type": 6, "cutoff_len": 4, "stage": 3, "template": 1},
-    ("llamafactory", "hf"),
-    llamafactory,
-)
+SYSTEM = System("hf", "TrainingArguments", marks("hf"), ("hf",), settle)
+TRL = System("trl", "TRL", marks("trl"), ("trl", "hf"), trl)
+LLAMAFACTORY = System("llamafactory", "LLaMA-Factory", marks("llamafactory"), ("llamafactory", "hf"), llamafactory)
 
 
 def fsdp_file(found: Import) -> None:
@@ -228,18 +198,7 @@ def fsdp_file(found: Import) -> None:
         found.entries[f"fsdp_config.{key.removeprefix('fsdp_')}"] = entry
     shared.fsdp_config(found)
     if "parallel.strategy" not in found.settings:
-        found.set("parallel.strategy", shared.FULL, of="transformers: --fsdp full_shard")
+        found.set("parallel.strategy", "zero3", of="transformers: --fsdp full_shard")
 
 
-FSDP = System(
-    "fsdp",
-    "transformers' fsdp_config",
-    {
-        "transformer_layer_cls_to_wrap": 4,
-        "fsdp_transformer_layer_cls_to_wrap": 4,
-        "min_num_params": 3,
-        "backward_prefetch": 2,
-    },
-    ("fsdp",),
-    fsdp_file,
-)
+FSDP = System("fsdp", "transformers' fsdp_config", marks("fsdp"), ("fsdp",), fsdp_file)

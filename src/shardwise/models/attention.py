@@ -239,8 +239,7 @@ class Attention(nn.Module):
 
     def own(self, name: str) -> Tensor:
         """The parameter with this name, such as the sinks [h], of the heads that are computed here."""
-        found: Tensor = getattr(self, name)  # which a proof may have put in the parameter's place
-        return found
+        return getattr(self, name)  # which a proof may have put in the parameter's place
 
     def inner(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
         """The seam that context parallelism replaces. q [b,h,s,e], k and v [b,hk,s,e] -> out [b,h,s,e], lse [b,h,s]."""

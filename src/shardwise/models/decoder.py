@@ -22,8 +22,7 @@ from shardwise.models.rotary import rotary_tables
 def program(mixer: Mixer) -> Callable[[ModelSpec], nn.Module]:
     """The class of a mixer."""
     module, _, name = mixer.module.partition(":")
-    found: Callable[[ModelSpec], nn.Module] = vars(import_module(module))[name]
-    return found
+    return vars(import_module(module))[name]
 
 
 class Block(nn.Module):

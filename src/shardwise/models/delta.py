@@ -387,8 +387,7 @@ class GatedDeltaNet(nn.Module):
 
     def own(self, name: str) -> Tensor:
         """The parameter with this name, of the heads that are computed here."""
-        found: Tensor = getattr(self, name)  # which a proof may have put in the parameter's place
-        return found
+        return getattr(self, name)  # which a proof may have put in the parameter's place
 
     def convolve(self, x: Tensor, weight: Tensor, mask: MaskSpec) -> Tensor:
         """Return the sums over tokens of x [b,s,c], each behind a silu."""

@@ -13,10 +13,8 @@ from shardwise.models.expert_families import (
     write_sparse,
 )
 from shardwise.models.family import (
-    BEFORE,
-    BLOCK,
-    EDGES,
     FULL,
+    PLAIN,
     QK_NORM,
     ByHead,
     Config,
@@ -24,6 +22,7 @@ from shardwise.models.family import (
     Fields,
     Names,
     rotated_share,
+    row,
     whole,
 )
 from shardwise.models.rope import unsupported
@@ -97,22 +96,7 @@ def _write_qwen3_5_moe(fields: Fields) -> Config:
     return _write(fields) | write_experts(fields) | {theirs: fields[ours] for ours, theirs in sizes.items()}
 
 
-_NAMES: Names = EDGES | BEFORE | BLOCK | QK_NORM | _GATE | _NET
-_DEFAULTS: Config = {
-    "max_position_embeddings": 32768,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "head_dim": 256,
-    "router_aux_loss_coef": 0.001,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
-_FIELDS: Fields = {"qk_norm": "head", "norm_plus_one": True, "attention_gate": True}
-_IMAGES, _PREDICTORS = r"visual\.", r"mtp\."
-"""Tensors of images; and of layers that predict further tokens, which transformers does not read either."""
+_NAMES: Names = PLAIN | QK_NORM | _GATE | _NET
 _PREDICTOR: Names = {
     "layers.{}.main_norm": "model.norm",
     "layers.{}.embed_norm": "mtp.pre_fc_norm_embedding",
@@ -122,56 +106,21 @@ _PREDICTOR: Names = {
 }
 
 DELTA_FAMILIES: dict[str, Family] = {
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM",
+    "qwen3_next": row(
+        "qwen3_next",
         _NAMES | _BY_HEADS | ONE_BY_ONE | SHARED_GATE,
-        _qwen3_next,
-        _write_qwen3_next,
-        _DEFAULTS
-        | {
-            "num_key_value_heads": 2,
-            "decoder_sparse_step": 1,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "norm_topk_prob": True,
-        },
-        ("attention_bias",),
-        unused=_IMAGES,
-        predictors=_PREDICTORS,
+        read=_qwen3_next,
+        write=_write_qwen3_next,
         predictor=_PREDICTOR,
-        predictor_block="mtp.layers.0",
-        fields=_FIELDS | {"shared_expert_gate": True},
         read_too=(IN_MEMORY,),
     ),
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM",
-        _NAMES | _APART,
-        _read,
-        _write,
-        _DEFAULTS | {"num_key_value_heads": 4},
-        ("attention_bias",),
-        "qwen3_5",
-        _IMAGES,
-        predictors=_PREDICTORS,
-        predictor=_PREDICTOR,
-        predictor_block="mtp.layers.0",
-        predictor_count="mtp_num_hidden_layers",
-        fields=_FIELDS,
-    ),
-    "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": row("qwen3_5_text", _NAMES | _APART, read=_read, write=_write, predictor=_PREDICTOR),
+    "qwen3_5_moe_text": row(
+        "qwen3_5_moe_text",
         _NAMES | _APART | ONE_BY_ONE | SHARED_GATE,
-        _qwen3_5_moe,
-        _write_qwen3_5_moe,
-        _DEFAULTS | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512},
-        ("attention_bias",),
-        "qwen3_5_moe",
-        _IMAGES,
-        predictors=_PREDICTORS,
+        read=_qwen3_5_moe,
+        write=_write_qwen3_5_moe,
         predictor=_PREDICTOR,
-        predictor_block="mtp.layers.0",
-        predictor_count="mtp_num_hidden_layers",
-        fields=_FIELDS | {"shared_expert_gate": True},
         read_too=(IN_MEMORY,),
     ),
 }

@@ -7,25 +7,8 @@ transformers 5 holds in memory, and saves when it is asked to, is read of all of
 from __future__ import annotations
 
 from shardwise.errors import ConfigError, Problem
-from shardwise.models.family import (
-    BEFORE,
-    BLOCK,
-    EDGES,
-    QK_NORM,
-    Config,
-    Family,
-    Fields,
-    Names,
-    Stack,
-    all_sliding,
-    layer_types,
-    layers,
-    refuse,
-    switched,
-    whole,
-    window,
-    write_switched,
-)
+from shardwise.models import family
+from shardwise.models.family import PLAIN, QK_NORM, Config, Family, Fields, Names, Stack
 from shardwise.models.rope import number, unsupported
 
 _EXPERTS, _MLP = "layers.{}.mlp.experts.expert_", "model.layers.{}.mlp."
@@ -72,13 +55,13 @@ def read_experts(config: Config, name: str, count: str = "num_experts", width: s
     write."""
     other = "num_local_experts" if count == "num_experts" else "num_experts"
     count = count if config.get(other) is None else other
-    if (experts := whole(config, count, name)) < 1:
+    if (experts := family.whole(config, count, name)) < 1:
         what = f"{count} is {experts}"
         raise ConfigError(Problem("PLAN008", what, f"config of {name}", f"{count}: 1 or more"))
     return {
         "num_experts": experts,
-        "experts_per_token": whole(config, "num_experts_per_tok", name),
-        "expert_size": whole(config, width, name),
+        "experts_per_token": family.whole(config, "num_experts_per_tok", name),
+        "expert_size": family.whole(config, width, name),
         "router_aux_loss_coef": number(config, "router_aux_loss_coef", None, name),
         "output_router_logits": bool(config.get("output_router_logits")),
         "normalised_top_k": bool(config.get("norm_topk_prob")),
@@ -96,13 +79,13 @@ def write_experts(fields: Fields, count: str = "num_experts") -> Config:
 
 
 def _mixtral(config: Config, name: str) -> Fields:
-    refuse(config, "router_jitter_noise", name)
+    family.refuse(config, "router_jitter_noise", name)
     own = read_experts(config, name, "num_local_experts", "intermediate_size")
-    return all_sliding(config, name) | own | {"normalised_top_k": True}
+    return family.all_sliding(config, name) | own | {"normalised_top_k": True}
 
 
 def _write_mixtral(fields: Fields) -> Config:
-    return window(fields) | write_experts(fields, "num_local_experts")
+    return family.window(fields) | write_experts(fields, "num_local_experts")
 
 
 def _olmoe(config: Config, name: str) -> Fields:
@@ -117,7 +100,7 @@ def _write_olmoe(fields: Fields) -> Config:
 
 def read_sparse(config: Config, name: str) -> Fields:
     """Read the fields of experts that each ``decoder_sparse_step``-th layer has but ``mlp_only_layers``."""
-    step, dense = whole(config, "decoder_sparse_step", name), config.get("mlp_only_layers") or []
+    step, dense = family.whole(config, "decoder_sparse_step", name), config.get("mlp_only_layers") or []
     count = config["num_hidden_layers"]
     without = tuple(layer for layer in range(count) if layer in dense or (layer + 1) % step)
     if without and len(without) == count:
@@ -137,12 +120,12 @@ def write_sparse(fields: Fields) -> Config:
 
 
 def _qwen2_moe(config: Config, name: str) -> Fields:
-    shared, until = "shared_expert_intermediate_size", whole(config, "max_window_layers", name)
-    if (size := whole(config, shared, name)) < 1:
+    shared, until = "shared_expert_intermediate_size", family.whole(config, "max_window_layers", name)
+    if (size := family.whole(config, shared, name)) < 1:
         raise ConfigError(Problem("PLAN008", f"{shared} is {size}", f"config of {name}", f"{shared}: 1 or more"))
     own = {"shared_expert_size": size, "attention_bias": bool(config["qkv_bias"])}
     # Unlike Qwen2's, every other layer slides, and those before the number, not from it on.
-    slides = switched(config, name, lambda layer: layer % 2 == 0 and layer < until)
+    slides = family.switched(config, name, lambda layer: layer % 2 == 0 and layer < until)
     return slides | read_sparse(config, name) | own
 
 
@@ -152,17 +135,17 @@ def _write_qwen2_moe(fields: Fields) -> Config:
         "qkv_bias": fields["attention_bias"],
         "max_window_layers": fields["num_hidden_layers"],
     }
-    return write_switched(fields) | write_sparse(fields) | own
+    return family.write_switched(fields) | write_sparse(fields) | own
 
 
 def _qwen3_moe(config: Config, name: str) -> Fields:
     alike = {**config, "layer_types": None}
-    return switched(alike, name, lambda layer: True) | read_sparse(config, name)
+    return family.switched(alike, name, lambda layer: True) | read_sparse(config, name)
 
 
 def _write_qwen3_moe(fields: Fields) -> Config:
     switch = fields["sliding_window"] is not None
-    return window(fields) | write_sparse(fields) | {"use_sliding_window": switch}
+    return family.window(fields) | write_sparse(fields) | {"use_sliding_window": switch}
 
 
 _SWIGLU: Config = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -175,122 +158,32 @@ def _gpt_oss(config: Config, name: str) -> Fields:
             raise unsupported(f"`{key}: {config[key]}` is not supported", name, f"{key}: {value}")
     own = read_experts(config, name, "num_local_experts", "intermediate_size")
     # The softmax of the chosen logits alone is that of all, of which the chosen are divided by their sum.
-    return layers(config, name, lambda layer: layer % 2 == 0) | own | {"normalised_top_k": True}
+    return family.layers(config, name, lambda layer: layer % 2 == 0) | own | {"normalised_top_k": True}
 
 
 def _write_gpt_oss(fields: Fields) -> Config:
-    types = {"layer_types": layer_types(fields)}
-    return window(fields) | types | write_experts(fields, "num_local_experts") | _SWIGLU
+    types = {"layer_types": family.layer_types(fields)}
+    return family.window(fields) | types | write_experts(fields, "num_local_experts") | _SWIGLU
 
-
-_QWEN: Config = {
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "decoder_sparse_step": 1,
-    "router_aux_loss_coef": 0.001,
-}
 
 EXPERT_FAMILIES: dict[str, Family] = {
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        EDGES | BEFORE | BLOCK | MIXTRAL,
-        _mixtral,
-        _write_mixtral,
-        {
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "rope_theta": 1e6,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.001,
-        },
+    "mixtral": family.row("mixtral", PLAIN | MIXTRAL, read=_mixtral, write=_write_mixtral, read_too=(IN_MEMORY,)),
+    "olmoe": family.row("olmoe", PLAIN | QK_NORM | ONE_BY_ONE, read=_olmoe, write=_write_olmoe, read_too=(IN_MEMORY,)),
+    "qwen2_moe": family.row(
+        "qwen2_moe",
+        PLAIN | ONE_BY_ONE | SHARED_GATE,
+        read=_qwen2_moe,
+        write=_write_qwen2_moe,
         read_too=(IN_MEMORY,),
     ),
-    "olmoe": Family(
-        "OlmoeForCausalLM",
-        EDGES | BEFORE | BLOCK | QK_NORM | ONE_BY_ONE,
-        _olmoe,
-        _write_olmoe,
-        {
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "pad_token_id": 1,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "router_aux_loss_coef": 0.01,
-        },
-        ("attention_bias",),
-        fields={"qk_norm": "projection"},
+    "qwen3_moe": family.row(
+        "qwen3_moe",
+        PLAIN | QK_NORM | ONE_BY_ONE,
+        read=_qwen3_moe,
+        write=_write_qwen3_moe,
         read_too=(IN_MEMORY,),
     ),
-    "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM",
-        EDGES | BEFORE | BLOCK | ONE_BY_ONE | SHARED_GATE,
-        _qwen2_moe,
-        _write_qwen2_moe,
-        _QWEN
-        | {
-            "num_key_value_heads": 16,
-            "max_window_layers": 28,
-            "qkv_bias": True,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-        },
-        fields={"attention_output_bias": False, "shared_expert_gate": True},
-        read_too=(IN_MEMORY,),
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        EDGES | BEFORE | BLOCK | QK_NORM | ONE_BY_ONE,
-        _qwen3_moe,
-        _write_qwen3_moe,
-        _QWEN
-        | {
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        },
-        ("attention_bias",),
-        fields={"qk_norm": "head"},
-        read_too=(IN_MEMORY,),
-    ),
-    "gpt_oss": Family(
-        "GptOssForCausalLM",
-        EDGES | BEFORE | BLOCK | _GPT_OSS,
-        _gpt_oss,
-        _write_gpt_oss,
-        _SWIGLU
-        | {
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "attention_bias": True,
-            "sliding_window": 128,
-            "rope_theta": 150_000.0,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "truncate": False,
-            },
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "router_aux_loss_coef": 0.001,
-        },
-        ("attention_bias",),
-        fields={
-            "activation": "clamped_swiglu",
-            "attention_sinks": True,
-            "expert_bias": True,
-            "router_bias": True,
-        },
-        read_too=(_MXFP4,),
-    ),
+    "gpt_oss": family.row("gpt_oss", PLAIN | _GPT_OSS, read=_gpt_oss, write=_write_gpt_oss, read_too=(_MXFP4,)),
 }
 
 TAKEN_FOR_EXPERTS = (

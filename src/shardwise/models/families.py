@@ -9,29 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.errors import PolicyError, Problem
+from shardwise.models import family
 from shardwise.models.delta_families import DELTA_FAMILIES
 from shardwise.models.expert_families import EXPERT_FAMILIES
-from shardwise.models.family import (
-    AFTER,
-    BEFORE,
-    BLOCK,
-    BOTH,
-    EDGES,
-    FUSED,
-    QK_NORM,
-    Config,
-    Family,
-    Fields,
-    all_sliding,
-    layer_types,
-    layers,
-    optional,
-    refuse,
-    rotated_share,
-    switched,
-    window,
-    write_switched,
-)
+from shardwise.models.family import AFTER, BLOCK, BOTH, EDGES, FUSED, PLAIN, QK_NORM, Config, Family, Fields
 from shardwise.models.family import FULL as FULL
 from shardwise.models.family import SLIDING as SLIDING
 from shardwise.models.latent_families import LATENT_FAMILIES, SAME_CLASS
@@ -42,29 +23,29 @@ from shardwise.spec.outside import with_others
 
 def _qwen(config: Config, name: str) -> Fields:
     first = int(number(config, "max_window_layers", 28, name))
-    return switched(config, name, lambda layer: layer >= first)
+    return family.switched(config, name, lambda layer: layer >= first)
 
 
 def _write_qwen(fields: Fields) -> Config:
-    types = layer_types(fields)
+    types = family.layer_types(fields)
     first = types.index(SLIDING) if SLIDING in types else len(types)
-    return write_switched(fields) | {"max_window_layers": first}
+    return family.write_switched(fields) | {"max_window_layers": first}
 
 
 def _gemma2(config: Config, name: str) -> Fields:
-    refuse(config, "use_bidirectional_attention", name)
-    return layers(config, name, lambda layer: layer % 2 == 0) | {
+    family.refuse(config, "use_bidirectional_attention", name)
+    return family.layers(config, name, lambda layer: layer % 2 == 0) | {
         "embedding_multiplier": config["hidden_size"] ** 0.5,
         "attention_scale": number(config, "query_pre_attn_scalar", None, name) ** -0.5,
-        "attention_soft_cap": optional(config, "attn_logit_softcapping", name),
-        "final_soft_cap": optional(config, "final_logit_softcapping", name),
+        "attention_soft_cap": family.optional(config, "attn_logit_softcapping", name),
+        "final_soft_cap": family.optional(config, "final_logit_softcapping", name),
     }
 
 
 def _write_gemma2(fields: Fields) -> Config:
     return {
         "sliding_window": fields["sliding_window"],
-        "layer_types": layer_types(fields),
+        "layer_types": family.layer_types(fields),
         "query_pre_attn_scalar": round(fields["attention_scale"] ** -2),
         "attn_logit_softcapping": fields["attention_soft_cap"],
         "final_logit_softcapping": fields["final_soft_cap"],
@@ -73,7 +54,7 @@ def _write_gemma2(fields: Fields) -> Config:
 
 def _gemma3(config: Config, name: str) -> Fields:
     # transformers reads this key and then does nothing with it.
-    refuse(config, "attn_logit_softcapping", name)
+    family.refuse(config, "attn_logit_softcapping", name)
     every, count = int(number(config, "sliding_window_pattern", 6, name)), config["num_hidden_layers"]
     types = config.get("layer_types") or [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)]
     local = (config.get("rope_parameters") or {}).get(SLIDING) or {}
@@ -87,26 +68,26 @@ def _gemma3(config: Config, name: str) -> Fields:
 
 
 def _phi3(config: Config, name: str) -> Fields:
-    return all_sliding(config, name) | rotated_share(config, name)
+    return family.all_sliding(config, name) | family.rotated_share(config, name)
 
 
 def _write_phi3(fields: Fields) -> Config:
     scaling, share = fields["rope_scaling"], fields["partial_rotary_factor"]
     longest = fields["max_position_embeddings"]
     original = longest if scaling is None else scaling["original_max_position_embeddings"]
-    return window(fields) | {"partial_rotary_factor": share, "original_max_position_embeddings": original}
+    return family.window(fields) | {"partial_rotary_factor": share, "original_max_position_embeddings": original}
 
 
 def _smollm3(config: Config, name: str) -> Fields:
     every, count = int(number(config, "no_rope_layer_interval", 4, name)), config["num_hidden_layers"]
     roped = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
     nope = tuple(layer for layer, rotated in enumerate(roped[:count]) if not rotated)
-    return switched(config, name, lambda layer: layer in nope) | {"nope_layers": nope}
+    return family.switched(config, name, lambda layer: layer in nope) | {"nope_layers": nope}
 
 
 def _write_smollm3(fields: Fields) -> Config:
     roped = [int(layer not in fields["nope_layers"]) for layer in range(fields["num_hidden_layers"])]
-    return write_switched(fields) | {"no_rope_layers": roped}
+    return family.write_switched(fields) | {"no_rope_layers": roped}
 
 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -122,110 +103,17 @@ def _write_granite(fields: Fields) -> Config:
     return {key: fields[key] for key in _MULTIPLIERS} | {"attention_multiplier": fields["attention_scale"]}
 
 
-_GEMMA: Config = {
-    "hidden_act": "gelu_pytorch_tanh",
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "tie_word_embeddings": True,
-    "sliding_window": 4096,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-_SANDWICH: Fields = {"norm_placement": "both", "norm_plus_one": True}
-"""Gemma's norms, on both sides of attention and MLP."""
-
 _OURS: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", EDGES | BEFORE | BLOCK, biases=("attention_bias", "mlp_bias")),
-    "mistral": Family(
-        "MistralForCausalLM",
-        EDGES | BEFORE | BLOCK,
-        all_sliding,
-        window,
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        EDGES | BEFORE | BLOCK,
-        _qwen,
-        _write_qwen,
-        {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
-        fields={"attention_bias": True, "attention_output_bias": False},
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        EDGES | BEFORE | BLOCK | QK_NORM,
-        _qwen,
-        _write_qwen,
-        {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
-        ("attention_bias",),
-        fields={"qk_norm": "head"},
-    ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        EDGES | BOTH | BLOCK,
-        _gemma2,
-        _write_gemma2,
-        _GEMMA
-        | {
-            "vocab_size": 256_000,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        ("attention_bias",),
-        fields=_SANDWICH,
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        EDGES | BOTH | BLOCK | QK_NORM,
-        _gemma3,
-        _write_gemma2,
-        _GEMMA | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6},
-        ("attention_bias",),
-        "gemma3",
-        r"vision_tower\.|multi_modal_projector\.",
-        fields=_SANDWICH | {"qk_norm": "head"},
-    ),
-    "phi3": Family(
-        "Phi3ForCausalLM",
-        EDGES | BEFORE | BLOCK | FUSED,
-        _phi3,
-        _write_phi3,
-        {
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-            "pad_token_id": 32000,
-        },
-        brings_code=True,
-    ),
-    "smollm3": Family(
-        "SmolLM3ForCausalLM",
-        EDGES | BEFORE | BLOCK,
-        _smollm3,
-        _write_smollm3,
-        {
-            "max_position_embeddings": 32768,
-            "rope_theta": 2e6,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": True,
-            "pad_token_id": 128_004,
-        },
-        ("attention_bias", "mlp_bias"),
-    ),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        EDGES | AFTER | BLOCK | QK_NORM,
-        defaults={"rms_norm_eps": 1e-5, "pad_token_id": 1},
-        biases=("attention_bias",),
-        fields={"norm_placement": "after", "qk_norm": "projection"},
-    ),
-    "granite": Family(
-        "GraniteForCausalLM", EDGES | BEFORE | BLOCK, _granite, _write_granite, biases=("attention_bias", "mlp_bias")
-    ),
+    "llama": family.row("llama", PLAIN),
+    "mistral": family.row("mistral", PLAIN, read=family.all_sliding, write=family.window),
+    "qwen2": family.row("qwen2", PLAIN, read=_qwen, write=_write_qwen),
+    "qwen3": family.row("qwen3", PLAIN | QK_NORM, read=_qwen, write=_write_qwen),
+    "gemma2": family.row("gemma2", EDGES | BOTH | BLOCK, read=_gemma2, write=_write_gemma2),
+    "gemma3_text": family.row("gemma3_text", EDGES | BOTH | BLOCK | QK_NORM, read=_gemma3, write=_write_gemma2),
+    "phi3": family.row("phi3", PLAIN | FUSED, read=_phi3, write=_write_phi3),
+    "smollm3": family.row("smollm3", PLAIN, read=_smollm3, write=_write_smollm3),
+    "olmo2": family.row("olmo2", EDGES | AFTER | BLOCK | QK_NORM),
+    "granite": family.row("granite", PLAIN, read=_granite, write=_write_granite),
     **EXPERT_FAMILIES,
     **LATENT_FAMILIES,
     **DELTA_FAMILIES,

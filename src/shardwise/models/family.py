@@ -3,8 +3,10 @@ that mean the same. Imports no torch."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, Problem
@@ -14,6 +16,8 @@ from shardwise.spec.complaints import show_value
 Config = dict[str, Any]
 Fields = dict[str, Any]
 """Fields of ModelSpec by name."""
+_FACTS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+"""By ``model_type``: what of :class:`Family` is no code."""
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -54,6 +58,8 @@ BEFORE: Names = {
     "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
     "layers.{}.mlp_norm": "model.layers.{}.post_attention_layernorm",
 }
+PLAIN = EDGES | BEFORE | BLOCK
+"""The names of most."""
 AFTER: Names = {
     "layers.{}.attention_after_norm": "model.layers.{}.post_attention_layernorm",
     "layers.{}.mlp_after_norm": "model.layers.{}.post_feedforward_layernorm",
@@ -100,6 +106,12 @@ class Family:
     brings_code: bool = False
     fields: Fields = field(default_factory=dict)
     read_too: tuple[Names, ...] = ()
+
+
+def row(model_type: str, names: Names, **code: Any) -> Family:
+    """The family of this ``model_type``: what of it is ``code``, such as ``read``, and the facts in family.json."""
+    facts = _FACTS[model_type]
+    return Family(names=names, **code, **facts | {"biases": tuple(facts.get("biases", ()))})
 
 
 def whole(config: Config, key: str, name: str) -> int:

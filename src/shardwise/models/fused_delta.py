@@ -63,8 +63,7 @@ def _rule(given: tuple[Tensor, ...], documents: Tensor | None, before: Tensor | 
     rows, length = given[2].shape[:2]
     settings: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
     if documents is None:
-        found: tuple[Tensor, Tensor] = fused(*given, initial_state=before, **settings)
-        return found
+        return fused(*given, initial_state=before, **settings)
     line = _line(documents, rows, length)
     if before is not None:
         kept = torch.where(line.goes_on[:, None, None, None], before, 0)

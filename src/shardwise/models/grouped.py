@@ -78,8 +78,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        out: Tensor = _grouped(x, weight.transpose(1, 2), counts)
-        return out
+        return _grouped(x, weight.transpose(1, 2), counts)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -97,5 +96,4 @@ class _Grouped(torch.autograd.Function):
 
 def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """x [R,k], whose rows are sorted by group, weight [E,n,k], ``counts`` [E] rows for each -> [R,n]."""
-    out: Tensor = _Grouped.apply(x, weight, counts)
-    return out
+    return _Grouped.apply(x, weight, counts)

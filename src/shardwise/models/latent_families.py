@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from shardwise.models.expert_families import IN_MEMORY, ONE_BY_ONE
-from shardwise.models.family import BEFORE, BLOCK, EDGES, Config, Family, Fields, Names, whole
+from shardwise.models.family import PLAIN, Config, Family, Fields, Names, row, whole
 from shardwise.models.kinds import GroupedRouting
 from shardwise.models.rope import number, score_factor, unsupported
 from shardwise.models.rope import read as read_scaling
 from shardwise.models.sigmoid_families import (
-    COPIES,
     DEEPSEEK,
     PREDICTOR,
     SHARED,
@@ -100,60 +99,19 @@ def _write_deepseek_v3(fields: Fields) -> Config:
 
 
 LATENT_FAMILIES: dict[str, Family] = {
-    "deepseek_v2": Family(
-        "DeepseekV2ForCausalLM",
-        EDGES | BEFORE | BLOCK | _ATTENTION | ONE_BY_ONE | SHARED,
-        _deepseek_v2,
-        _write_deepseek_v2,
-        {
-            "max_position_embeddings": 2048,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "router_aux_loss_coef": 0.0,
-            "first_k_dense_replace": 0,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "moe_intermediate_size": 1407,
-        },
-        ("attention_bias", "mlp_bias"),
-        brings_code=True,
+    "deepseek_v2": row(
+        "deepseek_v2",
+        PLAIN | _ATTENTION | ONE_BY_ONE | SHARED,
+        read=_deepseek_v2,
+        write=_write_deepseek_v2,
         read_too=(IN_MEMORY,),
     ),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
-        EDGES | BEFORE | BLOCK | _ATTENTION | DEEPSEEK,
-        _deepseek_v3,
-        _write_deepseek_v3,
-        {
-            "max_position_embeddings": 4096,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "router_aux_loss_coef": 0.0,
-            "moe_intermediate_size": 2048,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "n_routed_experts": 256,
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
-            "first_k_dense_replace": 3,
-            "norm_topk_prob": True,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-        },
-        ("attention_bias",),
-        predictors=r"layers\.LAYERS\.",
+    "deepseek_v3": row(
+        "deepseek_v3",
+        PLAIN | _ATTENTION | DEEPSEEK,
+        read=_deepseek_v3,
+        write=_write_deepseek_v3,
         predictor=PREDICTOR,
-        copies=COPIES,
-        brings_code=True,
         read_too=(IN_MEMORY,),
     ),
 }

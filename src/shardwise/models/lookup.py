@@ -113,9 +113,8 @@ def _instead(directory: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise MissingInputError(
-            Problem("MOD002", f"no {path.name} in {path.parent}", "model.path", _instead(path.parent))
-        )
+        what = f"no {path.name} in {path.parent}"
+        raise MissingInputError(Problem("MOD002", what, "model.path", _instead(path.parent)))
     try:
         config = json.loads(read_regular(path, NOTE_BYTES))
         if not isinstance(config, dict):

@@ -134,8 +134,7 @@ def added_up(rows: Tensor, order: Tensor | None, places: Tensor, weights: Tensor
     if order is not None and order.shape[0] < places.numel():
         rows = unsorted(rows, order, places.flatten())
         places = torch.arange(rows.shape[0], device=rows.device).view_as(places)
-    summed: Tensor = sum_rows(rows, places, weights)
-    return summed
+    return sum_rows(rows, places, weights)
 
 
 class _Sorted(torch.autograd.Function):

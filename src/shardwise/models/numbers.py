@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 from shardwise.errors import DataError, Problem
 
-ABOVE_ZERO = {
-    "rope_theta": 10000.0,
-    "rotary_emb_base": 10000,
-    "rope_local_base_freq": 10000.0,
-    "max_position_embeddings": 2048,
-    "original_max_position_embeddings": 2048,
-    "factor": 8.0,
-    "short_factor": [1.0],
-    "long_factor": [1.0],
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "partial_rotary_factor": 1.0,
-    "query_pre_attn_scalar": 256,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "logits_scaling": 1.0,
-    "decoder_sparse_step": 1,
-}
+_TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+ABOVE_ZERO = _TABLES["above_zero"]
 """Numbers that are divided by, or raised to a negative power, with a usual value of each for the message."""
-NOT_NEGATIVE = {
-    "rms_norm_eps": 1e-6,
-    "layer_norm_eps": 1e-5,
-    "layer_norm_epsilon": 1e-5,
-    "norm_eps": 1e-5,
-    "norm_epsilon": 1e-5,
-    "initializer_range": 0.02,
-    "router_aux_loss_coef": 0.001,
-}
+NOT_NEGATIVE = _TABLES["not_negative"]
 """Numbers that are added to a variance before its square root, or are a standard deviation, or the share of a loss."""
-AT_MOST = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1000),
-    **dict.fromkeys(("encoder_layers", "decoder_layers", "mtp_num_layers", "num_nextn_predict_layers"), 1000),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim"), 2**14),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 2**14),
-    "num_experts_per_tok": 2**14,
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
-    **dict.fromkeys(("vocab_size", "intermediate_size", "n_inner", "ffn_dim"), 2**28),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 2**28),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), 2**36),
-}
+AT_MOST: dict[str, int] = _TABLES["at_most"]
 """Far beyond every model: a plan is made layer by layer, and a model of transformers is built module by module."""
 DEEPEST = 32
 """How deeply mappings may be nested in a config; those of real models have three levels."""

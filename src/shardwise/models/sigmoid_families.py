@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
+from shardwise.models import family
 from shardwise.models.expert_families import IN_MEMORY, MIXTRAL, ONE_BY_ONE, read_experts, write_experts
-from shardwise.models.family import (
-    BEFORE,
-    BLOCK,
-    EDGES,
-    QK_NORM,
-    Config,
-    Family,
-    Fields,
-    Names,
-    layer_types,
-    layers,
-    refuse,
-    rotated_share,
-    whole,
-    window,
-)
+from shardwise.models.family import PLAIN, QK_NORM, Config, Family, Fields, Names
 from shardwise.models.kinds import SigmoidRouting
 from shardwise.models.rope import number, unsupported
 
@@ -36,11 +22,6 @@ PREDICTOR: Names = {
     "norm": "model.layers.{}.shared_head.norm",
 }
 """What a layer that predicts a further token has besides a block's, as DeepSeek-V3 names it."""
-COPIES = {
-    "model.layers.{}.embed_tokens.weight": "embed.weight",
-    "model.layers.{}.shared_head.head.weight": "head.weight",
-}
-"""Tensors of such a layer that are the model's own, written once more."""
 _MINIMAX = MIXTRAL | {CORRECTION: "model.layers.{}.block_sparse_moe.e_score_correction_bias"}
 _MINIMAX_IN_MEMORY = IN_MEMORY | {CORRECTION: "model.layers.{}.mlp.e_score_correction_bias"}
 
@@ -48,8 +29,8 @@ _MINIMAX_IN_MEMORY = IN_MEMORY | {CORRECTION: "model.layers.{}.mlp.e_score_corre
 def read_dense_first(config: Config, name: str) -> Fields:
     """Experts, and beside them an MLP for all tokens, in all layers but the first."""
     own = read_experts(config, name, "n_routed_experts")
-    dense = min(whole(config, "first_k_dense_replace", name), config["num_hidden_layers"])
-    shared = whole(config, "n_shared_experts", name) * own["expert_size"]
+    dense = min(family.whole(config, "first_k_dense_replace", name), config["num_hidden_layers"])
+    shared = family.whole(config, "n_shared_experts", name) * own["expert_size"]
     return own | {"shared_expert_size": shared, "dense_layers": tuple(range(dense))}
 
 
@@ -67,7 +48,7 @@ def read_deepseek(config: Config, name: str) -> Fields:
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if config.get(key, only) != only:
             raise unsupported(f"`{key}: {config[key]}` is not supported", name, f"{key}: {only}")
-    groups, kept = (whole(config, key, name) for key in ("n_group", "topk_group"))
+    groups, kept = (family.whole(config, key, name) for key in ("n_group", "topk_group"))
     routing = SigmoidRouting(groups, kept, number(config, "routed_scaling_factor", 1.0, name))
     return read_dense_first(config, name) | {"sigmoid": routing}
 
@@ -86,7 +67,7 @@ def write_deepseek(fields: Fields) -> Config:
 
 def _glm4_moe(config: Config, name: str) -> Fields:
     norms = {"qk_norm": "head" if config.get("use_qk_norm") else None}
-    return read_deepseek(config, name) | rotated_share(config, name) | norms
+    return read_deepseek(config, name) | family.rotated_share(config, name) | norms
 
 
 def _write_glm4_moe(fields: Fields) -> Config:
@@ -98,22 +79,22 @@ def _dots1(config: Config, name: str) -> Fields:
     """The published files call DeepSeek-V3's scores by the name of its choice among them."""
     scores = config.get("scoring_func")
     config = {**config, "scoring_func": "sigmoid" if scores in (None, "noaux_tc") else scores}
-    first = whole(config, "max_window_layers", name)
-    return read_deepseek(config, name) | layers(config, name, lambda layer: layer >= first)
+    first = family.whole(config, "max_window_layers", name)
+    return read_deepseek(config, name) | family.layers(config, name, lambda layer: layer >= first)
 
 
 def _write_dots1(fields: Fields) -> Config:
-    return write_deepseek(fields) | window(fields) | {"layer_types": layer_types(fields)}
+    return write_deepseek(fields) | family.window(fields) | {"layer_types": family.layer_types(fields)}
 
 
 def _minimax_m2(config: Config, name: str) -> Fields:
-    refuse(config, "router_jitter_noise", name)
+    family.refuse(config, "router_jitter_noise", name)
     if config.get("scoring_func", "sigmoid") != "sigmoid":
         raise unsupported(f"`scoring_func: {config['scoring_func']}` is not supported", name, "scoring_func: sigmoid")
     if config.get("rotary_dim") is not None and config.get("partial_rotary_factor") is None:
         config = {**config, "partial_rotary_factor": config["rotary_dim"] / config["head_dim"]}
     own = read_experts(config, name, "num_local_experts", "intermediate_size")
-    return own | rotated_share(config, name) | {"sigmoid": SigmoidRouting(), "normalised_top_k": True}
+    return own | family.rotated_share(config, name) | {"sigmoid": SigmoidRouting(), "normalised_top_k": True}
 
 
 def _write_minimax_m2(fields: Fields) -> Config:
@@ -123,69 +104,20 @@ def _write_minimax_m2(fields: Fields) -> Config:
 
 
 SIGMOID_FAMILIES: dict[str, Family] = {
-    "glm4_moe": Family(
-        "Glm4MoeForCausalLM",
-        EDGES | BEFORE | BLOCK | QK_NORM | DEEPSEEK,
-        _glm4_moe,
-        _write_glm4_moe,
-        {
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "partial_rotary_factor": 0.5,
-            "router_aux_loss_coef": 0.0,
-            "moe_intermediate_size": 1408,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "n_routed_experts": 128,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-        },
-        ("attention_bias",),
-        predictors=r"layers\.LAYERS\.",
+    "glm4_moe": family.row(
+        "glm4_moe",
+        PLAIN | QK_NORM | DEEPSEEK,
+        read=_glm4_moe,
+        write=_write_glm4_moe,
         predictor=PREDICTOR,
-        copies=COPIES,
-        fields={"attention_output_bias": False},
         read_too=(IN_MEMORY,),
     ),
-    "dots1": Family(
-        "Dots1ForCausalLM",
-        EDGES | BEFORE | BLOCK | QK_NORM | DEEPSEEK,
-        _dots1,
-        _write_dots1,
-        {
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 2048,
-            "router_aux_loss_coef": 0.0,
-            "moe_intermediate_size": 1408,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 0,
-            "sliding_window": 4096,
-            "max_window_layers": 62,
-        },
-        ("attention_bias",),
-        fields={"qk_norm": "head"},
-        read_too=(IN_MEMORY,),
-    ),
-    "minimax_m2": Family(
-        "MiniMaxM2ForCausalLM",
-        EDGES | BEFORE | BLOCK | QK_NORM | _MINIMAX,
-        _minimax_m2,
-        _write_minimax_m2,
-        {
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 196608,
-            "rope_theta": 5e6,
-            "num_experts_per_tok": 8,
-            "num_local_experts": 256,
-            "router_aux_loss_coef": 0.001,
-        },
-        brings_code=True,
-        fields={"qk_norm": "projection"},
+    "dots1": family.row("dots1", PLAIN | QK_NORM | DEEPSEEK, read=_dots1, write=_write_dots1, read_too=(IN_MEMORY,)),
+    "minimax_m2": family.row(
+        "minimax_m2",
+        PLAIN | QK_NORM | _MINIMAX,
+        read=_minimax_m2,
+        write=_write_minimax_m2,
         read_too=(_MINIMAX_IN_MEMORY,),
     ),
 }

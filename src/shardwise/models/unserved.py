@@ -30,8 +30,7 @@ SIZES = {"deepseek-(v3|r1)": 671.0, "kimi-k2": 1026.0}
 
 @cache
 def _rows() -> list[dict[str, str]]:
-    rows: list[dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
-    return rows
+    return json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 
 
 def refuse_config(config: dict[str, Any], name: str, *, ours: bool = False) -> None:

@@ -89,8 +89,7 @@ def _theirs(name: str, warmup: float, steps: float, given: dict[str, Any], rate:
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], rate)
-    factor: Factor = get_scheduler(name, optimizer, warmup, steps, given).lr_lambdas[0]  # type: ignore[arg-type]
-    return factor
+    return get_scheduler(name, optimizer, warmup, steps, given).lr_lambdas[0]  # type: ignore[arg-type]
 
 
 def prove(asked: Requested, told: dict[str, float]) -> Iterator[str]:

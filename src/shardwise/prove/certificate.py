@@ -130,8 +130,7 @@ class Certificate:
             "basis": self.facts.basis,
             "digests": digests(self.facts.basis),
         }
-        as_read: dict[str, Any] = json.loads(json.dumps(told))
-        return as_read
+        return json.loads(json.dumps(told))
 
     def markdown(self) -> str:
         """Return the certificate as Markdown, for people."""

@@ -63,8 +63,7 @@ def gather(value: Any, group: Group = None) -> list[Any]:
 
 def all_gather(value: Any, group: Group = None) -> list[Any]:
     """The values of all ranks, by rank, on every one."""
-    everyone: list[Any] = broadcast(gather(value, group), group)
-    return everyone
+    return broadcast(gather(value, group), group)
 
 
 def send(value: Any, rank: int) -> None:

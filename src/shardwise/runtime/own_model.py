@@ -130,8 +130,7 @@ def _built(run: Path, *, decoder: bool) -> nn.Module:
     [name] = read_json(run / "config.json", NOTE_BYTES)["architectures"] if described else [""]
     if name in dir(transformers):
         kind = getattr(transformers, name)  # not in its vars until it is asked for
-        made: nn.Module = kind(transformers.AutoConfig.from_pretrained(run))
-        return made
+        return kind(transformers.AutoConfig.from_pretrained(run))
     what = f"these checkpoints are of a {name or 'module'} that transformers does not have, as adapters of peft are"
     fix = "call `shardwise.save_pretrained(model, directory)` at the end of the loop, which writes any module"
     raise MissingInputError(Problem("CKPT001", what, str(run), fix))

@@ -126,8 +126,7 @@ def forward(parts: Sequence[nn.Module], batch: MicroBatch, score: Scored[Made]) 
     out: Any = ()
     for part in parts:
         out = run_part(part, batch, out, score=score)
-    made: Made = out
-    return made
+    return out
 
 
 def run_part(part: nn.Module, batch: MicroBatch, before: tuple[Tensor, ...], *, score: Scored[Any]) -> Any:

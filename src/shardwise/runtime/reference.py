@@ -74,8 +74,7 @@ def score(
         answers = answers_of(losses, micro, job.recipe.method, job.meshes.groups.get("cp"))
         sums[micro.references[:, 0].long() // 2] = answers.logps * micro.counts
     job.meshes.total(sums)
-    found: NDArray[np.float64] = sums.cpu().numpy()
-    return found
+    return sums.cpu().numpy()
 
 
 def _splits(job: Job) -> list[tuple[str, Packs, Sequence[int]]]:

@@ -191,8 +191,7 @@ def _for_compiled_code(me: Process) -> Path:
 
 def from_first(make: Callable[[], T]) -> T:
     """Return on every rank what ``make`` returns on rank 0."""
-    made: T = objects.broadcast(make() if dist.get_rank() == 0 else None)
-    return made
+    return objects.broadcast(make() if dist.get_rank() == 0 else None)
 
 
 @cache

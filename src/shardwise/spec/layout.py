@@ -79,8 +79,7 @@ class Layout:
         return self.cp // self.ulysses
 
     def degree(self, axis: Axis) -> int:
-        degree: int = _expert_fsdp(self) if axis == "expert_fsdp" else self.ring if axis == "ring" else vars(self)[axis]
-        return degree
+        return _expert_fsdp(self) if axis == "expert_fsdp" else self.ring if axis == "ring" else vars(self)[axis]
 
     def axes(self) -> tuple[tuple[Axis, int], ...]:
         """The axes larger than 1, in mesh order."""

@@ -28,8 +28,7 @@ def from_json(kind: Callable[..., T], text: bytes | str) -> T:
     """``text`` as ``kind``, a dataclass or a dict: every value has the type that its annotation names, and keys that
     it does not name are passed over. Raises ValueError for anything else: not JSON, nested too deep, out of range."""
     try:
-        found: T = _adapter(kind).validate_json(text, strict=True)
-        return found
+        return _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"]))[:80]

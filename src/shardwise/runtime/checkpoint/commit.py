@@ -21,18 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import OutputError, Problem
-from shardwise.runtime.checkpoint.manifest import (
-    CHUNK_BYTES,
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    Rejected,
-    check,
-    chunk_hashes,
-    dump,
-    opened,
-    step_name,
-)
+from shardwise.runtime.checkpoint import manifest as manifests
+from shardwise.runtime.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Rejected
 
 _ATTEMPT = re.compile(r"\.tmp-step-\d{8,}-g(\d+)")
 _GENERATION = re.compile(r"\.generation-(\d+)")
@@ -110,7 +100,7 @@ def begin(directory: Path, step: int, generation: int, need_bytes: int, disk: Di
     if free < needed:
         what = f"the checkpoint of step {step} needs {needed / 1e9:.3f} GB, {free / 1e9:.3f} GB are free"
         raise OutputError(Problem("OUT003", what, str(directory), "free space, or lower checkpoint.save_total_limit"))
-    path = directory / f".tmp-{step_name(step)}-g{generation}"
+    path = directory / f".tmp-{manifests.step_name(step)}-g{generation}"
     disk.mkdir(path)
     lock = os.open(path, _FOLDER)
     with suppress(OSError):  # some network file systems know no locks: there the generation alone decides
@@ -122,16 +112,16 @@ def write_file(path: Path, blocks: Sequence[memoryview], disk: Disk = DISK) -> F
     """Write ``blocks`` one after another into a new file, and sync it to disk. Raises FileExistsError if the file
     exists, OSError if the disk fails.
     """
-    with opened(disk.open(path, _NEW_FILE, 0o644)) as descriptor:
-        record = chunk_hashes(_written(descriptor, blocks, disk))
+    with manifests.opened(disk.open(path, _NEW_FILE, 0o644)) as descriptor:
+        record = manifests.chunk_hashes(_written(descriptor, blocks, disk))
         disk.fsync(descriptor)
     return record
 
 
 def _written(descriptor: int, blocks: Sequence[memoryview], disk: Disk) -> Iterator[memoryview]:
     for block in blocks:
-        for begin in range(0, len(block), CHUNK_BYTES):
-            part = block[begin : begin + CHUNK_BYTES]
+        for begin in range(0, len(block), manifests.CHUNK_BYTES):
+            part = block[begin : begin + manifests.CHUNK_BYTES]
             yield part
             while len(part):
                 part = part[disk.write(descriptor, part) :]
@@ -142,8 +132,8 @@ def publish(attempt: Attempt, manifest: Manifest, disk: Disk = DISK) -> Path:
 
     Raises MaybeCommitted if only the last confirmation failed; whatever else is raised, nothing became visible.
     """
-    target = attempt.directory / step_name(attempt.step)
-    write_file(attempt.path / MANIFEST, [memoryview(dump(manifest))], disk)
+    target = attempt.directory / manifests.step_name(attempt.step)
+    write_file(attempt.path / MANIFEST, [memoryview(manifests.dump(manifest))], disk)
     fsync_directory(attempt.path, disk)
     _check_owner(attempt.directory, attempt.generation)
     if os.path.lexists(target):
@@ -211,7 +201,7 @@ def remove_tree(path: Path, disk: Disk = DISK) -> None:
 
 def fsync_directory(path: Path, disk: Disk = DISK) -> None:
     """Sync the directory ``path``, so that its entries survive a power loss."""
-    with opened(os.open(path, _FOLDER)) as descriptor:
+    with manifests.opened(os.open(path, _FOLDER)) as descriptor:
         disk.fsync(descriptor)
 
 
@@ -223,11 +213,11 @@ def _check_owner(directory: Path, generation: int) -> None:
 
 
 def _make_way(directory: Path, step: int, generation: int, disk: Disk) -> None:
-    target = directory / step_name(step)
+    target = directory / manifests.step_name(step)
     if not os.path.lexists(target):
         return
     try:
-        check(target)
+        manifests.check(target)
     except Rejected:
         aside = directory / "quarantine" / f"{target.name}-g{generation}"
         if not aside.parent.is_dir():
@@ -242,7 +232,7 @@ def _exists(target: Path) -> OutputError:
 
 
 def _dead(path: Path, older: bool) -> bool:
-    with opened(os.open(path, _FOLDER)) as descriptor:
+    with manifests.opened(os.open(path, _FOLDER)) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -15,20 +15,8 @@ from typing import Any
 from pydantic import FiniteFloat
 
 from shardwise.errors import DataError, MissingInputError, Problem
-from shardwise.runtime.checkpoint.manifest import (
-    MANIFEST,
-    STATE,
-    Identity,
-    Manifest,
-    Rejected,
-    TensorRecord,
-    candidates,
-    check,
-    check_files,
-    read,
-    read_facts,
-    unlisted,
-)
+from shardwise.runtime.checkpoint import manifest as manifests
+from shardwise.runtime.checkpoint.manifest import MANIFEST, STATE, Identity, Manifest, Rejected, TensorRecord
 from shardwise.spec.file_kind import PICKLES, pickle_refused, recognise
 from shardwise.spec.files import NOTE_BYTES, read_regular
 from shardwise.spec.record import from_json
@@ -48,12 +36,12 @@ def locate(path: Path) -> list[tuple[int, Path]]:
     step = re.fullmatch(r"step-\d+", path.name)
     if path.is_dir() and (step or path.name.startswith(".tmp-") or (path / MANIFEST).exists()):
         if step and (path / MANIFEST).exists():
-            return [found for found in candidates(path.parent) if found[1].name == path.name]
+            return [found for found in manifests.candidates(path.parent) if found[1].name == path.name]
         last = newest(path.parent)
         what = "this checkpoint was never committed (no manifest)" + (f". Last committed: {last.name}" if last else "")
         raise DataError(Problem("CKPT008", what, str(path), f"--resume {last}" if last else "--resume an earlier run"))
     for directory in (path, path / "checkpoints"):
-        found = candidates(directory)
+        found = manifests.candidates(directory)
         if found:
             return found
     near = _nearest(path)
@@ -64,7 +52,7 @@ def locate(path: Path) -> list[tuple[int, Path]]:
 
 def is_own(run: Path) -> bool:
     """Return True if ``run`` is a user's own training loop's: its checkpoints are in it, and no recipe."""
-    return not (run / "recipe.yaml").exists() and bool(candidates(run))
+    return not (run / "recipe.yaml").exists() and bool(manifests.candidates(run))
 
 
 @dataclass(frozen=True)
@@ -92,9 +80,9 @@ def check_run(path: Path, found: str, run_id: str | None) -> None:
 def check_own(directory: Path) -> None:
     """Raise Rejected (CKPT013) if the newest checkpoint in ``directory`` that can be read is another run's."""
     run_id = run_of(directory)
-    for _, path in candidates(directory) if run_id else ():
+    for _, path in manifests.candidates(directory) if run_id else ():
         try:
-            record = read(path)
+            record = manifests.read(path)
         except Rejected:
             continue
         return check_run(path, record.run_id, run_id)
@@ -104,9 +92,9 @@ def newest(directory: Path) -> Path | None:
     """The newest checkpoint of the directory's own run whose manifest verifies and whose files have the right sizes.
     Their contents are not read."""
     run_id = run_of(directory)
-    for _, path in candidates(directory):
+    for _, path in manifests.candidates(directory):
         with suppress(Rejected):
-            check_run(path, check(path, hashes=False).run_id, run_id)
+            check_run(path, manifests.check(path, hashes=False).run_id, run_id)
             return path
     return None
 
@@ -114,11 +102,11 @@ def newest(directory: Path) -> Path | None:
 def to_resume(directory: Path, path: str | Path | None) -> list[tuple[int, Path]]:
     """The checkpoints to resume from, newest first: those of ``path``, or else of the run's own ``directory``."""
     if path is None:
-        return candidates(directory)
+        return manifests.candidates(directory)
     found = locate(Path(path))
     last = newest(directory)
     step, named = found[0]
-    if last is not None and named.parent.resolve() == directory.resolve() and step < read(last).step:
+    if last is not None and named.parent.resolve() == directory.resolve() and step < manifests.read(last).step:
         what = f"{named.name} is not the newest of this run: {last.name} is there, and never overwritten"
         raise DataError(Problem("CKPT017", what, str(path), f"another run.name, or set {last} aside first"))
     return found
@@ -126,7 +114,7 @@ def to_resume(directory: Path, path: str | Path | None) -> list[tuple[int, Path]
 
 def tell(log: Callable[[str], None], directory: Path, rejected: Sequence[Problem], redone: int) -> None:
     """Say which checkpoint is used, and what was wrong with newer ones."""
-    for name in unlisted(directory, read(directory)):
+    for name in manifests.unlisted(directory, manifests.read(directory)):
         log(f"warning[CKPT019]: {directory.name}/{name} is not in the manifest; it was not read")
     for problem in rejected:
         log(str(problem))
@@ -138,12 +126,12 @@ def with_facts(directory: Path) -> Iterator[tuple[Path, Manifest, dict[str, Any]
     """The checkpoints of a run of ``shardwise train`` whose facts can be read, newest first, each with its manifest and
     its facts. What else is in them is not looked at."""
     run_id = run_of(directory)
-    for _, path in candidates(directory):
+    for _, path in manifests.candidates(directory):
         with suppress(Rejected, OSError):
-            record = read(path)
+            record = manifests.read(path)
             check_run(path, record.run_id, run_id)
-            check_files(path, record, [STATE])
-            yield path, record, read_facts(path, Identity)
+            manifests.check_files(path, record, [STATE])
+            yield path, record, manifests.read_facts(path, Identity)
 
 
 def check_length(step: int, max_steps: int | None) -> None:
@@ -163,10 +151,10 @@ def best(directory: Path) -> tuple[float, int, Path] | None:
     """Validation loss, step and directory of the checkpoint with the lowest loss, the earliest of equals. The loss is
     among a checkpoint's own facts, so that both are committed together. None: no checkpoint has one."""
     found, run_id = [], run_of(directory)
-    for step, path in candidates(directory):
+    for step, path in manifests.candidates(directory):
         with suppress(Rejected, OSError):
-            check_run(path, check(path, hashes=False).run_id, run_id)
-            if (loss := read_facts(path, _Validated).get("validation")) is not None:
+            check_run(path, manifests.check(path, hashes=False).run_id, run_id)
+            if (loss := manifests.read_facts(path, _Validated).get("validation")) is not None:
                 found.append((float(loss), step, path))
     return min(found, default=None)
 
@@ -194,10 +182,10 @@ class Verdict:
 def verify(directory: str | Path) -> list[Verdict]:
     """Read every byte of every checkpoint in ``directory``, newest first. Changes nothing."""
     verdicts = []
-    for step, path in candidates(directory):
+    for step, path in manifests.candidates(directory):
         try:
-            record = check(path)
-            verdicts.append(Verdict(step, path, None, tuple(unlisted(path, record))))
+            record = manifests.check(path)
+            verdicts.append(Verdict(step, path, None, tuple(manifests.unlisted(path, record))))
         except Rejected as error:
             verdicts.append(Verdict(step, path, error.problems[0]))
     return verdicts

@@ -38,16 +38,8 @@ from shardwise.distributed.pinned import host_buffer
 from shardwise.errors import OutputError, Problem
 from shardwise.models.tensorfile import DTYPES, NAMES, encode_header
 from shardwise.runtime.checkpoint import commit
-from shardwise.runtime.checkpoint.manifest import (
-    STATE,
-    FileRecord,
-    Manifest,
-    Slice,
-    TensorRecord,
-    check_coverage,
-    read,
-    read_at,
-)
+from shardwise.runtime.checkpoint import manifest as manifests
+from shardwise.runtime.checkpoint.manifest import STATE, FileRecord, Manifest, Slice, TensorRecord
 from shardwise.runtime.objects import may_travel
 from shardwise.spec.files import open_regular
 from shardwise.spec.units import show_bytes
@@ -218,7 +210,7 @@ class ShardWriter(_Store, StorageWriter):
         stored: dict[MetadataIndex, StoredSlice] = {each.index: each.storage_data for each in chain(*results)}
         files |= {entry.file: entry.record for entry in stored.values()}
         tensors = {name: _record(name, entry, stored) for name, entry in metadata.state_dict_metadata.items()}
-        check_coverage(tensors)
+        manifests.check_coverage(tensors)
         manifest = Manifest(self.run_id, self._step, self.generation, len(results), files, tensors)
         target = commit.publish(self._attempt, manifest, self.disk)
         self._attempt = None
@@ -247,7 +239,7 @@ class ShardReader(_Store, StorageReader):
 
     def __init__(self, directory: str | Path, manifest: Manifest | None = None) -> None:
         self.directory = Path(directory)
-        self.manifest = manifest or read(self.directory)
+        self.manifest = manifest or manifests.read(self.directory)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         return
@@ -345,7 +337,7 @@ def _read_box(descriptor: int, where: Slice, dtype: torch.dtype, item: ReadItem,
 def _read_rows(descriptor: int, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     size = prod(shape) * dtype.itemsize
     raw = torch.empty(size, dtype=torch.uint8)
-    done = read_at(descriptor, _bytes_of(raw), begin)
+    done = manifests.read_at(descriptor, _bytes_of(raw), begin)
     if done < size:
         raise OSError(f"the file ends at byte {begin + done}, {size - done} bytes early")
     return raw.view(dtype).view(shape)
@@ -381,8 +373,7 @@ def _data(item: WriteItem) -> Any:
 
 
 def _dtype(item: WriteItem) -> torch.dtype:
-    dtype: torch.dtype = _data(item).properties.dtype
-    return dtype
+    return _data(item).properties.dtype
 
 
 def _item_bytes(item: WriteItem) -> int:
