@@ -18,16 +18,22 @@ from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Lora, Plan
+from shardwise.techniques import float8
 from shardwise.techniques.float8 import codes, scaled
 from tests.covering import pairwise
 from tests.parity import drawn
-from tests.parity.float8s import ADAPTERS, FLOAT8, LAYOUTS, ROW, SPEC, legal, plan_of, spec_of
+from tests.parity.float8s import ADAPTERS, EXPERTS, FLOAT8, LAYOUTS, ROW, SPEC, SPREAD, legal, plan_of, spec_of
 from tests.parity.test_fp64 import holds
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 REMATS = ("none", "selective", "full")
 TRAINED: dict[str, Lora | None] = {"all": None, "adapters": ADAPTERS, "magnitudes": replace(ADAPTERS, dora=True)}
 CASES = pairwise(LAYOUTS, STRATEGIES, REMATS, (1, 2), TRAINED, legal=legal)
+
+PRECISIONS = {"block": FLOAT8, "row": ROW, "experts alone": replace(FLOAT8, exclude=("*.attention.*", "*.expert_up"))}
+MIXTURES = pairwise(
+    SPREAD, STRATEGIES, REMATS, (1, 2), ("all", "adapters"), PRECISIONS, legal=lambda *case: legal(*case[:4])
+)
 
 
 def allowed(spec: ModelSpec, plan: Plan) -> bool:
@@ -43,12 +49,21 @@ def test_every_layout(ranks: RankPool, layout: str, strategy: str, remat: str, a
     holds(drawn.prove(ranks, spec, [plan]), [plan])
 
 
+@pytest.mark.matrix(40)
+@pytest.mark.parametrize(("layout", "strategy", "remat", "accumulation", "trained", "precision"), MIXTURES)
+def test_experts(
+    ranks: RankPool, layout: str, strategy: str, remat: str, accumulation: int, trained: str, precision: str
+) -> None:
+    plan = plan_of(layout, strategy, remat, accumulation, TRAINED[trained], precision=PRECISIONS[precision])
+    assert allowed(EXPERTS, plan) and any(".experts." in name for name in float8.layers(EXPERTS, plan.precision))
+    holds(drawn.prove(ranks, EXPERTS, [plan]), [plan])
+
+
 @pytest.mark.prove
 def test_scales_of_rows(ranks: RankPool) -> None:
     plans = [plan_of("shards", "zero3", "selective", 2, precision=ROW), plan_of("dp", precision=ROW)]
     assert all(allowed(SPEC, plan) for plan in plans)
     holds(drawn.prove(ranks, SPEC, plans), plans)
-    assert not allowed(SPEC, plan_of("tp", precision=ROW))
 
 
 def test_it_is_another_computation_than_without() -> None:
@@ -72,15 +87,10 @@ def of_neighbours(self: codes.CodedMatrix, dtype: torch.dtype) -> Tensor:
     return VALUES(replace(self, scales=self.scales.roll(1, 1)), dtype)
 
 
-def local_rows(matrix: Tensor, scales: str, *, weight: bool) -> codes.CodedMatrix:
-    """Scales of the rows that a rank has, as nobody should take under tensor parallelism."""
-    return codes.coded(matrix, 1, matrix.shape[1])
-
-
 def with_fault(rank: int, world: int, fault: str, spec: ModelSpec, plans: Sequence[Plan]) -> list[parity.Trace]:
     faults: dict[str, Any] = {
         "a neighbour's scale": patch.object(codes.CodedMatrix, "values", of_neighbours),
-        "local maxima": patch.object(scaled, "_coded", local_rows),
+        "local maxima": patch.object(scaled, "_greatest", lambda exponents, group: exponents),
         "none": patch.object(scaled, "FLOAT8_BLOCK", scaled.FLOAT8_BLOCK),
     }
     with faults[fault]:
@@ -97,7 +107,7 @@ def test_a_neighbours_scale_is_seen(ranks: RankPool, fault: str, least: float) -
 
 @pytest.mark.prove
 def test_local_maxima_are_seen(ranks: RankPool) -> None:
-    """What scales of rows would be under tensor parallelism, which is why it is refused."""
+    """Of the part of a row that a rank has, as nobody should take under tensor parallelism."""
     plan = plan_of("tp", precision=ROW)
     traces = ranks.run(with_fault, "local maxima", SPEC, [plan], world=2)
     found = parity.compare(drawn.plain(parity.job_of(SPEC, plan, 1)), [trace for [trace] in traces])
@@ -118,5 +128,5 @@ def test_what_is_not_finite_stays_so() -> None:
     for value in (torch.inf, torch.nan):
         x = torch.randn(3, 256)
         x[1, 7] = value
-        out = scaled.linear(x, torch.randn(128, 256), "block")
+        out = scaled.linear(x, torch.randn(128, 256), scaled.How("block"))
         assert out[1].isnan().all() and out[[0, 2]].isfinite().all()

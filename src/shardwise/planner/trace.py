@@ -341,9 +341,10 @@ class _Naming:
             dims = tuple(map(size, (1, m, n, k)))
             return Op("matmul", name, symbols=size(2 * m * n * k), dims=dims)
         if name in SCALED:
-            (m, k), weight = event.shapes
-            n = weight[name != SCALED[0]]
-            return Op("matmul", name, symbols=size(2 * m * n * k), dims=tuple(map(size, (1, m, n, k))))
+            (m, k), weight, *counts = event.shapes
+            n, groups = weight[-2 + (name != SCALED[0])], counts[0][0] if counts else 1
+            dims, axis = tuple(map(size, (groups, m, n, k))), self.axes.get(event.group, "")
+            return Op("matmul", name, symbols=size(2 * m * n * k), dims=dims, axis=axis)
         if name in (GROUPED, GROUPED_OUTER):
             left, right, counts = event.shapes
             sizes = (left[0], right[-1], left[1]) if name == GROUPED else (left[1], right[1], left[0])
