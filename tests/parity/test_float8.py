@@ -77,5 +77,5 @@ def test_what_is_not_finite_stays_so() -> None:
     for value in (torch.inf, torch.nan):
         x = torch.randn(3, 256)
         x[1, 7] = value
-        out = scaled.linear(x, torch.randn(128, 256), scaled.How("block"))
+        out = scaled.linear(x, torch.randn(128, 256), scaled.Scaling("block"))
         assert out[1].isnan().all() and out[[0, 2]].isfinite().all()

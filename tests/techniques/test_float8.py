@@ -21,14 +21,16 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.known import configs
 from shardwise.models.lookup import load_spec
 from shardwise.planner.search import choose
+from shardwise.planner.seconds.kernels import _product
 from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Pipeline, Plan, Precision, Remat
 from shardwise.spec.recipe import Recipe
+from shardwise.spec.sheet import GROUPED, SCALED
 from shardwise.techniques import float8
 from shardwise.techniques.float8.codes import E4M3, coded
-from shardwise.techniques.float8.scaled import How, linear
+from shardwise.techniques.float8.scaled import Scaling, linear
 
 SPEC = model_spec("float8", 601, 256, 512, 4, 4, 2, 128)
 BF16 = Precision("bf16", products="float8", exclude=("first", "last"))
@@ -321,7 +323,7 @@ def in_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, weight: Tensor) -> Tensor:
-    return linear(x, weight, How("block"))
+    return linear(x, weight, Scaling("block"))
 
 
 @pytest.mark.prove
@@ -350,3 +352,12 @@ def test_two_products_of_three_are_faster_on_a_gpu_and_none_on_a_cpu() -> None:
     assert 1.2 < rates.scaled < 2.0 and rates_of(PLAN, parse_cluster("1xCPU"), traits).scaled == 1.0
     plain = rates_of(replace(PLAN, precision=Precision("bf16")), parse_cluster("1xH100"), traits)
     assert rates.best_flops_per_s == pytest.approx(plain.best_flops_per_s * rates.scaled)  # a bound is one still
+
+
+def test_experts_one_after_another_pay_where_they_are_few_and_wide() -> None:
+    """Beside one grouped product in bf16: eight of Mixtral's size compiled; 128 of Qwen3-30B-A3B's are launches."""
+    rates = rates_of(replace(PLAN, compile=True), parse_cluster("1xH100"), own_traits())
+    for dims, pays in (((8, 32_768, 14_336, 4_096), True), ((128, 65_536, 768, 2_048), False)):
+        narrow, wide = (_product(name, dims, rates) for name in (SCALED[0], GROUPED))
+        assert (narrow.device_ns < wide.device_ns) == pays
+        assert narrow.host_ns - wide.host_ns >= 1e9 * dims[0] * rates.launch_s

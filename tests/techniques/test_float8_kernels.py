@@ -12,7 +12,7 @@ from torch.nn.functional import ScalingType
 
 from shardwise.techniques.float8 import scaled
 from shardwise.techniques.float8.codes import E4M3
-from shardwise.techniques.float8.scaled import How, linear
+from shardwise.techniques.float8.scaled import Scaling, linear
 
 OUT, IN = 512, 384
 """Four blocks of 128 and three: scales of 128 x 128 lie in columns that are filled up to four."""
@@ -38,7 +38,7 @@ def kernel(
     return (left @ right).to(output_dtype)
 
 
-def made(how: How, counts: Tensor | None) -> tuple[Tensor, ...]:
+def made(how: Scaling, counts: Tensor | None) -> tuple[Tensor, ...]:
     """What a layer, or experts, make of 48 rows, and the gradients of these and of the weight."""
     torch.manual_seed(0)
     x = torch.randn(48, IN).requires_grad_()
@@ -53,7 +53,7 @@ def made(how: How, counts: Tensor | None) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("scales", ["block", "row"])
 def test_kernels_are_given_what_is_emulated(scales: str, counts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of experts with any number of rows, none among them; what is multiplied is whole 16 of them."""
-    given, own = None if counts is None else torch.tensor(counts), How(scales)
+    given, own = None if counts is None else torch.tensor(counts), Scaling(scales)
     right = made(own, given)
     rows = list[int]()
 

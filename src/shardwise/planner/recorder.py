@@ -36,8 +36,7 @@ class Stored:
 class RecordedOp:
     """One operation that made or freed something: ``reads`` and ``makes`` are indices of storages; ``writes`` are
     changed in place. A collective has a ``kind``, a ``group`` and a ``payload``: the bytes that go in and that come
-    out; an operation of ours that sends within has a ``group`` too. ``read`` and ``written`` are bytes, tensor by
-    tensor. ``again``: a program said that it is made again."""
+    out. ``read`` and ``written`` are bytes, tensor by tensor. ``again``: a program said that it is made again."""
 
     op: Any
     shapes: tuple[tuple[int, ...], ...]
@@ -142,7 +141,6 @@ class Recorder(TorchDispatchMode):
             event.payload = tuple(sum(_bytes(side)) for side in sides if side)
         elif makes or writes:
             event.read, event.written = _bytes(inputs), _bytes(written + changed)
-            event.group = group_name(args) if func.namespace == "shardwise" else ""
         self.events.append(event)
         return out
 

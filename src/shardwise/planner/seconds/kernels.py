@@ -155,7 +155,7 @@ def _rule(op: Op, rates: Rates, sizes: tuple[int, int]) -> Duration:
 def _product(name: str, dims: tuple[int, ...], rates: Rates) -> Duration:
     groups, m, n, k = dims
     waited_ns = round(1e9 * rates.experts_s / GROUPED_PRODUCTS) if rates.cuda else 0
-    if name in SCALED:  # of experts one after another
+    if name.startswith(SCALED):  # of experts one after another
         passes, kernels = CASTS[rates.blocks]
         each = passes * BYTES[rates.dtype] + CODE_BYTES
         seconds = groups * rates.product_s(1, max(1, m // groups), n, k) / rates.scaled

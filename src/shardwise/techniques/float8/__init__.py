@@ -270,16 +270,16 @@ def workspace_bytes(op: Op, at: At) -> Within:
     return Within(held, (SentMeanwhile("all_reduce", 4 * (m + n)),) if op.axis else ())
 
 
-WITHIN = dict.fromkeys(SCALED, workspace_bytes)
+WITHIN = dict.fromkeys((*SCALED, *(f"{name}_over_ranks" for name in SCALED)), workspace_bytes)
 
 
 def steps_of(operation: str) -> Callable[..., Any] | None:
     """Return what an operation of this technique's own does, operation by operation."""
-    if operation not in ("shardwise::scaled_product", "shardwise::scaled_gradient"):
+    if operation not in ("shardwise::scaled_product_over_ranks", "shardwise::scaled_gradient_over_ranks"):
         return None
     from shardwise.techniques.float8 import scaled
 
-    return scaled.product if operation == "shardwise::scaled_product" else scaled.gradient
+    return scaled.product if "product" in operation else scaled.gradient
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
@@ -287,16 +287,15 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
     from torch import nn
 
     from shardwise.models.moe import Stacked
-    from shardwise.techniques.float8.scaled import How, multiply_scaled
+    from shardwise.techniques.float8.scaled import Scaling, multiply_scaled
 
-    spec = spec_of(parts)
-    found, division_ = layers(spec, plan.precision), division(spec, plan)
-    cut = plan.precision.scales == "row" and plan.layout.tp > 1
+    spec, scales = spec_of(parts), plan.precision.scales
+    found, divided = layers(spec, plan.precision), division(spec, plan)
+    group = str(meshes.groups["tp"].group_name) if scales == "row" and plan.layout.tp > 1 else ""
     for part in parts:
         for name, module in part.named_modules():
             if type(module) in (nn.Linear, Stacked) and name in found:
-                used = use(f"{name}.weight", division_) if cut else ""
-                over = {used: str(meshes.groups["tp"].group_name)} if cut else {}
-                how = How(plan.precision.scales, plan.compile, over.get("inputs", ""), over.get("outputs", ""))
-                multiply_scaled(module, how)
+                used = use(f"{name}.weight", divided) if group else ""
+                over = (group * (used == dim) for dim in ("inputs", "outputs"))
+                multiply_scaled(module, Scaling(scales, plan.compile, *over))
     return parts

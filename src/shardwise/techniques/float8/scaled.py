@@ -32,7 +32,7 @@ ALIGNED_ROWS = 16
 """Of an expert's rows so many are multiplied at a time, as kernels want their scales aligned."""
 
 
-class How(NamedTuple):
+class Scaling(NamedTuple):
     """The way in which a product is one of codes. ``scales``: for blocks, or a ``row`` each. ``fused``: on a GPU codes
     are made in kernels that the compiler makes. ``group``: the name of the process group whose ranks have the other
     parts of rows that are multiplied; empty where these are whole. ``back``: of those that give the gradient of the
@@ -46,26 +46,30 @@ class How(NamedTuple):
 
 def product(x: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
     """x [n,in], weight [out,in] -> [n,out]; with ``counts`` [E] x is sorted by expert, and weight [E,out,in]."""
-    return _multiplied(x, weight, counts, How(scales, fused, group), turned=False)
+    return _multiplied(x, weight, counts, Scaling(scales, fused, group), turned=False)
 
 
 def gradient(grad: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
     """grad [n,out], weight [out,in], or of experts [E,out,in] -> [n,in]."""
-    return _multiplied(grad, weight, counts, How(scales, fused, group), turned=True)
+    return _multiplied(grad, weight, counts, Scaling(scales, fused, group), turned=True)
 
 
-scaled_product = torch.library.custom_op("shardwise::scaled_product", product, mutates_args=())
-scaled_gradient = torch.library.custom_op("shardwise::scaled_gradient", gradient, mutates_args=())
-
-
-@scaled_product.register_fake
-def _(x: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
+def _made(x: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[-2])
 
 
-@scaled_gradient.register_fake
-def _(grad: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
+def _made_back(grad: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
     return grad.new_empty(grad.shape[0], weight.shape[-1])
+
+
+PRODUCTS, GRADIENTS = (
+    [torch.library.custom_op(f"shardwise::{name}{where}", call, mutates_args=()) for where in ("", "_over_ranks")]
+    for name, call in (("scaled_product", product), ("scaled_gradient", gradient))
+)
+"""Operations of whole rows, and of rows of which ranks have parts: of these the planner counts what they send."""
+for _product, _gradient in zip(PRODUCTS, GRADIENTS, strict=True):
+    _product.register_fake(_made)
+    _gradient.register_fake(_made_back)
 
 
 def emulated(x: Tensor) -> bool:
@@ -74,7 +78,7 @@ def emulated(x: Tensor) -> bool:
     return x.device.type == "cpu" or x.dtype == torch.float64
 
 
-def _multiplied(x: Tensor, weight: Tensor, counts: Tensor | None, how: How, *, turned: bool) -> Tensor:
+def _multiplied(x: Tensor, weight: Tensor, counts: Tensor | None, how: Scaling, *, turned: bool) -> Tensor:
     """x [m,k] times the transpose of weight [n,k], or, ``turned``, times weight [k,n]."""
     if emulated(x):
         codes = _operands(x, weight, how, turned=turned)
@@ -95,7 +99,7 @@ def _multiplied(x: Tensor, weight: Tensor, counts: Tensor | None, how: How, *, t
     return out
 
 
-def _operands(x: Tensor, weight: Tensor, how: How, *, turned: bool) -> Iterator[CodedMatrix]:
+def _operands(x: Tensor, weight: Tensor, how: Scaling, *, turned: bool) -> Iterator[CodedMatrix]:
     """The codes of both, one after the other. In blocks, a scale of a weight is one of its transposed matrix too; of
     rows, the transposed matrix has its own."""
     rows, columns = weight.shape[-2:]
@@ -135,8 +139,9 @@ class _ScaledLinear(torch.autograd.Function):
     gradient. Codes, saved, would outlive a weight that is gathered."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, counts: Tensor | None, how: How) -> Tensor:
-        return returned(scaled_product(x, weight, counts, how.scales, how.fused, how.group))
+    def forward(x: Tensor, weight: Tensor, counts: Tensor | None, how: Scaling) -> Tensor:
+        multiply = PRODUCTS[bool(how.group)]
+        return returned(multiply(x, weight, counts, how.scales, how.fused, how.group))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -149,7 +154,8 @@ class _ScaledLinear(torch.autograd.Function):
         (x, weight, counts), how = ctx.saved_tensors, ctx.how
         grad_x, grad_weight = None, None
         if weight is not None:
-            grad_x = scaled_gradient(grad, weight, counts, how.scales, how.fused, how.back)
+            multiply = GRADIENTS[bool(how.back)]
+            grad_x = multiply(grad, weight, counts, how.scales, how.fused, how.back)
         if x is not None and counts is None:
             grad_weight = torch.mm(grad.t(), x)
         elif x is not None:
@@ -157,14 +163,14 @@ class _ScaledLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def linear(x: Tensor, weight: Tensor, how: How, counts: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, how: Scaling, counts: Tensor | None = None) -> Tensor:
     """x [..,in], weight [out,in] -> [..,out], in the dtype of x. With ``counts`` [E] rows of x are sorted by expert, of
     which each has so many, and weight is [E,out,in]."""
     out: Tensor = _ScaledLinear.apply(x.flatten(0, -2), weight, counts, how)
     return out.unflatten(0, x.shape[:-1])
 
 
-def multiply_scaled(layer: nn.Linear | Stacked, how: How) -> None:
+def multiply_scaled(layer: nn.Linear | Stacked, how: Scaling) -> None:
     """Have the layer multiply by what it holds of its weight, in float8."""
 
     def multiply(x: Tensor, counts: Tensor | None = None) -> Tensor:
