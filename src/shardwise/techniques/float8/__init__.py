@@ -1,12 +1,12 @@
-"""Products in float8 (``precision.products: float8``): the linear layers of blocks multiply forward, and for the
-gradients of their inputs, codes of one byte; the gradients of their weights stay in the dtype of compute.
+"""Products in float8 (``precision.products: float8``): linear layers and experts of blocks multiply, forward and for
+the gradients of their inputs, codes of one byte; the gradients of their weights stay in the dtype of compute.
 
-Shards nothing, sends nothing, and keeps nothing: what is saved, gathered and sent is what it was. In blocks
-(DeepSeek-V3, arXiv 2412.19437; the default) 128 elements of an input or a gradient share a scale, and 128 x 128 of a
-weight, so that a rank with whole blocks computes what one process does; what would cut a block is refused. On GPUs from
-Hopper on it pays where products are large, above all with frozen weights; on a CPU it is emulated, for proofs. Output
-layer, embedding, routers, experts and norms are never in float8, nor are the first and the last block unless it is
-said. ``codes.py`` has codes and scales, ``scaled.py`` the products.
+Shards nothing and keeps nothing. In blocks (DeepSeek-V3, arXiv 2412.19437; the default) 128 elements of an input or a
+gradient share a scale, and 128 x 128 of a weight, so that a rank with whole blocks computes what one process does; what
+would cut a block is refused. Of rows that tp cuts, ranks send each other the greatest exponents. On GPUs from Hopper on
+it pays where products are large, above all with frozen weights; on a CPU it is emulated, for proofs. Output layer,
+embedding, routers and norms are never in float8, nor are the first and the last block unless it is said. ``codes.py``
+has codes and scales, ``scaled.py`` the products.
 """
 
 from __future__ import annotations
