@@ -2,8 +2,8 @@
 
 Here are those of drift and of kills. Those of derivatives are in test_slopes.py, of dtypes in planted_rounding.py, and
 those of parity in tests/parity/test_faults.py, test_tp_faults.py, test_pp_faults.py, test_cp_faults.py,
-test_ep_faults.py, test_experts.py, test_capacity.py, test_offload.py and test_predictors.py; docs/proofs.md lists them
-all.
+test_ep_faults.py, test_experts.py, test_capacity.py, test_offload.py, test_predictors.py and test_float8_faults.py;
+docs/proofs.md lists them all.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.parity.test_cp_faults import FAULTS as CP_FAULTS
 from tests.parity.test_ep_faults import FAULTS as EP_FAULTS
 from tests.parity.test_experts import FAULTS as EXPERT_FAULTS
 from tests.parity.test_faults import FAULTS
+from tests.parity.test_float8_faults import FAULTS as FLOAT8_FAULTS
 from tests.parity.test_offload import FAULTS as OFFLOAD_FAULTS
 from tests.parity.test_pp_faults import FAULTS as PP_FAULTS
 from tests.parity.test_predictors import FAULTS as PREDICTOR_FAULTS
@@ -109,7 +110,7 @@ def test_the_list_in_the_docs_is_complete() -> None:
         "drift": DRIFT,
         "derivatives": BACKWARD_FAULTS,
         "parity": {**FAULTS, **TP_FAULTS, **PP_FAULTS, **CP_FAULTS, **EP_FAULTS, **EXPERT_FAULTS, **CAPACITY_FAULTS}
-        | {**OFFLOAD_FAULTS, **SIZE_FAULTS, **PREDICTOR_FAULTS},
+        | {**OFFLOAD_FAULTS, **SIZE_FAULTS, **PREDICTOR_FAULTS, **FLOAT8_FAULTS},
         "dtypes": ROUNDING_FAULTS,
         "kills": RESUME,
     }

@@ -16,7 +16,7 @@ from shardwise.models.lookup import load_spec, read_spec
 from shardwise.prove.shrink import THEIRS, real_name, shrink
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Optim, Pipeline, Plan, Precision, Remat, Scales, Shard
 from shardwise.techniques import float8
 from shardwise.techniques.dtypes import compute_dtype
 from shardwise.techniques.states import frozen
@@ -207,6 +207,16 @@ def test_products_in_float8_have_whole_blocks_in_the_layers_that_stand_for_such(
         assert {real_name(name, small.blocks) for name in float8.layers(small.spec, plan.precision)} == expected
         assert not techniques.check(small.spec, plan, parse_cluster(f"{plan.layout.world}xCPU"))
     assert (small.plan.precision.compute, small.own.precision.compute) == ("fp64", "bf16")
+
+
+@pytest.mark.parametrize("scales", ["block", "row"])
+def test_experts_in_float8_stay_in_it(scales: Scales) -> None:
+    precision = Precision("bf16", products="float8", scales=scales, exclude=("first", "last", "*.expert_up"))
+    plan = Plan(Layout(dp_shard=8, tp=2, ep=8), Batch(1, 1, 4096), Shard("zero3"), precision, sequence_parallel=True)
+    small = shrink(load_spec("Qwen3-30B-A3B"), plan)
+    assert not techniques.check(small.spec, small.plan, parse_cluster(f"{small.plan.layout.world}xCPU"))
+    found = float8.layers(small.spec, small.plan.precision)
+    assert {name.rpartition(".")[2] for name in found if ".experts." in name} == {"expert_gate", "expert_down"}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -21,14 +21,16 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.known import configs
 from shardwise.models.lookup import load_spec
 from shardwise.planner.search import choose
+from shardwise.planner.seconds.kernels import _product
 from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Pipeline, Plan, Precision, Remat
 from shardwise.spec.recipe import Recipe
+from shardwise.spec.sheet import GROUPED, SCALED
 from shardwise.techniques import float8
 from shardwise.techniques.float8.codes import E4M3, coded
-from shardwise.techniques.float8.scaled import linear
+from shardwise.techniques.float8.scaled import Scaling, linear
 
 SPEC = model_spec("float8", 601, 256, 512, 4, 4, 2, 128)
 BF16 = Precision("bf16", products="float8", exclude=("first", "last"))
@@ -57,15 +59,17 @@ def test_linear_layers_of_the_blocks_between_the_ends() -> None:
     assert not float8.layers(SPEC, Precision("bf16"))
 
 
-def test_no_router_expert_or_latent_that_is_narrow_is_among_them() -> None:
+def test_experts_are_among_them_and_no_router_or_latent_that_is_narrow() -> None:
     """And those of which 128 is no divisor stay as they are by default, as the plan says."""
     spec = load_spec("DeepSeek-V3")
     recipe = Recipe.model_validate({"precision": {"products": "float8"}})
     (plan,) = float8.choices(recipe, spec, parse_cluster("8xH100"), Plan(precision=Precision("bf16")))
     assert plan.precision.exclude == ("first", "last", "*.kv_a") and "*.kv_a 128 is no" in plan.why["precision.exclude"]
     roles = {name.rpartition(".")[2] for name in float8.layers(spec, plan.precision)}
-    assert roles == {"q_a", "q_b", "kv_b", "o", "gate", "up", "down"}
-    assert not any(".experts." in name for name in float8.layers(spec, plan.precision))
+    assert roles == {"q_a", "q_b", "kv_b", "o", "gate", "up", "down", "expert_gate", "expert_up", "expert_down"}
+    assert float8.layers(spec, plan.precision)["layers.5.mlp.experts.expert_down"] == (7168, 2048), "of one"
+    few = float8.layers(spec, replace(plan.precision, exclude=("*.expert_*",)))
+    assert few and not any(".experts." in name for name in few)
 
 
 def test_the_modules_that_multiply_so() -> None:
@@ -141,7 +145,7 @@ def test_an_old_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layouts_that_would_change_results() -> None:
-    """A cut within a block, a key head that ranks share, maxima of a part of a row."""
+    """A cut within a block, a key head that ranks share; not rows that are cut, whose maxima ranks tell each other."""
     tp = replace(PLAN, layout=Layout(tp=2))
     assert not wrong(tp)
     assert (
@@ -155,7 +159,9 @@ def test_layouts_that_would_change_results() -> None:
     assert "a part of the sum" in found[0].what and "'*.k', '*.v'" in found[0].fix
     apart = replace(shared, precision=replace(BF16, exclude=("first", "last", "*.k", "*.v")))
     assert not wrong(apart)
-    assert "each rank" in wrong(replace(tp, precision=replace(BF16, scales="row")))["parallel.tp"]
+    rows = replace(tp, precision=replace(BF16, scales="row"))
+    assert not wrong(rows)
+    assert "whole blocks of 16" in wrong(rows, with_fields(SPEC, intermediate_size=16 * 33))["parallel.tp"]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +323,7 @@ def in_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, weight: Tensor) -> Tensor:
-    return linear(x, weight, "block")
+    return linear(x, weight, Scaling("block"))
 
 
 @pytest.mark.prove
@@ -346,3 +352,12 @@ def test_two_products_of_three_are_faster_on_a_gpu_and_none_on_a_cpu() -> None:
     assert 1.2 < rates.scaled < 2.0 and rates_of(PLAN, parse_cluster("1xCPU"), traits).scaled == 1.0
     plain = rates_of(replace(PLAN, precision=Precision("bf16")), parse_cluster("1xH100"), traits)
     assert rates.best_flops_per_s == pytest.approx(plain.best_flops_per_s * rates.scaled)  # a bound is one still
+
+
+def test_experts_one_after_another_pay_where_they_are_few_and_wide() -> None:
+    """Beside one grouped product in bf16: eight of Mixtral's size compiled; 128 of Qwen3-30B-A3B's are launches."""
+    rates = rates_of(replace(PLAN, compile=True), parse_cluster("1xH100"), own_traits())
+    for dims, pays in (((8, 32_768, 14_336, 4_096), True), ((128, 65_536, 768, 2_048), False)):
+        narrow, wide = (_product(name, dims, rates) for name in (SCALED[0], GROUPED))
+        assert (narrow.device_ns < wide.device_ns) == pays
+        assert narrow.host_ns - wide.host_ns >= 1e9 * dims[0] * rates.launch_s

@@ -340,10 +340,11 @@ class _Naming:
             (m, k), (_, n) = event.shapes[-2:]
             dims = tuple(map(size, (1, m, n, k)))
             return Op("matmul", name, symbols=size(2 * m * n * k), dims=dims)
-        if name in SCALED:
-            (m, k), weight = event.shapes
-            n = weight[name != SCALED[0]]
-            return Op("matmul", name, symbols=size(2 * m * n * k), dims=tuple(map(size, (1, m, n, k))))
+        if name.startswith(SCALED):
+            (m, k), weight = event.shapes[:2]
+            n, groups = weight[-1 - name.startswith(SCALED[0])], weight[0] if len(weight) == 3 else 1
+            dims, axis = tuple(map(size, (groups, m, n, k))), "tp" * (OVER_RANKS in name)
+            return Op("matmul", name, symbols=size(2 * m * n * k), dims=dims, axis=axis)
         if name in (GROUPED, GROUPED_OUTER):
             left, right, counts = event.shapes
             sizes = (left[0], right[-1], left[1]) if name == GROUPED else (left[1], right[1], left[0])

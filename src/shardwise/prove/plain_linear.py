@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwise.models.moe import Stacked
 from shardwise.models.roles import is_stacked
 from shardwise.prove.workload import Workload
 
@@ -32,30 +33,43 @@ def plain_narrow(model: nn.Module, parameters: Mapping[str, Tensor], job: Worklo
             layer.forward = _product(layer, size)
 
 
-def _product(layer: nn.Linear, size: int) -> Callable[[Tensor], Tensor]:
-    def multiplied(x: Tensor) -> Tensor:
-        out: Tensor = _RoundedProduct.apply(x, layer.weight, size)
-        return out if layer.bias is None else out + layer.bias
+def _product(layer: nn.Linear | Stacked, size: int) -> Callable[..., Tensor]:
+    def multiplied(x: Tensor, counts: Tensor | None = None) -> Tensor:
+        out = _of_each(lambda x, weight: _RoundedProduct.apply(x, weight, size), x, layer.weight, counts)
+        return _biased(out, layer, counts)
 
     return multiplied
 
 
 def _beside_adapter(
-    layer: nn.Linear, size: int, frozen: Tensor, rows: Callable[[], Tensor] | None
-) -> Callable[[Tensor], Tensor]:
+    layer: nn.Linear | Stacked, size: int, frozen: Tensor, rows: Callable[[], Tensor] | None
+) -> Callable[..., Tensor]:
     """The product with ``frozen``, rounded, and with what the layer's weight is besides, which is not; ``rows`` says
     what rows of both are multiplied by."""
 
-    def multiplied(x: Tensor) -> Tensor:
+    def multiplied(x: Tensor, counts: Tensor | None = None) -> Tensor:
         own = frozen.to(x.dtype)
-        out: Tensor = _RoundedProduct.apply(x, own, size)
+        out = _of_each(lambda x, weight: _RoundedProduct.apply(x, weight, size), x, own, counts)
         if rows is not None:
             times = rows().to(x.dtype)
             out, own = out * times, own * times.unsqueeze(1)
-        out = out + functional.linear(x, layer.weight - own)
-        return out if layer.bias is None else out + layer.bias
+        return _biased(out + _of_each(functional.linear, x, layer.weight - own, counts), layer, counts)
 
     return multiplied
+
+
+def _of_each(multiply: Callable[..., Tensor], x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
+    """What a layer multiplies, or each of its experts, whose rows come one's after another's."""
+    if counts is None:
+        return multiply(x, weight)
+    each = zip(x.split(counts.tolist()), weight.chunk(len(counts)), strict=True)
+    return torch.cat([multiply(*own) for own in each])
+
+
+def _biased(out: Tensor, layer: nn.Linear | Stacked, counts: Tensor | None) -> Tensor:
+    if layer.bias is None:
+        return out
+    return out + (layer.bias if counts is None else layer.bias.view(len(counts), -1).repeat_interleave(counts, 0))
 
 
 def gain(held: Mapping[str, Tensor], parameters: Mapping[str, Tensor], layer: str, job: Workload) -> Tensor:

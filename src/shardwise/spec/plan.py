@@ -87,8 +87,8 @@ Scales = Literal["block", "row"]
 
 @dataclass(frozen=True)
 class Precision:
-    """``products``: the dtype that the linear layers of blocks multiply in, with float8's ``scales``, but those whose
-    names match one of ``exclude``: a glob, or ``first`` and ``last`` for these blocks."""
+    """``products``: the dtype that linear layers and experts of blocks multiply in, with float8's ``scales``, but those
+    whose names match one of ``exclude``: a glob, or ``first`` and ``last`` for these blocks."""
 
     compute: Dtype = "fp32"
     weights: Dtype = "fp32"

@@ -273,8 +273,8 @@ class Parallel(Section):
 
 class PrecisionSection(Section):
     """Data types. ``weights`` are the master weights; ``compute`` is used in forward and backward. ``products``: what
-    the linear layers of blocks multiply in, ``compute`` or float8 with its ``scales``; ``exclude`` names layers that
-    stay in ``compute``, by globs, or ``first`` and ``last`` (blocks): these two unless it is given."""
+    the linear layers and experts of blocks multiply in, ``compute`` or float8 with its ``scales``; ``exclude`` names
+    layers that stay in ``compute``, by globs, or ``first`` and ``last`` (blocks): these two unless it is given."""
 
     compute: Literal["auto"] | Dtype = "auto"
     weights: Dtype = "fp32"

@@ -64,7 +64,8 @@ GROUPED, GROUPED_OUTER = "shardwise.grouped", "shardwise.grouped_outer"
 """Products whose rows belong to groups, and the gradients of their matrices: of their groups, m, n and k (``Op.dims``)
 the rows, m of the one and k of the other, are those of all groups."""
 SCALED = ("shardwise.scaled_product", "shardwise.scaled_gradient")
-"""Products in float8: of rows [m,k] with the transpose of a matrix [n,k], and of gradients [m,k] with one [k,n]."""
+"""Products in float8: of rows [m,k] with the transpose of a matrix [n,k], and of gradients [m,k] with one [k,n]; of
+experts with that of each. Where ranks have parts of the rows, their names end otherwise."""
 ARRIVED, EXPERT_ROWS = "R", "expert rows"
 """The symbol of the rows that come to a rank's experts, and the category of tensors of so many: of these the fullest
 rank has more than its share."""

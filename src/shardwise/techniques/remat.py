@@ -163,6 +163,7 @@ class _Chosen:
             "aten::addmm",
             "shardwise::grouped",
             "shardwise::scaled_product",
+            "shardwise::scaled_product_over_ranks",
             "shardwise::two_products",
         }
     )

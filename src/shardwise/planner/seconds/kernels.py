@@ -154,19 +154,21 @@ def _rule(op: Op, rates: Rates, sizes: tuple[int, int]) -> Duration:
 @lru_cache(maxsize=2**14)
 def _product(name: str, dims: tuple[int, ...], rates: Rates) -> Duration:
     groups, m, n, k = dims
-    if name in SCALED:
+    waited_ns = round(1e9 * rates.experts_s / GROUPED_PRODUCTS) if rates.cuda else 0
+    if name.startswith(SCALED):  # of experts one after another
         passes, kernels = CASTS[rates.blocks]
         each = rates.casts * (passes * BYTES[rates.dtype] + CODE_BYTES)
-        multiplied = _timed(rates.product_s(groups, m, n, k) / rates.scaled, rates, "products")
-        cast_s = rates.pointwise_s(m * k * each) + rates.pointwise_s(n * k * each)
+        seconds = groups * rates.product_s(1, max(1, m // groups), n, k) / rates.scaled
+        multiplied = _timed(seconds, rates, "products", kernels=groups)
+        cast_s = rates.pointwise_s(m * k * each) + rates.pointwise_s(groups * n * k * each)
         of_cast = _timed(cast_s, rates, "products", kernels=round(2 * kernels * rates.casts))
-        return Duration(multiplied.device_ns + of_cast.device_ns, multiplied.host_ns + of_cast.host_ns, "products")
+        host_ns = multiplied.host_ns + of_cast.host_ns + (waited_ns if groups > 1 else 0)
+        return Duration(multiplied.device_ns + of_cast.device_ns, host_ns, "products")
     if name not in (GROUPED, GROUPED_OUTER):
         return _timed(rates.product_s(groups, m, n, k), rates, "products")
     outer = name == GROUPED_OUTER
     rows, matrix = (k, (m, n)) if outer else (m, (n, k))
     made = _timed(rates.grouped_s(groups, rows, matrix, outer=outer), rates, "products")
-    waited_ns = round(1e9 * rates.experts_s / GROUPED_PRODUCTS) if rates.cuda else 0
     return replace(made, host_ns=made.host_ns + waited_ns)
 
 

@@ -1,33 +1,33 @@
-"""Products in float8 (``precision.products: float8``): the linear layers of blocks multiply forward, and for the
-gradients of their inputs, codes of one byte; the gradients of their weights stay in the dtype of compute.
+"""Products in float8 (``precision.products: float8``): linear layers and experts of blocks multiply, forward and for
+the gradients of their inputs, codes of one byte; the gradients of their weights stay in the dtype of compute.
 
-Shards nothing, sends nothing, and keeps nothing: what is saved, gathered and sent is what it was. In blocks
-(DeepSeek-V3, arXiv 2412.19437; the default) 128 elements of an input or a gradient share a scale, and 128 x 128 of a
-weight, so that a rank with whole blocks computes what one process does; what would cut a block is refused. On GPUs from
-Hopper on it pays where products are large, above all with frozen weights; on a CPU it is emulated, for proofs. Output
-layer, embedding, routers, experts and norms are never in float8, nor are the first and the last block unless it is
-said. ``codes.py`` has codes and scales, ``scaled.py`` the products.
+Shards nothing and keeps nothing. In blocks (DeepSeek-V3, arXiv 2412.19437; the default) 128 elements of an input or a
+gradient share a scale, and 128 x 128 of a weight, so that a rank with whole blocks computes what one process does; what
+would cut a block is refused. Of rows that tp cuts, ranks send each other the greatest exponents. On GPUs from Hopper on
+it pays where products are large, above all with frozen weights; on a CPU it is emulated, for proofs. Output layer,
+embedding, routers and norms are never in float8, nor are the first and the last block unless it is said. ``codes.py``
+has codes and scales, ``scaled.py`` the products.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
 from shardwise.models.blocks import spec_of
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.roles import is_expert, is_linear, role
+from shardwise.models.roles import is_adaptable, is_stacked, role
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.devices import Device, devices
 from shardwise.spec.plan import Plan, Precision, Scales
 from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
-from shardwise.spec.sheet import SCALED, At, Op, Within, number
+from shardwise.spec.sheet import SCALED, At, Op, SentMeanwhile, Within, number
 from shardwise.techniques.quantised import FLOAT8_BLOCK
 from shardwise.techniques.states import division, one_of_each, use
 from shardwise.techniques.variant import Traced
@@ -71,13 +71,14 @@ def in_float8(layer: str, blocks: int, precision: Precision) -> bool:
 
 @lru_cache(maxsize=64)
 def _candidates(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The layers that could be, and the shapes of their weights: of what predicts further tokens none."""
+    """The layers that could be, and the shapes of their weights, of experts that of one: of what predicts further
+    tokens none."""
     found = dict[str, tuple[int, ...]]()
     for name, shape in parameter_shapes(spec).items():
-        if is_linear(name) and not is_expert(name) and len(shape) == 2:
+        if is_adaptable(name) and len(shape) == 2:
             layer = name.rpartition(".")[0]
             if not spec.predicts(int(layer.split(".")[1])):
-                found[layer] = shape
+                found[layer] = (shape[0] // spec.experts.num_experts, shape[1]) if is_stacked(name) else shape
     return found
 
 
@@ -163,8 +164,8 @@ def _odd(spec: ModelSpec, precision: Precision) -> list[str]:
 
 
 def _cut(spec: ModelSpec, plan: Plan) -> dict[str, str]:
-    """Why tensor parallelism would change results, by the layer's name: ranks would find other maxima than one process
-    does, or those of parts of a sum."""
+    """Why tensor parallelism would change results, by the layer's name: ranks would find maxima of parts of blocks, or
+    of parts of a sum; of rows that are cut they tell each other the greatest."""
     ranks, how, found = plan.layout.tp, division(spec, plan), dict[str, str]()
     if ranks == 1:
         return found
@@ -176,10 +177,8 @@ def _cut(spec: ModelSpec, plan: Plan) -> dict[str, str]:
         elif used != "stream":
             dim = int(used == "inputs")
             what = f"`{name.rpartition('.')[2]}` has {shape[dim]} {('rows', 'columns')[dim]}"
-            if plan.precision.scales == "row":
-                found[name] = "scales of rows would be other ones on each rank of tp"
-            elif shape[dim] % (ranks * FLOAT8_BLOCK):
-                found[name] = f"{what}, of which {ranks} ranks of tp would not have whole blocks of {FLOAT8_BLOCK}"
+            if shape[dim] % (ranks * (each := MULTIPLES[plan.precision.scales])):
+                found[name] = f"{what}, of which {ranks} ranks of tp would not have whole blocks of {each}"
     return found
 
 
@@ -264,24 +263,39 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Tr
 def workspace_bytes(op: Op, at: At) -> Within:
     """The most that a product holds beside what it is given and makes: where it is emulated what the codes of its input
     stand for, then of the weight that and its codes; or before them those of the input, and its scales. On a GPU, which
-    multiplies codes, it is less."""
-    _, m, n, k = (number(dim, (at.b, at.s)) for dim in op.dims)
-    left, right = m * k, n * k
-    return Within(max((at.width + 1) * left, at.width * left + (at.width + 1) * right) + 4 * (left // FLOAT8_BLOCK))
+    multiplies codes, it is less. Where ranks have parts of the rows it sends an exponent for each."""
+    groups, m, n, k = (number(dim, (at.b, at.s)) for dim in op.dims)
+    left, right = m * k, groups * n * k
+    held = max((at.width + 1) * left, at.width * left + (at.width + 1) * right) + 4 * (left // FLOAT8_BLOCK)
+    return Within(held, (SentMeanwhile("all_reduce", 4 * (m + n)),) if op.axis else ())
 
 
-WITHIN = dict.fromkeys(SCALED, workspace_bytes)
+WITHIN = dict.fromkeys((*SCALED, *(f"{name}_over_ranks" for name in SCALED)), workspace_bytes)
+
+
+def steps_of(operation: str) -> Callable[..., Any] | None:
+    """Return what an operation of this technique's own does, operation by operation."""
+    if operation not in ("shardwise::scaled_product_over_ranks", "shardwise::scaled_gradient_over_ranks"):
+        return None
+    from shardwise.techniques.float8 import scaled
+
+    return scaled.product if "product" in operation else scaled.gradient
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
-    """Have linear layers multiply in float8, by their names."""
+    """Have linear layers and experts multiply in float8, by their names."""
     from torch import nn
 
-    from shardwise.techniques.float8.scaled import multiply_scaled
+    from shardwise.models.moe import Stacked
+    from shardwise.techniques.float8.scaled import Scaling, multiply_scaled
 
-    found = layers(spec_of(parts), plan.precision)
+    spec, scales = spec_of(parts), plan.precision.scales
+    found, divided = layers(spec, plan.precision), division(spec, plan)
+    group = str(meshes.groups["tp"].group_name) if scales == "row" and plan.layout.tp > 1 else ""
     for part in parts:
         for name, module in part.named_modules():
-            if type(module) is nn.Linear and name in found:
-                multiply_scaled(module, plan.precision.scales, fused=plan.compile)
+            if type(module) in (nn.Linear, Stacked) and name in found:
+                used = use(f"{name}.weight", divided) if group else ""
+                over = (group * (used == dim) for dim in ("inputs", "outputs"))
+                multiply_scaled(module, Scaling(scales, plan.compile, *over))
     return parts

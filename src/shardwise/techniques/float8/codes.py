@@ -34,40 +34,50 @@ class CodedMatrix:
         """Return the transposed matrix, with the same scales."""
         return CodedMatrix(self.codes.t(), self.scales.t(), self.columns, self.rows)
 
+    def part(self, first: int, last: int) -> CodedMatrix:
+        """Return some of its rows, with scales in memory of their own, as kernels want it aligned."""
+        scales = self.scales[first // self.rows : -(-last // self.rows)].clone()
+        return CodedMatrix(self.codes[first:last], scales, self.rows, self.columns)
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """What the codes stand for, [m,k]."""
         found = self.codes.to(dtype)
         return _scaled(found, self.scales.to(dtype), self.rows, self.columns, out=found)
 
 
-def coded(matrix: Tensor, rows: int, columns: int, *, fused: bool = False) -> CodedMatrix:
+def coded(
+    matrix: Tensor, rows: int, columns: int, *, fused: bool = False, exponents: Tensor | None = None
+) -> CodedMatrix:
     """Return the codes of a matrix [m,k], of which each ``rows`` x ``columns`` elements share a scale: the smallest
-    power of two with which the largest of them can be told. ``fused``: in kernels that the compiler makes. Raises
-    ValueError for a matrix that is no whole number of blocks: it would be a piece that was cut within one."""
+    power of two with which the largest of them can be told, or that of the ``exponents``. ``fused``: in kernels that
+    the compiler makes. Raises ValueError for a matrix that is no whole number of blocks: it would be a piece that was
+    cut within one."""
     (m, k) = matrix.shape
     if m % rows or k % columns:
         raise ValueError(f"a matrix of {m} x {k} is not made of whole blocks of {rows} x {columns}")
-    codes, scales = (_compiled() if fused else codes_and_scales)(matrix, rows, columns)
+    codes, scales = (_compiled() if fused else codes_and_scales)(matrix, rows, columns, exponents)
     return CodedMatrix(codes, scales, rows, columns)
 
 
 @cache
-def _compiled() -> Callable[[Tensor, int, int], tuple[Tensor, Tensor]]:
+def _compiled() -> Callable[[Tensor, int, int, Tensor | None], tuple[Tensor, Tensor]]:
     return torch.compile(codes_and_scales, fullgraph=True)
 
 
-def codes_and_scales(matrix: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+def codes_and_scales(matrix: Tensor, rows: int, columns: int, exponents: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The codes [m,k] and scales of blocks of a matrix."""
-    m, k = matrix.shape
-    blocks = matrix.reshape(m // rows, rows, k // columns, columns)
-    exponents = _exponents(torch.linalg.vector_norm(blocks, ord=torch.inf, dim=(1, 3)))
+    exponents = exponents_of(matrix, rows, columns) if exponents is None else exponents
     inverse = _power(exponents.neg()).to(matrix.dtype)
     return _scaled(matrix, inverse, rows, columns).to(E4M3), _power(exponents)
 
 
-def _exponents(largest: Tensor) -> Tensor:
-    """The exponents of the scales of blocks with these ``largest`` elements, int32: read off their bits, without a
-    division, which would round. Where an element is not finite it is one that makes the scale so too."""
+def exponents_of(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """The exponents of the scales of blocks, int32 [m/rows,k/columns]: read off the bits of their largest elements,
+    without a division, which would round. Where an element is not finite it is one that makes the scale so too, and
+    greater than any other: of blocks that are parts of one the greatest is the whole's."""
+    m, k = matrix.shape
+    blocks = matrix.reshape(m // rows, rows, k // columns, columns)
+    largest = torch.linalg.vector_norm(blocks, ord=torch.inf, dim=(1, 3))
     if largest.dtype == torch.float64:
         mantissas, exponents = torch.frexp(largest)
         wanted = exponents - LARGEST_EXPONENT + (mantissas > LARGEST_MANTISSA).int()

@@ -1,63 +1,75 @@
 """The product of a linear layer in float8, one operation for each of the two products that are: forward, and the
-gradient of the input. The gradient of the weight is a product in the dtype of the input.
+gradient of the input. The gradient of the weight is a product in the dtype of the input. Of a matrix of experts each
+multiplies rows of its own.
 
 Within an operation are codes and scales: those who watch a block (the planner, recomputation, the compiler) see a
-product, and nothing of it is saved but what any linear layer saves, the input and the weight as they were given.
+product, and nothing of it is saved but what any linear layer saves, the input and the weight as they were given. Where
+ranks have parts of rows that share a scale, it is that of the whole rows: they tell each other the greatest exponents.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from shardwise.distributed.slices import local
+from shardwise.distributed.torch_private import group_named
+from shardwise.models.grouped import grouped
 from shardwise.models.layers import returned
-from shardwise.techniques.float8.codes import CodedMatrix, coded
-from shardwise.techniques.product import product_of, share_of
+from shardwise.models.moe import Stacked, of_owners
+from shardwise.techniques.float8.codes import CodedMatrix, coded, exponents_of
+from shardwise.techniques.product import bias_of, product_of, share_of
 from shardwise.techniques.quantised import FLOAT8_BLOCK
 
-
-def _coded(matrix: Tensor, scales: str, *, weight: bool, fused: bool = False) -> CodedMatrix:
-    """The codes of a matrix [m,k] that is multiplied along k. In blocks, a scale of a weight is one of its transposed
-    matrix too."""
-    if scales == "row":
-        return coded(matrix, 1, matrix.shape[1], fused=fused)
-    return coded(matrix, FLOAT8_BLOCK if weight else 1, FLOAT8_BLOCK, fused=fused)
+ALIGNED_ROWS = 16
+"""Of an expert's rows so many are multiplied at a time, as kernels want their scales aligned."""
 
 
-@torch.library.custom_op("shardwise::scaled_product", mutates_args=())
-def scaled_product(x: Tensor, weight: Tensor, scales: str, fused: bool) -> Tensor:
-    """x [n,in], weight [out,in] -> [n,out]. ``fused``: on a GPU codes are made in kernels that the compiler makes."""
-    if emulated(x):
-        return _values(x, scales) @ _values(weight, scales, weight=True).t()
-    left = _coded(x, scales, weight=False, fused=fused)
-    return _multiplied(left, _coded(weight, scales, weight=True, fused=fused), x.dtype)
+class Scaling(NamedTuple):
+    """The way in which a product is one of codes. ``scales``: for blocks, or a ``row`` each. ``fused``: on a GPU codes
+    are made in kernels that the compiler makes. ``group``: the name of the process group whose ranks have the other
+    parts of rows that are multiplied; empty where these are whole. ``back``: of those that give the gradient of the
+    input."""
+
+    scales: str
+    fused: bool = False
+    group: str = ""
+    back: str = ""
 
 
-@torch.library.custom_op("shardwise::scaled_gradient", mutates_args=())
-def scaled_gradient(grad: Tensor, weight: Tensor, scales: str, fused: bool) -> Tensor:
-    """grad [n,out], weight [out,in] -> [n,in]."""
-    rows = scales == "row"
-    if emulated(grad):
-        values, own = _values(grad, scales), _values(weight.t() if rows else weight, scales, weight=True)
-        return values @ (own.t() if rows else own)
-    own_codes = _coded(weight.t() if rows else weight, scales, weight=True, fused=fused)
-    left = _coded(grad, scales, weight=False, fused=fused)
-    return _multiplied(left, own_codes if rows else own_codes.transposed(), grad.dtype)
+def product(x: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
+    """x [n,in], weight [out,in] -> [n,out]; with ``counts`` [E] x is sorted by expert, and weight [E,out,in]."""
+    return _multiplied(x, weight, counts, Scaling(scales, fused, group), turned=False)
 
 
-@scaled_product.register_fake
-def _(x: Tensor, weight: Tensor, scales: str, fused: bool) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def gradient(grad: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
+    """grad [n,out], weight [out,in], or of experts [E,out,in] -> [n,in]."""
+    return _multiplied(grad, weight, counts, Scaling(scales, fused, group), turned=True)
 
 
-@scaled_gradient.register_fake
-def _(grad: Tensor, weight: Tensor, scales: str, fused: bool) -> Tensor:
-    return grad.new_empty(grad.shape[0], weight.shape[1])
+def _made(x: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[-2])
+
+
+def _made_back(grad: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
+    return grad.new_empty(grad.shape[0], weight.shape[-1])
+
+
+PRODUCTS, GRADIENTS = (
+    [torch.library.custom_op(f"shardwise::{name}{where}", call, mutates_args=()) for where in ("", "_over_ranks")]
+    for name, call in (("scaled_product", product), ("scaled_gradient", gradient))
+)
+"""Operations of whole rows, and of rows of which ranks have parts: of these the planner counts what they send."""
+for _product, _gradient in zip(PRODUCTS, GRADIENTS, strict=True):
+    _product.register_fake(_made)
+    _gradient.register_fake(_made_back)
 
 
 def emulated(x: Tensor) -> bool:
@@ -66,18 +78,56 @@ def emulated(x: Tensor) -> bool:
     return x.device.type == "cpu" or x.dtype == torch.float64
 
 
-def _values(matrix: Tensor, scales: str, *, weight: bool = False) -> Tensor:
-    return _coded(matrix, scales, weight=weight).values(matrix.dtype)
+def _multiplied(x: Tensor, weight: Tensor, counts: Tensor | None, how: Scaling, *, turned: bool) -> Tensor:
+    """x [m,k] times the transpose of weight [n,k], or, ``turned``, times weight [k,n]."""
+    if emulated(x):
+        codes = _operands(x, weight, how, turned=turned)
+        left, right = next(codes).values(x.dtype), next(codes).values(x.dtype)
+        right = right.view_as(weight) if turned else right.view_as(weight).transpose(-1, -2)
+        return left @ right if counts is None else grouped(left, right.transpose(1, 2), counts)
+    if counts is None:
+        left_codes, right_codes = _operands(x, weight, how, turned=turned)
+        return _kernel(left_codes, right_codes.transposed() if turned else right_codes, x.dtype)
+    padded = functional.pad(x, (0, 0, 0, ALIGNED_ROWS - 1))
+    left_codes, right_codes = _operands(padded, weight, how, turned=turned)
+    out, rows = x.new_empty(x.shape[0], weight.shape[2 if turned else 1]), weight.shape[1]
+    for expert, (start, stop) in enumerate(pairwise([0, *counts.cumsum(0).tolist()])):
+        if start < stop:
+            own = right_codes.part(expert * rows, (expert + 1) * rows)
+            many = left_codes.part(start, stop + (start - stop) % ALIGNED_ROWS)  # with some of the next expert's
+            out[start:stop] = _kernel(many, own.transposed() if turned else own, x.dtype)[: stop - start]
+    return out
 
 
-def _multiplied(a: CodedMatrix, b: CodedMatrix, dtype: torch.dtype) -> Tensor:
+def _operands(x: Tensor, weight: Tensor, how: Scaling, *, turned: bool) -> Iterator[CodedMatrix]:
+    """The codes of both, one after the other. In blocks, a scale of a weight is one of its transposed matrix too; of
+    rows, the transposed matrix has its own."""
+    rows, columns = weight.shape[-2:]
+    blocks = (1, FLOAT8_BLOCK), (FLOAT8_BLOCK, FLOAT8_BLOCK)
+    if how.scales == "row":
+        blocks = (1, x.shape[1]), (rows, 1) if turned else (1, columns)
+    given = [*zip((x, weight.flatten(0, -2)), blocks, strict=True)]
+    exponents = _greatest([exponents_of(matrix, *block) for matrix, block in given], how.group) if how.group else ()
+    for i, (matrix, block) in enumerate(given):
+        yield coded(matrix, *block, fused=how.fused and not emulated(x), exponents=exponents[i] if exponents else None)
+
+
+def _greatest(exponents: list[Tensor], group: str) -> list[Tensor]:
+    """The greatest of each over the ranks of a group, of all in one message."""
+    together = torch.cat([each.flatten() for each in exponents])
+    dist.all_reduce(together, dist.ReduceOp.MAX, group=group_named(group))
+    sizes = [each.numel() for each in exponents]
+    return [own.view_as(each) for own, each in zip(together.split(sizes), exponents, strict=True)]
+
+
+def _kernel(a: CodedMatrix, b: CodedMatrix, dtype: torch.dtype) -> Tensor:
     """a [m,k] times the transpose of b [n,k]. The kernels want the contraction in consecutive memory."""
     codes = b.codes.contiguous().t()
     if a.columns == a.codes.shape[1]:
-        scales, kinds = (a.scales, b.scales.t()), (ScalingType.RowWise, ScalingType.RowWise)
+        scales, kinds = (a.scales, b.scales.t().contiguous()), (ScalingType.RowWise, ScalingType.RowWise)
     else:
         # Scales of 1 x 128 lie column by column; those of 128 x 128 too, the blocks of k filled up to a multiple of 4.
-        of_b = functional.pad(b.scales, (0, -b.scales.shape[1] % 4)).t()
+        of_b = functional.pad(b.scales, (0, -b.scales.shape[1] % 4)).contiguous().t()
         scales = a.scales.t().contiguous().t(), of_b
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     plain = SwizzleType.NO_SWIZZLE
@@ -89,37 +139,47 @@ class _ScaledLinear(torch.autograd.Function):
     gradient. Codes, saved, would outlive a weight that is gathered."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, scales: str, fused: bool) -> Tensor:
-        return returned(scaled_product(x, weight, scales, fused))
+    def forward(x: Tensor, weight: Tensor, counts: Tensor | None, how: Scaling) -> Tensor:
+        multiply = PRODUCTS[bool(how.group)]
+        return returned(multiply(x, weight, counts, how.scales, how.fused, how.group))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, *ctx.how = inputs
+        x, weight, counts, ctx.how = inputs
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, counts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        grad_x = None if weight is None else scaled_gradient(grad, weight, *ctx.how)
-        grad_weight = None if x is None else torch.mm(grad.t(), x)
+        (x, weight, counts), how = ctx.saved_tensors, ctx.how
+        grad_x, grad_weight = None, None
+        if weight is not None:
+            multiply = GRADIENTS[bool(how.back)]
+            grad_x = multiply(grad, weight, counts, how.scales, how.fused, how.back)
+        if x is not None and counts is None:
+            grad_weight = torch.mm(grad.t(), x)
+        elif x is not None:
+            grad_weight = torch.ops.shardwise.grouped_outer(grad.contiguous(), x, counts)
         return grad_x, grad_weight, None, None
 
 
-def linear(x: Tensor, weight: Tensor, scales: str, *, fused: bool = False) -> Tensor:
-    """x [..,in], weight [out,in] -> [..,out], in the dtype of x."""
-    out: Tensor = _ScaledLinear.apply(x.flatten(0, -2), weight, scales, fused)
+def linear(x: Tensor, weight: Tensor, how: Scaling, counts: Tensor | None = None) -> Tensor:
+    """x [..,in], weight [out,in] -> [..,out], in the dtype of x. With ``counts`` [E] rows of x are sorted by expert, of
+    which each has so many, and weight is [E,out,in]."""
+    out: Tensor = _ScaledLinear.apply(x.flatten(0, -2), weight, counts, how)
     return out.unflatten(0, x.shape[:-1])
 
 
-def multiply_scaled(layer: nn.Linear, scales: str, *, fused: bool) -> None:
+def multiply_scaled(layer: nn.Linear | Stacked, how: Scaling) -> None:
     """Have the layer multiply by what it holds of its weight, in float8."""
 
-    def multiply(x: Tensor) -> Tensor:
-        share = share_of(layer)
-        out = linear(x, share.used(local(layer.weight).to(x.dtype)), scales, fused=fused)
-        if layer.bias is None or share.group is not None:
-            return out
-        return out + share.used(local(layer.bias).to(x.dtype))
+    def multiply(x: Tensor, counts: Tensor | None = None) -> Tensor:
+        weight = share_of(layer).used(local(layer.weight).to(x.dtype))
+        if isinstance(layer, Stacked):
+            assert counts is not None
+            out = linear(x, weight.unflatten(0, (-1, layer.rows)), how, counts)
+            return out if layer.bias is None else out + of_owners(local(layer.bias), counts, out)
+        out, bias = linear(x, weight, how), bias_of(layer, x.dtype)
+        return out if bias is None else out + bias
 
     product_of(layer).multiply = multiply
