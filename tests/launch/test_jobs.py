@@ -23,6 +23,7 @@ from shardwise.spec.load import load_recipe
 from tests.cli.test_face import WORDS
 from tests.runtime.small_run import write_text
 
+OBJECTS = ("kubernetes", "jobset", "kubeflow")
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes_1_37.json").read_text())
 """Those of Kubernetes 1.37, strict (Apache 2.0, from the package kubernetes-validate 1.37.0), of the objects that a job
 has; of properties that it does not use, the names alone."""
@@ -83,9 +84,20 @@ def directives(text: str) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", head, re.MULTILINE))
 
 
+def job_spec(text: str) -> dict[str, Any]:
+    """That of the Job, wherever it stands."""
+    objects = {each["kind"]: each["spec"] for each in yaml.safe_load_all(text) if "spec" in each}
+    found: dict[str, Any] = objects.get("Job", {})
+    sets = [objects["JobSet"]] if "JobSet" in objects else []
+    sets += [objects["TrainingRuntime"]["template"]["spec"]] if "TrainingRuntime" in objects else []
+    for each in sets:
+        (only,) = each["replicatedJobs"]
+        found = only["template"]["spec"]
+    return found
+
+
 def container(text: str) -> dict[str, Any]:
-    job = list(yaml.safe_load_all(text))[-1]
-    found: dict[str, Any] = job["spec"]["template"]["spec"]["containers"][0]
+    found: dict[str, Any] = job_spec(text)["template"]["spec"]["containers"][0]
     return found
 
 
@@ -94,9 +106,13 @@ def asked(kind: str, text: str) -> tuple[int, int, int]:
     if kind == "slurm":
         found = directives(text)
         return int(found["nodes"]), int(found["ntasks-per-node"]), int(found.get("gpus-per-node", 0))
-    if kind == "kubernetes":
-        spec, env = list(yaml.safe_load_all(text))[-1]["spec"], {e["name"]: e for e in container(text)["env"]}
+    if kind in OBJECTS:
+        spec, env = job_spec(text), {e["name"]: e for e in container(text)["env"]}
         gpus = container(text)["resources"].get("limits", {}).get("nvidia.com/gpu", 0)
+        if kind == "kubeflow":  # the trainer sets the variables
+            asked = list(yaml.safe_load_all(text))[-1]["spec"]["trainer"]
+            assert spec["parallelism"] == spec["completions"] == asked["numNodes"] and "PET_NNODES" not in env
+            return asked["numNodes"], asked["numProcPerNode"], gpus
         assert spec["parallelism"] == spec["completions"] == int(env["PET_NNODES"]["value"])
         return spec["completions"], int(env["PET_NPROC_PER_NODE"]["value"]), gpus
     if kind == "skypilot":
@@ -136,7 +152,7 @@ def told(kind: str, text: str, tmp_path: Path) -> list[list[str]]:
     shows = tmp_path / "shows"
     shows.write_text(SHOWS)
     shows.chmod(0o755)
-    if kind == "kubernetes":
+    if kind in OBJECTS:
         env = {each["name"]: each.get("value", "") for each in container(text)["env"]}
         return [[expanded(word, env) for word in container(text)["command"][1:]]]
     srun = '#!/bin/bash\nshift\nSLURM_PROCID=1 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NTASKS_PER_NODE=2 exec "$@"\n'
@@ -164,7 +180,7 @@ def test_no_word_breaks_out(kind: str, written: Written, tmp_path: Path) -> None
         recipe = f"data.path={HOSTILE}" in words
         if not recipe:  # it travels in the job
             path = tmp_path / "recipe.yaml"
-            if kind == "kubernetes":
+            if kind in OBJECTS:
                 path.write_text(next(yaml.safe_load_all(text))["data"]["recipe.yaml"])
             else:
                 path = Path(words[words.index("train") + 1])
@@ -225,9 +241,10 @@ def test_the_schemas_refuse_what_kubernetes_would(written: Written) -> None:
     ("words", "code", "said"),
     [
         (["--on", "kubernets"], 2, "did you mean `kubernetes`?"),
-        (["--on", "nomad"], 2, "one of slurm, kubernetes, skypilot, ssh"),
+        (["--on", "nomad"], 2, "one of slurm, kubernetes, jobset, kubeflow, skypilot, ssh"),
         ([], 2, "`--on` says for what the job is written"),
-        (["--on", "slurm", "--submit"], 2, "unknown option `--submit`"),
+        (["--on", "slurm", "--submitt"], 2, "did you mean `--submit`?"),
+        (["--on", "slurm", "--submit", "--with", "'a"], 2, "`--with` cannot be read"),
         (["--on", "slurm", "--run", "a; b"], 73, "OUT006"),
         (["--on", "ssh", "--cluster", "2x8xRTX-4090", "parallel.strategy=ddp", "llama-8b-hsdp"], 78, "RTX 4090"),
         (["--on", "ssh", "--cluster", "2x8xH1000"], 78, "CLU002"),
@@ -277,20 +294,28 @@ def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "warned", "again"), [(75, True, True), (75, False, False), (1, True, False), (0, False, False)]
+    ("code", "warned", "again"),
+    [
+        (75, signal.SIGUSR1, True),
+        (75, None, False),
+        (75, signal.SIGTERM, False),
+        (1, signal.SIGUSR1, False),
+        (0, None, False),
+    ],
 )
 def test_slurm_queues_it_again_when_it_was_warned_and_has_saved(
-    code: int, warned: bool, again: bool, written: Written, tmp_path: Path
+    code: int, warned: signal.Signals | None, again: bool, written: Written, tmp_path: Path
 ) -> None:
+    """Asked to stop for good, ranks hear the same: srun would kill them if it heard SIGTERM itself."""
     Path("job.sh").write_text(written("slurm"))
     environment = tools(tmp_path) | {"CODE": str(code), "LASTS": "20" if warned else "0"}
     job = subprocess.Popen(["bash", "job.sh"], env=environment)
     until(Path("started").exists)
     if warned:
-        job.send_signal(signal.SIGUSR1)
+        job.send_signal(warned)
     assert job.wait(20) == code
     calls = Path("calls").read_text().splitlines() if Path("calls").exists() else []
-    assert calls == ["warned"] * warned + ["requeue 7"] * again
+    assert calls == ["warned"] * bool(warned) + ["requeue 7"] * again
 
 
 def test_ssh_ends_all_when_one_fails(written: Written, tmp_path: Path) -> None:

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from shardwise.launch.jobs import kubernetes, skypilot, slurm, ssh
 
-KINDS = {kind.name: kind for kind in (slurm.KIND, kubernetes.KIND, skypilot.KIND, ssh.KIND)}
+KINDS = {kind.name: kind for kind in (slurm.KIND, *kubernetes.KINDS, skypilot.KIND, ssh.KIND)}
 """All kinds of jobs by name."""
