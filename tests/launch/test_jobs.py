@@ -27,6 +27,8 @@ OBJECTS = ("kubernetes", "jobset", "kubeflow")
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes_1_37.json").read_text())
 """Those of Kubernetes 1.37, strict (Apache 2.0, from the package kubernetes-validate 1.37.0), of the objects that a job
 has; of properties that it does not use, the names alone."""
+OF_OPERATORS = json.loads((Path(__file__).parent / "kubeflow_trainer_2_3.json").read_text())
+"""Those of JobSet and Kubeflow's trainer, likewise (Apache 2.0, the models of kubeflow-trainer-api 2.3.0)."""
 HOSTILE = "a 'b\" $(touch sprung) `touch sprung` $HOME \\ ; touch sprung # é"
 SHOWS = r"""#!/bin/bash
 exec > said-$$
@@ -227,6 +229,48 @@ def test_kubernetes_would_take_it(cluster: str, written: Written) -> None:
     rules = objects["Job"]["spec"]["podFailurePolicy"]["rules"]
     by_code = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
     assert by_code == {75: "Ignore", **dict.fromkeys((2, 65, 66, 70, 73, 77, 78), "FailJob")}
+
+
+@pytest.mark.parametrize("cluster", ["2x2xCPU", "4x8xH100"])
+def test_the_operators_would_take_theirs(cluster: str, written: Written) -> None:
+    """The Job within is the one that Kubernetes takes; all pods are started again together."""
+    words = ("train.global_batch_size=32", "--run", "A_long.Name-1")
+    alone = job_spec(written("kubernetes", *words, cluster=cluster))
+    for kind, kinds in (("jobset", ["JobSet"]), ("kubeflow", ["TrainingRuntime", "TrainJob"])):
+        text = written(kind, *words, cluster=cluster)
+        _, *objects = yaml.safe_load_all(text)
+        assert [each["kind"] for each in objects] == kinds
+        for each in objects:
+            assert conforms(each, OF_OPERATORS[each["kind"]], each["kind"]) == []
+            assert each["metadata"]["name"] == "a-long-name-1"
+        spec = job_spec(text)
+        assert conforms(spec, SCHEMAS["Job"]["properties"]["spec"]) == []
+        changed = {key for key in {*spec, *alone} if spec.get(key) != alone.get(key)}
+        assert changed == {"backoffLimit", "template"} and spec["backoffLimit"] == 0
+        pod, theirs = (each["template"]["spec"] for each in (spec, alone))
+        assert {key for key in {*pod, *theirs} if pod.get(key) != theirs.get(key)} == {"containers", "subdomain"}
+        where = {each["name"]: each.get("value") for each in container(text)["env"]}.get("PET_MASTER_ADDR")
+        assert where == ("a-long-name-1-node-0-0.a-long-name-1" if kind == "jobset" else None)
+    assert objects[1]["spec"]["runtimeRef"] == {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": "TrainingRuntime",
+        "name": "a-long-name-1",
+    }
+    step = objects[0]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["metadata"]["labels"]
+    assert step == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"} and container(text)["name"] == "node"
+    assert objects[0]["spec"]["mlPolicy"]["torch"] == {}, "or the trainer sets no variables"
+
+
+def test_the_schemas_of_operators_refuse_what_they_would(written: Written) -> None:
+    runtime, job = list(yaml.safe_load_all(written("kubeflow")))[1:]
+    job["spec"]["trainer"]["numProcPerNode"] = "2"
+    job["spec"]["podTemplateOverrides"] = []
+    del job["spec"]["runtimeRef"]["name"]
+    assert len(conforms(job, OF_OPERATORS["TrainJob"])) == 3
+    runtime["spec"]["template"]["spec"]["failurePolicy"]["rules"][0].pop("action")
+    assert conforms(runtime, OF_OPERATORS["TrainingRuntime"]) == [
+        ".spec.template.spec.failurePolicy.rules[0]: action is missing"
+    ]
 
 
 def test_the_schemas_refuse_what_kubernetes_would(written: Written) -> None:

@@ -43,7 +43,7 @@ WHY = {
     "completions": "the nodes of the plan, all at once",
     "backoffLimit": f"failed pods in all: each node may fail {RETRIES} times",
     "maxRestarts": "all pods are started again, so often; what would only fail again is not",
-    "runtimeRef": "below: what runs is said there",
+    "runtimeRef": "above, where it is said what runs",
     "podFailurePolicy": f"{PreemptedError.exit_code}: saved, to be started again; a lost node; what would fail again",
     "terminationGracePeriodSeconds": "the time to save after SIGTERM",
     "claimName": "yours: ReadWriteMany, on a file system with fsync and atomic rename",
@@ -66,6 +66,8 @@ def text(job: ClusterJob, documents: tuple[Document, ...]) -> str:
 
 
 def _why(path: KeyPath, value: Any) -> str:
+    if (path[-1], value) == ("backoffLimit", 0):
+        return "any pod that fails ends the Job: see maxRestarts"
     return WHY.get(str(path[-1]), "")
 
 
