@@ -47,7 +47,15 @@ trap 'echo stopped >> {there}/calls; kill $waits; exit 143' TERM
 echo "ssh says"; sleep 60 & waits=$!
 wait $waits
 """
+RAY = r"""case "$2" in
+submit) for word; do case "$word" in --working-dir=*) cp "${word#*=}/job.py" {there}/job;; esac; done; echo Next steps;;
+list) echo 'INFO cli.py:42 -- Job submission server address: http://head:8265'
+[ -e {there}/listed ] && cat {there}/listed || echo 'INFO cli.py:600 -- []';;
+logs) echo "job mine-1 says";;
+esac
+"""
 FAKES = {
+    "ray": RAY,
     "sbatch": SBATCH,
     "squeue": "cat {there}/listed 2>/dev/null; exit 0\n",
     "scancel": "",
@@ -71,6 +79,17 @@ def managed(state: str, reason: str = "") -> str:
     return json.dumps([{"job_id": 5, "job_name": "mine-1", "status": state, "failure_reason": reason}])
 
 
+def details(state: str, message: str = "None") -> str:
+    """As ``ray job list`` of Ray 2.60 prints it, with a job of somebody else."""
+    jobs = []
+    for name, by in (("other", "{}"), ("mine-1", "{'by': 'shardwise'}")):
+        head = f"JobDetails(type=<JobType.SUBMISSION: 'SUBMISSION'>, job_id=None, submission_id='{name}', "
+        status = f"driver_info=None, status=<JobStatus.{state}: '{state}'>, entrypoint='python job.py', "
+        tail = f"message={message}, error_type=None, start_time=1796044925341, metadata={by}, driver_exit_code=3)"
+        jobs.append(head + status + tail)
+    return f"INFO cli.py:600 -- [{', '.join(jobs)}]"
+
+
 @dataclass(frozen=True)
 class Words:
     """What is expected of a scheduler: its job's id, what it lists of one that waits, runs and has failed, and the
@@ -84,7 +103,8 @@ class Words:
     more: str = ""
     states: tuple[str, str, str] = ("Pending", "Running", "Failed")
     reasons: tuple[str, str] = ("", "BackoffLimitExceeded: too many")
-    frees: bool = field(default=False)
+    frees: bool = False
+    remove: list[str] = field(default_factory=list)
 
 
 FAILED = {"type": "Failed", "reason": "BackoffLimitExceeded", "message": "too many"}
@@ -97,6 +117,17 @@ def of_kubernetes(kinds: str) -> Words:
 
 
 EXPECTED = {
+    "ray": Words(
+        "mine-1",
+        details("PENDING"),
+        details("RUNNING", "'Job is currently running.'"),
+        details("FAILED", repr("Job entrypoint command failed with exit code 3, last available logs (truncated):\nhi")),
+        ["ray job stop --no-wait mine-1 --address=http://head:8265"],
+        "--address=http://head:8265",
+        ("PENDING", "RUNNING", "FAILED"),
+        ("", "Job entrypoint command failed with exit code 3"),
+        remove=["ray job delete mine-1 --address=http://head:8265"],
+    ),
     "slurm": Words(
         "17",
         queued("PENDING", "Priority"),
@@ -165,7 +196,11 @@ def test_it_is_submitted_once_and_followed_to_its_end(
     told = said().out
     assert f"submitted: job {expected.id} of {kind}, run mine.1\n" in told and (there / "job").read_text() == printed
     assert f"shardwise stop mine.1 --on {kind}" in told
-    taken = [line for line in calls(there) if "apply" in line or "launch" in line or line.startswith("sbatch")]
+    taken = [
+        line
+        for line in calls(there)
+        if "apply" in line or "launch" in line or "job submit" in line or line.startswith("sbatch")
+    ]
     assert len(taken) == 1 and expected.more in taken[0]
     for what, state, reason in ((expected.waits, 0, 0), (expected.runs, 1, None)):
         listed(what)
@@ -189,7 +224,7 @@ def test_it_is_submitted_once_and_followed_to_its_end(
     assert (again == 0) if expected.frees else (again == 73 and "removes it" in said().err)
     before = len(calls(there))
     assert main(["stop", "mine.1", "--on", kind, *lists]) == 0
-    assert calls(there)[before + 1 :] == ([] if expected.frees else expected.stop)
+    assert calls(there)[before + 1 :] == ([] if expected.frees else expected.remove or expected.stop)
     assert ("has ended" if expected.frees else "removed: mine-1") in said().out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -42,6 +43,19 @@ touch started
 sleep ${LASTS:-20} & wait $!
 exit ${CODE:-75}
 """
+RAY = """class Any:
+    def __init__(self, *given, **named): self.given = given; vars(self).update(named)
+FailureConfig = RunConfig = ScalingConfig = TorchConfig = Any
+class TorchTrainer(Any):
+    def fit(self):
+        import os, sys
+        os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4"}
+        assert self.scaling_config.placement_strategy == "STRICT_SPREAD" and self.scaling_config.num_workers == 2
+        self.given[0]({})
+class get_context:
+    def get_world_rank(self): return 1
+"""
+"""What stands for Ray: one of two workers, in whose environment the variables of Ray's own process group are."""
 TOOLS = {
     "ssh": SSH,
     "srun": SRUN,
@@ -98,6 +112,15 @@ def job_spec(text: str) -> dict[str, Any]:
     return found
 
 
+def constants(text: str) -> dict[str, Any]:
+    """What a Python file sets at its top to values."""
+    found = {}
+    for line in ast.parse(text).body:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+            found[line.targets[0].id] = ast.literal_eval(line.value)
+    return found
+
+
 def container(text: str) -> dict[str, Any]:
     found: dict[str, Any] = job_spec(text)["template"]["spec"]["containers"][0]
     return found
@@ -123,6 +146,12 @@ def asked(kind: str, text: str) -> tuple[int, int, int]:
         told = dict(re.findall(r"(PET_\w+)=(\d+)", task["run"]))
         assert int(told["PET_NNODES"]) == task["num_nodes"]
         return task["num_nodes"], int(told["PET_NPROC_PER_NODE"]), int(gpus)
+    if kind == "ray":
+        found = constants(text)
+        assert int(found["PLACE"]["PET_NNODES"]) == found["NODES"]
+        each = found["DEVICES"]["resources_per_worker"]
+        assert each == {"GPU" if found["DEVICES"]["use_gpu"] else "CPU": int(found["PLACE"]["PET_NPROC_PER_NODE"])}
+        return found["NODES"], int(found["PLACE"]["PET_NPROC_PER_NODE"]), each.get("GPU", 0)
     told = dict(re.findall(r"(PET_\w+)=(\d+)", text))
     return int(told["PET_NNODES"]), int(told["PET_NPROC_PER_NODE"]), 8 * ("run.device=cuda" in text)
 
@@ -157,6 +186,22 @@ def told(kind: str, text: str, tmp_path: Path) -> list[list[str]]:
     if kind in OBJECTS:
         env = {each["name"]: each.get("value", "") for each in container(text)["env"]}
         return [[expanded(word, env) for word in container(text)["command"][1:]]]
+    if kind == "ray":
+        (tmp_path / "ray/train").mkdir(parents=True)
+        (tmp_path / "ray/__init__.py").touch()
+        (tmp_path / "ray/train/__init__.py").write_text(RAY)
+        (tmp_path / "ray/train/torch.py").write_text("from ray.train import *\n")
+        keeps = SHOWS.replace("for word", 'cp "${@: -3:1}" carried.yaml; for word', 1)
+        shows.write_text(keeps)
+        text = text.replace("'/shared'", "'.'").replace("sys.executable", repr(str(shows)))
+        environment = tools(tmp_path) | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (said,) = Path(".").glob("said-*")
+        places = {line for line in said.read_text().splitlines() if not line.startswith("<")}
+        assert {"PET_NODE_RANK=1", "PET_MASTER_ADDR=10.0.0.1", "PET_NNODES=2", "PYTHONSAFEPATH=1"} <= places
+        assert not {line for line in places if line.startswith(("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL"))}
+        return [re.findall(r"^<(.*)>$", said.read_text(), re.MULTILINE)]
     srun = '#!/bin/bash\nshift\nSLURM_PROCID=1 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NTASKS_PER_NODE=2 exec "$@"\n'
     run = script(text).replace(sys.executable, str(shows)).replace("/shared", "..")
     sky = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_TASK_ID": "t"}
@@ -185,7 +230,7 @@ def test_no_word_breaks_out(kind: str, written: Written, tmp_path: Path) -> None
             if kind in OBJECTS:
                 path.write_text(next(yaml.safe_load_all(text))["data"]["recipe.yaml"])
             else:
-                path = Path(words[words.index("train") + 1])
+                path = Path("carried.yaml" if kind == "ray" else words[words.index("train") + 1])
             assert load_recipe(path).data.path == HOSTILE
     assert not list(tmp_path.rglob("sprung")) and not list(Path(".").glob("sprung"))
 
@@ -285,7 +330,7 @@ def test_the_schemas_refuse_what_kubernetes_would(written: Written) -> None:
     ("words", "code", "said"),
     [
         (["--on", "kubernets"], 2, "did you mean `kubernetes`?"),
-        (["--on", "nomad"], 2, "one of slurm, kubernetes, jobset, kubeflow, skypilot, ssh"),
+        (["--on", "nomad"], 2, "one of slurm, kubernetes, jobset, kubeflow, skypilot, ray, ssh"),
         ([], 2, "`--on` says for what the job is written"),
         (["--on", "slurm", "--submitt"], 2, "did you mean `--submit`?"),
         (["--on", "slurm", "--submit", "--with", "'a"], 2, "`--with` cannot be read"),
@@ -372,6 +417,16 @@ def test_ssh_ends_all_when_one_fails(written: Written, tmp_path: Path) -> None:
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
     done = subprocess.run(["bash", "job.sh", "one"], env=environment, capture_output=True, timeout=20)
     assert done.returncode == 2 and b"2 hosts, and 1 given" in done.stderr
+
+
+def test_ssh_hears_all_that_end_at_once(written: Written, tmp_path: Path) -> None:
+    """What bash has seen end before it waits has a code too."""
+    Path("job.sh").write_text(written("ssh", cluster="4x1xCPU"))
+    for code in (0, 75):
+        environment = tools(tmp_path, ssh=f"#!/bin/bash\nexit {code}\n")
+        for _ in range(5):
+            done = subprocess.run(["bash", "job.sh", *"abcd"], env=environment, capture_output=True, timeout=20)
+            assert done.returncode == code, done.stderr
 
 
 @pytest.mark.parametrize(
