@@ -26,7 +26,7 @@ OF_THE_WORKER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER
 
 
 def node(config):
-    """Start the ranks of this node, and wait for them: they stop, and save, when this worker is ended."""
+    """Start the ranks of this node, and wait for them; none outlives this worker."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as carried:
         for name, text in FILES.items():
             Path(carried, name).write_text(text, encoding="utf-8")
