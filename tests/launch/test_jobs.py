@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -23,9 +24,12 @@ from shardwise.spec.load import load_recipe
 from tests.cli.test_face import WORDS
 from tests.runtime.small_run import write_text
 
+OBJECTS = ("kubernetes", "jobset", "kubeflow")
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes_1_37.json").read_text())
 """Those of Kubernetes 1.37, strict (Apache 2.0, from the package kubernetes-validate 1.37.0), of the objects that a job
 has; of properties that it does not use, the names alone."""
+OF_OPERATORS = json.loads((Path(__file__).parent / "kubeflow_trainer_2_3.json").read_text())
+"""Those of JobSet and Kubeflow's trainer, likewise (Apache 2.0, the models of kubeflow-trainer-api 2.3.0)."""
 HOSTILE = "a 'b\" $(touch sprung) `touch sprung` $HOME \\ ; touch sprung # é"
 SHOWS = r"""#!/bin/bash
 exec > said-$$
@@ -39,6 +43,19 @@ touch started
 sleep ${LASTS:-20} & wait $!
 exit ${CODE:-75}
 """
+RAY = """class Any:
+    def __init__(self, *given, **named): self.given = given; vars(self).update(named)
+FailureConfig = RunConfig = ScalingConfig = TorchConfig = Any
+class TorchTrainer(Any):
+    def fit(self):
+        import os, sys
+        os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4"}
+        assert self.scaling_config.placement_strategy == "STRICT_SPREAD" and self.scaling_config.num_workers == 2
+        self.given[0]({})
+class get_context:
+    def get_world_rank(self): return 1
+"""
+"""What stands for Ray: one of two workers, in whose environment the variables of Ray's own process group are."""
 TOOLS = {
     "ssh": SSH,
     "srun": SRUN,
@@ -83,9 +100,29 @@ def directives(text: str) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", head, re.MULTILINE))
 
 
+def job_spec(text: str) -> dict[str, Any]:
+    """That of the Job, wherever it stands."""
+    objects = {each["kind"]: each["spec"] for each in yaml.safe_load_all(text) if "spec" in each}
+    found: dict[str, Any] = objects.get("Job", {})
+    sets = [objects["JobSet"]] if "JobSet" in objects else []
+    sets += [objects["TrainingRuntime"]["template"]["spec"]] if "TrainingRuntime" in objects else []
+    for each in sets:
+        (only,) = each["replicatedJobs"]
+        found = only["template"]["spec"]
+    return found
+
+
+def constants(text: str) -> dict[str, Any]:
+    """What a Python file sets at its top to values."""
+    found = {}
+    for line in ast.parse(text).body:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+            found[line.targets[0].id] = ast.literal_eval(line.value)
+    return found
+
+
 def container(text: str) -> dict[str, Any]:
-    job = list(yaml.safe_load_all(text))[-1]
-    found: dict[str, Any] = job["spec"]["template"]["spec"]["containers"][0]
+    found: dict[str, Any] = job_spec(text)["template"]["spec"]["containers"][0]
     return found
 
 
@@ -94,9 +131,13 @@ def asked(kind: str, text: str) -> tuple[int, int, int]:
     if kind == "slurm":
         found = directives(text)
         return int(found["nodes"]), int(found["ntasks-per-node"]), int(found.get("gpus-per-node", 0))
-    if kind == "kubernetes":
-        spec, env = list(yaml.safe_load_all(text))[-1]["spec"], {e["name"]: e for e in container(text)["env"]}
+    if kind in OBJECTS:
+        spec, env = job_spec(text), {e["name"]: e for e in container(text)["env"]}
         gpus = container(text)["resources"].get("limits", {}).get("nvidia.com/gpu", 0)
+        if kind == "kubeflow":  # the trainer sets the variables
+            asked = list(yaml.safe_load_all(text))[-1]["spec"]["trainer"]
+            assert spec["parallelism"] == spec["completions"] == asked["numNodes"] and "PET_NNODES" not in env
+            return asked["numNodes"], asked["numProcPerNode"], gpus
         assert spec["parallelism"] == spec["completions"] == int(env["PET_NNODES"]["value"])
         return spec["completions"], int(env["PET_NPROC_PER_NODE"]["value"]), gpus
     if kind == "skypilot":
@@ -105,6 +146,12 @@ def asked(kind: str, text: str) -> tuple[int, int, int]:
         told = dict(re.findall(r"(PET_\w+)=(\d+)", task["run"]))
         assert int(told["PET_NNODES"]) == task["num_nodes"]
         return task["num_nodes"], int(told["PET_NPROC_PER_NODE"]), int(gpus)
+    if kind == "ray":
+        found = constants(text)
+        assert int(found["PLACE"]["PET_NNODES"]) == found["NODES"]
+        each = found["DEVICES"]["resources_per_worker"]
+        assert each == {"GPU" if found["DEVICES"]["use_gpu"] else "CPU": int(found["PLACE"]["PET_NPROC_PER_NODE"])}
+        return found["NODES"], int(found["PLACE"]["PET_NPROC_PER_NODE"]), each.get("GPU", 0)
     told = dict(re.findall(r"(PET_\w+)=(\d+)", text))
     return int(told["PET_NNODES"]), int(told["PET_NPROC_PER_NODE"]), 8 * ("run.device=cuda" in text)
 
@@ -136,9 +183,25 @@ def told(kind: str, text: str, tmp_path: Path) -> list[list[str]]:
     shows = tmp_path / "shows"
     shows.write_text(SHOWS)
     shows.chmod(0o755)
-    if kind == "kubernetes":
+    if kind in OBJECTS:
         env = {each["name"]: each.get("value", "") for each in container(text)["env"]}
         return [[expanded(word, env) for word in container(text)["command"][1:]]]
+    if kind == "ray":
+        (tmp_path / "ray/train").mkdir(parents=True)
+        (tmp_path / "ray/__init__.py").touch()
+        (tmp_path / "ray/train/__init__.py").write_text(RAY)
+        (tmp_path / "ray/train/torch.py").write_text("from ray.train import *\n")
+        keeps = SHOWS.replace("for word", 'cp "${@: -3:1}" carried.yaml; for word', 1)
+        shows.write_text(keeps)
+        text = text.replace("'/shared'", "'.'").replace("sys.executable", repr(str(shows)))
+        environment = tools(tmp_path) | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (said,) = Path(".").glob("said-*")
+        places = {line for line in said.read_text().splitlines() if not line.startswith("<")}
+        assert {"PET_NODE_RANK=1", "PET_MASTER_ADDR=10.0.0.1", "PET_NNODES=2", "PYTHONSAFEPATH=1"} <= places
+        assert not {line for line in places if line.startswith(("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL"))}
+        return [re.findall(r"^<(.*)>$", said.read_text(), re.MULTILINE)]
     srun = '#!/bin/bash\nshift\nSLURM_PROCID=1 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NTASKS_PER_NODE=2 exec "$@"\n'
     run = script(text).replace(sys.executable, str(shows)).replace("/shared", "..")
     sky = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_TASK_ID": "t"}
@@ -164,10 +227,10 @@ def test_no_word_breaks_out(kind: str, written: Written, tmp_path: Path) -> None
         recipe = f"data.path={HOSTILE}" in words
         if not recipe:  # it travels in the job
             path = tmp_path / "recipe.yaml"
-            if kind == "kubernetes":
+            if kind in OBJECTS:
                 path.write_text(next(yaml.safe_load_all(text))["data"]["recipe.yaml"])
             else:
-                path = Path(words[words.index("train") + 1])
+                path = Path("carried.yaml" if kind == "ray" else words[words.index("train") + 1])
             assert load_recipe(path).data.path == HOSTILE
     assert not list(tmp_path.rglob("sprung")) and not list(Path(".").glob("sprung"))
 
@@ -213,6 +276,48 @@ def test_kubernetes_would_take_it(cluster: str, written: Written) -> None:
     assert by_code == {75: "Ignore", **dict.fromkeys((2, 65, 66, 70, 73, 77, 78), "FailJob")}
 
 
+@pytest.mark.parametrize("cluster", ["2x2xCPU", "4x8xH100"])
+def test_the_operators_would_take_theirs(cluster: str, written: Written) -> None:
+    """The Job within is the one that Kubernetes takes; all pods are started again together."""
+    words = ("train.global_batch_size=32", "--run", "A_long.Name-1")
+    alone = job_spec(written("kubernetes", *words, cluster=cluster))
+    for kind, kinds in (("jobset", ["JobSet"]), ("kubeflow", ["TrainingRuntime", "TrainJob"])):
+        text = written(kind, *words, cluster=cluster)
+        _, *objects = yaml.safe_load_all(text)
+        assert [each["kind"] for each in objects] == kinds
+        for each in objects:
+            assert conforms(each, OF_OPERATORS[each["kind"]], each["kind"]) == []
+            assert each["metadata"]["name"] == "a-long-name-1"
+        spec = job_spec(text)
+        assert conforms(spec, SCHEMAS["Job"]["properties"]["spec"]) == []
+        changed = {key for key in {*spec, *alone} if spec.get(key) != alone.get(key)}
+        assert changed == {"backoffLimit", "template"} and spec["backoffLimit"] == 0
+        pod, theirs = (each["template"]["spec"] for each in (spec, alone))
+        assert {key for key in {*pod, *theirs} if pod.get(key) != theirs.get(key)} == {"containers", "subdomain"}
+        where = {each["name"]: each.get("value") for each in container(text)["env"]}.get("PET_MASTER_ADDR")
+        assert where == ("a-long-name-1-node-0-0.a-long-name-1" if kind == "jobset" else None)
+    assert objects[1]["spec"]["runtimeRef"] == {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": "TrainingRuntime",
+        "name": "a-long-name-1",
+    }
+    step = objects[0]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["metadata"]["labels"]
+    assert step == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"} and container(text)["name"] == "node"
+    assert objects[0]["spec"]["mlPolicy"]["torch"] == {}, "or the trainer sets no variables"
+
+
+def test_the_schemas_of_operators_refuse_what_they_would(written: Written) -> None:
+    runtime, job = list(yaml.safe_load_all(written("kubeflow")))[1:]
+    job["spec"]["trainer"]["numProcPerNode"] = "2"
+    job["spec"]["podTemplateOverrides"] = []
+    del job["spec"]["runtimeRef"]["name"]
+    assert len(conforms(job, OF_OPERATORS["TrainJob"])) == 3
+    runtime["spec"]["template"]["spec"]["failurePolicy"]["rules"][0].pop("action")
+    assert conforms(runtime, OF_OPERATORS["TrainingRuntime"]) == [
+        ".spec.template.spec.failurePolicy.rules[0]: action is missing"
+    ]
+
+
 def test_the_schemas_refuse_what_kubernetes_would(written: Written) -> None:
     job = list(yaml.safe_load_all(written("kubernetes")))[-1]
     job["spec"]["completions"] = "2"
@@ -225,9 +330,10 @@ def test_the_schemas_refuse_what_kubernetes_would(written: Written) -> None:
     ("words", "code", "said"),
     [
         (["--on", "kubernets"], 2, "did you mean `kubernetes`?"),
-        (["--on", "nomad"], 2, "one of slurm, kubernetes, skypilot, ssh"),
+        (["--on", "nomad"], 2, "one of slurm, kubernetes, jobset, kubeflow, skypilot, ray, ssh"),
         ([], 2, "`--on` says for what the job is written"),
-        (["--on", "slurm", "--submit"], 2, "unknown option `--submit`"),
+        (["--on", "slurm", "--submitt"], 2, "did you mean `--submit`?"),
+        (["--on", "slurm", "--submit", "--with", "'a"], 2, "`--with` cannot be read"),
         (["--on", "slurm", "--run", "a; b"], 73, "OUT006"),
         (["--on", "ssh", "--cluster", "2x8xRTX-4090", "parallel.strategy=ddp", "llama-8b-hsdp"], 78, "RTX 4090"),
         (["--on", "ssh", "--cluster", "2x8xH1000"], 78, "CLU002"),
@@ -277,20 +383,28 @@ def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "warned", "again"), [(75, True, True), (75, False, False), (1, True, False), (0, False, False)]
+    ("code", "warned", "again"),
+    [
+        (75, signal.SIGUSR1, True),
+        (75, None, False),
+        (75, signal.SIGTERM, False),
+        (1, signal.SIGUSR1, False),
+        (0, None, False),
+    ],
 )
 def test_slurm_queues_it_again_when_it_was_warned_and_has_saved(
-    code: int, warned: bool, again: bool, written: Written, tmp_path: Path
+    code: int, warned: signal.Signals | None, again: bool, written: Written, tmp_path: Path
 ) -> None:
+    """Asked to stop for good, ranks hear the same: srun would kill them if it heard SIGTERM itself."""
     Path("job.sh").write_text(written("slurm"))
     environment = tools(tmp_path) | {"CODE": str(code), "LASTS": "20" if warned else "0"}
     job = subprocess.Popen(["bash", "job.sh"], env=environment)
     until(Path("started").exists)
     if warned:
-        job.send_signal(signal.SIGUSR1)
+        job.send_signal(warned)
     assert job.wait(20) == code
     calls = Path("calls").read_text().splitlines() if Path("calls").exists() else []
-    assert calls == ["warned"] * warned + ["requeue 7"] * again
+    assert calls == ["warned"] * bool(warned) + ["requeue 7"] * again
 
 
 def test_ssh_ends_all_when_one_fails(written: Written, tmp_path: Path) -> None:
@@ -303,6 +417,16 @@ def test_ssh_ends_all_when_one_fails(written: Written, tmp_path: Path) -> None:
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
     done = subprocess.run(["bash", "job.sh", "one"], env=environment, capture_output=True, timeout=20)
     assert done.returncode == 2 and b"2 hosts, and 1 given" in done.stderr
+
+
+def test_ssh_hears_all_that_end_at_once(written: Written, tmp_path: Path) -> None:
+    """What bash has seen end before it waits has a code too."""
+    Path("job.sh").write_text(written("ssh", cluster="4x1xCPU"))
+    for code in (0, 75):
+        environment = tools(tmp_path, ssh=f"#!/bin/bash\nexit {code}\n")
+        for _ in range(5):
+            done = subprocess.run(["bash", "job.sh", *"abcd"], env=environment, capture_output=True, timeout=20)
+            assert done.returncode == code, done.stderr
 
 
 @pytest.mark.parametrize(

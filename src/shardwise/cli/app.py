@@ -24,7 +24,7 @@ Refused: type[Any] = typer.BadParameter.__mro__[2]
 
 COMMANDS = {
     "train": "Train a model.",
-    "launch": "Print the job that trains a recipe on several machines: for Slurm, Kubernetes, SkyPilot or ssh.",
+    "launch": "Print or submit the job that trains a recipe on several machines: Slurm, Kubernetes, Ray and others.",
     "plan": "Show how a training run would be split, what it needs, and whether it fits.",
     "prove": "Prove a recipe and its layout on this machine, without GPUs, and write a certificate.",
     "import": "Write a recipe from the files of other systems: axolotl, TRL, DeepSpeed, Accelerate and others.",
@@ -33,6 +33,8 @@ COMMANDS = {
     "chat": "Talk with a run's model, any model directory, or an adapter.",
     "export": "Write a checkpoint of a run as a Hugging Face model directory.",
     "runs": "List the runs of a directory, the newest first: state, step, loss, age and size.",
+    "logs": "Show what a submitted run says.",
+    "stop": "Stop a submitted run, which saves first.",
     "compare": "Compare runs, finished or not: two side by side, or a sweep in a table.",
     "schema": "Print the JSON schema of a recipe.",
     "data": "Prepare text for training.",

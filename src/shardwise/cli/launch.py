@@ -1,8 +1,9 @@
-"""``shardwise launch``: the job that runs a recipe on several machines, printed and not submitted."""
+"""``shardwise launch``: the job that runs a recipe on several machines, printed or submitted."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -13,19 +14,19 @@ from shardwise import __version__
 from shardwise.cli import render
 from shardwise.cli.decide import beyond, cluster_of, far, plan_of
 from shardwise.cli.imported import MACHINES, Foreign, GivenRecipe, given
-from shardwise.cli.options import RecipeWords, Words, machine_words, misused, sort_words
+from shardwise.cli.job_kind import More, On, kind_of_job, words_of
+from shardwise.cli.options import RecipeWords, Words, machine_words, sort_words
 from shardwise.cli.show import note, say
 from shardwise.cli.start import How, named, stem_of
 from shardwise.data.remote import shown
+from shardwise.launch.jobs import client
 from shardwise.launch.jobs.cluster_job import ClusterJob
-from shardwise.launch.jobs.table import KINDS
 from shardwise.launch.launchers import DEFAULT_PORT
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import resolve
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.emit import emit
 from shardwise.spec.explain import label
-from shardwise.spec.keys import near
 from shardwise.spec.load import dump_plan, load_plan
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
@@ -35,14 +36,16 @@ NAMED = ("run.name=", "run.out=")
 
 @dataclass
 class Options(Foreign):
-    """Print the job that trains a recipe on several machines: for Slurm, Kubernetes, SkyPilot or ssh.
+    """Print the job that trains a recipe on several machines: for Slurm, Kubernetes, SkyPilot, Ray or ssh.
 
-    Nothing is submitted. The job asks for the machines of the plan, and its comments say what it needs. Any key of
-    the recipe may follow as key=value or --key value.
+    With --submit it is submitted. The job asks for the machines of the plan, and its comments say what it needs. Any
+    key of the recipe may follow as key=value or --key value.
     """
 
     arguments: RecipeWords = field(default_factory=list)
-    on: Annotated[str | None, Option("--on", metavar="|".join(KINDS), help="For what the job is written.")] = None
+    on: On = None
+    submit: Annotated[bool, Option("--submit", help="Submit it by the scheduler's own program.")] = False
+    more: More = ""
     cluster: Annotated[
         str | None, Option("--cluster", help="The machines: 4x8xH100 (default: as many like this one as run.nodes).")
     ] = None
@@ -57,13 +60,8 @@ class Options(Foreign):
 
 
 def run(options: Options) -> None:
-    """Plan, then print the job."""
-    kind = KINDS.get(options.on or "")
-    if kind is None:
-        guess = near(options.on or "", KINDS)
-        fix = f"did you mean `{guess}`?" if guess else f"one of {', '.join(KINDS)}"
-        what = f"no job is written for `{options.on}`" if options.on else "`--on` says for what the job is written"
-        raise misused(what, fix, "--on")
+    """Plan, then print the job, or submit it."""
+    kind, more = kind_of_job(options.on), words_of(options.more)
     words = sort_words(options.arguments, Options, several=True)
     found = given(_with_names(words, options), options.cluster, options)
     for notice in found.loaded.shown:
@@ -76,10 +74,21 @@ def run(options: Options) -> None:
         note(warning)
     for line in render.summary(plan)[:2]:
         note(line)
-    text = kind.text(_job(options, words, found, (recipe, spec, cluster, plan)))
+    job = _job(options, words, found, (recipe, spec, cluster, plan))
+    text = kind.text(job)
     if shown(text) != text:
         note("warning: the job has a URL with a password or a query, which may be secret")
-    say(text.rstrip("\n"))
+    if not options.submit:
+        return say(text.rstrip("\n"))
+    number = client.submit(kind.client, job, text, more)
+    there = f"--on {kind.name}" + f" --out {shlex.quote(job.out)}" * (job.out != "runs")
+    there += f" --with={shlex.quote(options.more)}" * ("{more}" in kind.client.listed and bool(more))
+    return say(
+        f"submitted: job {number} of {kind.name}, run {job.name}",
+        f"state    shardwise runs {there.replace('--out ', '')}",
+        f"output   shardwise logs {job.name} {there} --follow",
+        f"end      shardwise stop {job.name} {there}",
+    )
 
 
 def _with_names(words: Words, options: Options) -> Words:
@@ -112,7 +121,7 @@ def _job(
         name=recipe.run.name,
         title=f"{render.title(spec, cluster)}: {label(plan)}",
         words=["train", *named_here, *overrides, *theirs, *machine_words(cluster), *place],
-        settings=place,
+        out=recipe.run.out,
         files=files,
         nodes=cluster.nodes,
         nproc=cluster.devices_per_node,

@@ -12,9 +12,12 @@ from typing import Annotated
 from pydantic import FiniteFloat
 from typer import Argument
 
+from shardwise.cli.job_kind import More, On, kind_of_job, words_of
 from shardwise.cli.options import Common
 from shardwise.cli.show import print_json, say
 from shardwise.errors import MissingInputError, Problem, ShardwiseError
+from shardwise.launch.jobs.client import listed
+from shardwise.launch.jobs.cluster_job import label_of
 from shardwise.launch.rundir import newest_step
 from shardwise.runtime import owner
 from shardwise.runtime.faults.outcome import NAME, read_exit
@@ -29,9 +32,14 @@ _TAIL_BYTES = 65536
 
 @dataclass
 class Options(Common):
-    """List the runs of a directory, the newest first: state, step, loss, age and size."""
+    """List the runs of a directory, the newest first: state, step, loss, age and size.
+
+    With --on: the jobs that were submitted there, with their steps where the directory can be read from here.
+    """
 
     path: Annotated[Path, Argument(metavar="[DIRECTORY]", help="The directory that holds the runs.")] = Path("runs")
+    on: On = None
+    more: More = ""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,8 @@ class _Last:
 
 def run(options: Options) -> None:
     """Print the table."""
+    if options.on is not None:
+        return _submitted(options)
     if not options.path.is_dir():
         what, fix = f"no directory {options.path}", "`shardwise runs DIRECTORY`, the --out of the runs"
         raise MissingInputError(Problem("CFG011", what, str(options.path), fix))
@@ -72,6 +82,24 @@ def run(options: Options) -> None:
     cells = [("run", "state", "step", "loss", "saved", "last step", "size"), *map(_cells, rows)]
     say(*columns(cells, "<<<<<<<"))
     return None
+
+
+def _submitted(options: Options) -> None:
+    """Print what a scheduler knows of its jobs, and their runs' directories of them."""
+    there = {label_of(path.parent.name): path.parent for path in options.path.glob("*/recipe.yaml")}
+    rows = []
+    for job in listed(kind_of_job(options.on).client, options.path, words_of(options.more)):
+        directory = there.get(label_of(job.name))
+        row, outcome = (look(directory), read_exit(directory)) if directory else (None, None)
+        reason = outcome.message if outcome and job.ended and outcome.exit_code else job.reason
+        rows.append({**asdict(job), "reason": reason, "run": row and asdict(row), "step": _step(row) if row else "-"})
+    if options.json:
+        return print_json(rows)
+    names = ("name", "id", "state", "step", "reason")
+    if not rows:
+        return say(f"no jobs on {options.on}")
+    cells = [("run", "job", *names[2:]), *(tuple(str(row[name]) for name in names) for row in rows)]
+    return say(*columns(cells, "<<<<<"))
 
 
 def look(directory: Path) -> Row:
@@ -115,7 +143,10 @@ def _last(metrics: Path) -> _Last:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    step = "-" if row.step is None else f"{row.step:,}" + (f"/{row.of:,}" if row.of else "")
     loss = "-" if row.loss is None or not math.isfinite(row.loss) else f"{row.loss:.3f}"
     saved, changed = str(row.saved or "-"), show_age(time.time() - row.changed_s)
-    return row.name, row.state, step, loss, saved, changed, show_bytes(row.bytes)
+    return row.name, row.state, _step(row), loss, saved, changed, show_bytes(row.bytes)
+
+
+def _step(row: Row) -> str:
+    return "-" if row.step is None else f"{row.step:,}" + (f"/{row.of:,}" if row.of else "")

@@ -39,6 +39,11 @@ def work(recipe: Recipe, how: How) -> Report | ShardwiseError | None:
     to ``exit.json``, where the first cause stays, and printed once, by our launcher, or without it by the rank that
     wrote the cause."""
     directory = Path(recipe.run.out) / recipe.run.name
+    world, local_world = worker.started()
+    if world > local_world:
+        from shardwise.runtime.node_facts import check_nodes
+
+        check_nodes(recipe, directory)
     recipe = recipe if worker.by_our_launcher() else rundir.as_begun(directory, recipe)
     if how.resume and not worker.by_our_launcher() and (done := rundir.nothing_to_do(directory, recipe)):
         say(done) if worker.rank() == 0 else None

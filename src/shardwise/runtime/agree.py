@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,18 +24,37 @@ from shardwise.spec.recipe import Recipe
 T = TypeVar("T")
 
 
-def agree(recipe: Recipe, plan: Plan) -> None:
-    """Compare recipe, plan and versions with rank 0's. Raises RUN002 naming the key that differs, RUN003 naming the
-    version. One small gather; the values travel only when they differ."""
+REPAIRS = {
+    "python": "the same Python",
+    "shardwise's code": "the same Shardwise",
+    "nccl": "the same torch, for the same CUDA",
+}
+"""By version: what to install where pip does not say it."""
+
+
+def versions() -> dict[str, str]:
+    """Return what every rank must have in the same version, the code of this package among it."""
+    digest, here = hashlib.sha256(), Path(shardwise.__file__).parent
+    for path in sorted(here.rglob("*.py")):
+        digest.update(f"{path.relative_to(here)}\0".encode() + path.read_bytes())
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "shardwise": shardwise.__version__,
+        "shardwise's code": digest.hexdigest()[:12],
+        "transformers": metadata.version("transformers"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none",
+    }
+
+
+def agree(recipe: Recipe, plan: Plan, data: str = "") -> None:
+    """Compare recipe, plan, versions and the fingerprint of ``data`` with rank 0's. Raises RUN002 naming the key that
+    differs, RUN003 naming the version. One small gather; the values travel only when they differ."""
     mine = {
-        "versions": {
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-            "shardwise": shardwise.__version__,
-            "transformers": metadata.version("transformers"),
-        },
+        "versions": versions(),
         "recipe": dotted(recipe.model_dump(mode="json")),
         "plan": dotted(asdict(plan)),
+        "data": {"fingerprint": data},
     }
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
     digests = all_gather(digest)
@@ -63,11 +83,9 @@ def difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Probl
     for name, version in first["versions"].items():
         if (theirs := other["versions"][name]) != version:
             what = f"{name} {version} on rank 0 (host {first['host']}), {theirs} on rank {rank} (host {other['host']})"
-            fix = f"install the same versions everywhere: pip install {name}=={version}"
-            if name == "python":
-                fix = f"use Python {version} everywhere"
+            fix = f"install the same versions everywhere: {REPAIRS.get(name, f'pip install {name}=={version}')}"
             return Problem("RUN003", what, "the environment of each node", fix)
-    for part in ("recipe", "plan"):
+    for part in ("recipe", "plan", "data"):
         ours, theirs = first[part], other[part]
         keys = sorted(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
         if keys:
@@ -75,6 +93,6 @@ def difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Probl
             told += f"; and {len(keys) - 3} more keys" if len(keys) > 3 else ""
             both = f"has {part} {other['digest'][:4]}, rank 0 has {first['digest'][:4]}"
             what = f"rank {rank} (host {other['host']}) {both}: {told}"
-            fix = "copy the same recipe and plan to every node and start all of them again"
+            fix = "copy the same recipe, plan and data to every node and start all of them again"
             return Problem("RUN002", what, f"the {part} on host {other['host']}", fix)
     raise AssertionError("the digests differ, so some key does")

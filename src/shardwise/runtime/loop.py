@@ -43,7 +43,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         world(plan.layout, device_kind(recipe), recipe.run.timeout_s, watch) as meshes,
         explain_memory(plan, job.device, watch.doing),
     ):
-        agree(recipe, plan)
+        agree(recipe, plan, job.prepared.manifest.fingerprint)
         job = agree_on_identity(job, meshes)
         job, state, rules, checkpoints = begin(job, watch, start)
         profile = Profile(job.directory / "profile", recipe.run.profiled, job.rank, job.device)

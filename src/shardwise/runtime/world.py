@@ -34,6 +34,9 @@ from shardwise.spec.layout import Layout
 DeviceKind = Literal["cpu", "cuda"]
 T = TypeVar("T")
 FIRST_RANK_SPEAKS_S = 5.0
+TOLD_S = 600.0
+HEARD_S = 60
+"""How long rank 0 waits at most until all others have heard what it said."""
 
 
 class Watch(Protocol):
@@ -153,6 +156,32 @@ def told_by_first(make: Callable[[], str]) -> str:
     if process().rank == 0:
         store.set("shardwise/told", make())
     return str(store.get("shardwise/told").decode())
+
+
+def told_by_nodes(make: Callable[[], str], judge: Callable[[list[str]], str]) -> str:
+    """What ``judge`` says, on rank 0, of the texts that ``make`` returns on the first rank of each node, on every rank,
+    before there is a process group. Of a node that has not spoken in ``TOLD_S`` seconds the text is empty."""
+    me, store = process(), _store()
+    if me.local_rank == 0:
+        store.set(f"shardwise/node/{me.rank // me.local_world_size}", make())
+    if me.rank == 0:
+        end_s, told = time.monotonic() + TOLD_S, []
+        for node in range(me.world_size // me.local_world_size):
+            left = timedelta(seconds=max(1.0, end_s - time.monotonic()))
+            try:
+                store.wait([f"shardwise/node/{node}"], left)
+                told.append(store.get(f"shardwise/node/{node}").decode())
+            except RuntimeError:  # in that time
+                told.append("")
+        store.set("shardwise/judged", judge(told))
+    said = str(store.get("shardwise/judged").decode())
+    heard = store.add("shardwise/heard", 1)
+    for _ in range(HEARD_S * 10 if me.rank == 0 else 0):  # the store goes with rank 0
+        if heard == me.world_size:
+            break
+        time.sleep(0.1)
+        heard = store.add("shardwise/heard", 0)
+    return said
 
 
 @cache

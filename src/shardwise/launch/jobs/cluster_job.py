@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +22,13 @@ KEYS = ("HF_TOKEN", "WANDB_API_KEY")
 class ClusterJob:
     """The run ``name``: ``shardwise train`` with ``words`` on each of ``nodes`` machines with ``nproc`` devices.
     ``title`` says what is run on what. ``files``, by name, are the recipe and a plan that is given, for machines that
-    do not see the user's, where only ``settings`` are said beside them. ``directory``: where the user stands.
-    ``image``: a container's."""
+    do not see the user's. ``out``: the directory of runs; ``directory``: where the user stands. ``image``: a
+    container's."""
 
     name: str
     title: str
     words: Sequence[str]
-    settings: Sequence[str]
+    out: str
     files: Mapping[str, str]
     nodes: int
     nproc: int
@@ -39,10 +39,14 @@ class ClusterJob:
     image: str
 
     @property
+    def settings(self) -> list[str]:
+        """What is said beside the recipe: the run's place."""
+        return [f"--run={self.name}", f"--out={self.out}"]
+
+    @property
     def label(self) -> str:
-        """The name in lower case letters, digits and hyphens, a letter first: what every scheduler takes."""
-        found = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-")
-        return found if found[:1].isalpha() else f"run-{found}".strip("-")
+        """The name as every scheduler takes it."""
+        return label_of(self.name)
 
     def carried(self, directory: str = CARRIED) -> list[str]:
         """The words of ``shardwise`` where the files of this job lie in ``directory``."""
@@ -55,13 +59,10 @@ class ClusterJob:
         return {PLACE[name]: str(value) for name, value in {**told, "start": start}.items()}
 
 
-@dataclass(frozen=True)
-class JobKind:
-    """A scheduler, or what does its work; ``title``: what is written for it, ``text`` the function that writes it."""
-
-    name: str
-    title: str
-    text: Callable[[ClusterJob], str]
+def label_of(name: str) -> str:
+    """Return ``name`` in lower case letters, digits and hyphens, a letter first."""
+    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
+    return found if found[:1].isalpha() else f"run-{found}".strip("-")
 
 
 def remarks(job: ClusterJob, *lines: str) -> list[str]:

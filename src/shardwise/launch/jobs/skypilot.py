@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from typing import Any
 
 from shardwise.errors import PreemptedError
-from shardwise.launch.jobs.cluster_job import KEYS, SHARED, ClusterJob, JobKind, here_document, remarks
+from shardwise.launch.jobs.client import Client, JobKind, Submitted
+from shardwise.launch.jobs.cluster_job import KEYS, SHARED, ClusterJob, here_document, remarks
 from shardwise.spec.document import KeyPath
 from shardwise.spec.emit import Verbatim, emit
 from shardwise.spec.safe_path import SAFE_PATH
@@ -72,4 +74,28 @@ def _run(job: ClusterJob) -> list[str]:
     ]
 
 
-KIND = JobKind("skypilot", "a task for SkyPilot", text)
+def _listed(said: str) -> list[Submitted]:
+    found = []
+    for job in json.loads(said[said.index("[") :]):
+        state, reason = job["status"], job.get("failure_reason") or ""
+        ended = state in ("SUCCEEDED", "CANCELLED") or state.startswith("FAILED")
+        found.append(Submitted(str(job["job_id"]), job.get("job_name") or "", state, reason, ended))
+    return found
+
+
+CLIENT = Client(
+    program="sky",
+    submit=["sky jobs launch --yes --detach-run {more} {file}"],
+    told=r"Managed Job ID: (\d+)",
+    listed="sky jobs queue --all --output=json",
+    read=_listed,
+    logs="sky jobs logs {id} {follow}",
+    follow=("--no-follow", "--follow"),
+    stop=["sky jobs cancel --yes {id}"],
+    fixes={
+        "no cloud|not enabled|credentials": "`sky check` says which clouds you can use",
+        "no resource|catalog|not available|not supported": "`sky show-gpus` lists what is sold; `--with=--infra=CLOUD`",
+        "volume": "`sky volumes apply`: a volume named shardwise, that every node mounts",
+    },
+)
+KIND = JobKind("skypilot", "a task for SkyPilot", text, CLIENT)

@@ -10,12 +10,17 @@ import shlex
 import sys
 
 from shardwise.errors import PreemptedError
-from shardwise.launch.jobs.cluster_job import ClusterJob, JobKind, remarks
+from shardwise.launch.jobs.client import Client, JobKind, Submitted
+from shardwise.launch.jobs.cluster_job import ClusterJob, remarks
 from shardwise.launch.slurm import FIRST, PLACES, WARNING_S
 from shardwise.spec.safe_path import SAFE_PATH
 
 STRAGGLERS_S = 600
 """How long ranks may go on once one has ended: as long as they may take to save."""
+OURS = "shardwise"
+"""The comment by which our jobs are known among the user's."""
+ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+ENDED |= {"TIMEOUT"}
 
 
 def text(job: ClusterJob) -> str:
@@ -32,6 +37,7 @@ def text(job: ClusterJob) -> str:
             "All nodes must see this directory, the run's and the Python below: a file system that they share.",
         ),
         f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --comment={OURS}",
         f"#SBATCH --nodes={job.nodes}",
         f"#SBATCH --ntasks-per-node={job.nproc}",
         *gpus,
@@ -52,7 +58,7 @@ def text(job: ClusterJob) -> str:
         "step=$!",
         "warned=",
         "trap 'heard=yes; warned=yes; kill -USR1 $step' USR1",
-        "trap 'heard=yes; kill -TERM $step' TERM",
+        "trap 'heard=yes; kill -USR1 $step' TERM  # srun hands on USR1; upon TERM it would kill the ranks",
         "heard=yes",
         'while [ -n "$heard" ]; do  # a signal ends the waiting too',
         "    heard=",
@@ -68,4 +74,33 @@ def text(job: ClusterJob) -> str:
     return "\n".join(lines) + "\n"
 
 
-KIND = JobKind("slurm", "a script for sbatch", text)
+def _listed(said: str) -> list[Submitted]:
+    found = []
+    for line in said.splitlines():
+        number, state, comment, reason, name, log = line.split("|", 5)
+        if comment == OURS:
+            reason = "" if reason == "None" else reason
+            found.append(Submitted(number, name, state, reason, state in ENDED, log.rstrip("|")))
+    return found
+
+
+CLIENT = Client(
+    program="sbatch",
+    submit=["sbatch --parsable {more} {file}"],
+    told=r"(\d+)",
+    file="job.sh",
+    listed="squeue --me --states=all --noheader --Format=JobID:|,State:|,Comment:|,Reason:|,Name:|,STDOUT:|",
+    read=_listed,
+    logs="tail -n +1 {follow} {log}",
+    follow=("", "-f"),
+    stop=["scancel --state=PENDING {id}", "scancel --batch --signal=TERM --state=RUNNING {id}"],
+    fixes={
+        "invalid partition": "`--with=--partition=NAME`: `sinfo -s` lists them",
+        "account": "`--with=--account=NAME`: one that you may use (`sacctmgr show assoc user=$USER`)",
+        "time limit": "`--with=--time=HOURS:00:00`, within the partition's (`sinfo -s`)",
+        "node configuration|node count|more processors": "another `--cluster`: `sinfo -N -l` lists the machines",
+        "timed out": "look with `shardwise runs --on slurm` before you submit again: it may have been taken",
+        "contact|connection|authentication": "`scontrol ping` says whether the controller answers; then again",
+    },
+)
+KIND = JobKind("slurm", "a script for sbatch", text, CLIENT)

@@ -3,10 +3,18 @@ of them fails."""
 
 from __future__ import annotations
 
+import fcntl
 import shlex
+import socket
+import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
 
-from shardwise.launch.jobs.cluster_job import ClusterJob, JobKind, remarks
+from shardwise.errors import OutputError, Problem, UsageError
+from shardwise.launch.jobs.client import Client, JobKind, Submitted, call
+from shardwise.launch.jobs.cluster_job import ClusterJob, remarks
 from shardwise.spec.safe_path import SAFE_PATH
 from shardwise.spec.units import counted
 
@@ -48,24 +56,84 @@ def text(job: ClusterJob) -> str:
         "    connections+=($!)",
         "    node=$((node + 1))",
         "done",
-        'close() { asked=yes; kill -TERM "${connections[@]}" 2>/dev/null; }',
+        'close() { kill -TERM "${connections[@]}" 2>/dev/null; }',
         "trap close INT TERM HUP",
         "code=0",
-        "left=${#connections[@]}",
-        'while [ "$left" -gt 0 ]; do',
-        "    asked=",
-        "    wait -n",
-        "    ended=$?",
-        '    [ -n "$asked" ] && continue  # it was a signal that ended the waiting',
-        "    left=$((left - 1))",
-        '    if [ "$ended" != 0 ] && [ "$code" = 0 ]; then',
-        "        code=$ended  # the first; 75: everything is saved, and there is more to do",
-        "        close",
-        "    fi",
+        'while [ "${#connections[@]}" -gt 0 ]; do',
+        '    for number in "${!connections[@]}"; do  # `wait -n` would miss one of two that end at once',
+        '        kill -0 "${connections[number]}" 2>/dev/null && continue',
+        '        wait "${connections[number]}"',
+        "        ended=$?",
+        '        unset "connections[number]"',
+        '        if [ "$ended" != 0 ] && [ "$code" = 0 ]; then',
+        "            code=$ended  # the first; 75: everything is saved, and there is more to do",
+        "            close",
+        "        fi",
+        "    done",
+        "    sleep 0.2",
         "done",
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
 
 
-KIND = JobKind("ssh", "a shell script that starts it over ssh", text)
+def start(job: ClusterJob, script: str, hosts: Sequence[str]) -> str:
+    """Start the script for these hosts, once each has let us in and shows what it must, and let it go on alone; returns
+    its pid. What it says goes to ``ssh.log`` of the run's directory, which it holds locked while it lives. Raises
+    UsageError (JOB002) for another number of hosts, OutputError (JOB003) where it runs, UnavailableError of ssh."""
+    if len(hosts) != job.nodes:
+        what = f"{counted(job.nodes, 'host')} must be named, and {len(hosts)} {'is' if len(hosts) == 1 else 'are'}"
+        raise UsageError(Problem("JOB002", what, "--with", "`--submit --with 'HOST1 HOST2 ...'`, the first node first"))
+    see = f"cd {shlex.quote(str(job.directory))} && test -x {shlex.quote(sys.executable)}"
+    for host in hosts:
+        call(["ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "--", host, see], FIXES)
+    place = Path(job.out) / job.name
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "ssh.log").open("a") as log:
+        if not _free(log):
+            what = f"run {job.name} is submitted already, and runs; nothing was submitted"
+            raise OutputError(Problem("JOB003", what, "--run", "stop it first, or give another `--run`"))
+        command = ["bash", "-c", script, "job.sh", *hosts]
+        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    started.returncode = 0  # nobody here waits for it
+    (place / "ssh.pid").write_text(f"{started.pid} {socket.gethostname()}")
+    return str(started.pid)
+
+
+def found(directory: Path) -> list[Submitted]:
+    """Return what was started for the runs of ``directory``; ``id`` is a pid, with its host where that is another."""
+    jobs = []
+    for path in sorted(directory.glob("*/ssh.log")):
+        pid, _, host = (path.parent / "ssh.pid").read_text().partition(" ")
+        with path.open("r+") as log:
+            ended = _free(log)
+        where = pid if host == socket.gethostname() else f"{pid}@{host}"
+        jobs.append(Submitted(where, path.parent.name, "ended" if ended else "running", "", ended, str(path)))
+    return jobs
+
+
+def _free(log: TextIO) -> bool:
+    """Whether no script holds this log; it is then held by this process, and by whom it hands the file to."""
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+FIXES = {
+    "exit code": "the host must see this directory and this Python in the same place: a file system that they share",
+    "no such file": "the host must see this directory and this Python in the same place: a file system that they share",
+    "permission denied": "let yourself in without a password: `ssh-copy-id HOST`",
+    "verification failed": "`ssh HOST` once by hand, and look at its key",
+    "resolve|refused|timed out|no route": "`--with`: names or addresses under which `ssh HOST` lets you in",
+}
+CLIENT = Client(
+    program="ssh",
+    start=start,
+    found=found,
+    logs="tail -n +1 {follow} {log}",
+    follow=("", "-f"),
+    stop=["kill -TERM {id}"],
+)
+KIND = JobKind("ssh", "a shell script that starts it over ssh", text, CLIENT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.launch.jobs import kubernetes, skypilot, slurm, ssh
+from shardwise.launch.jobs import kubernetes, ray, skypilot, slurm, ssh
 
-KINDS = {kind.name: kind for kind in (slurm.KIND, kubernetes.KIND, skypilot.KIND, ssh.KIND)}
+KINDS = {kind.name: kind for kind in (slurm.KIND, *kubernetes.KINDS, skypilot.KIND, ray.KIND, ssh.KIND)}
 """All kinds of jobs by name."""
