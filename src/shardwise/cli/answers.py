@@ -1,0 +1,109 @@
+"""The answers to questions around a plan, in words and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Annotated, Any
+
+from typer import Option
+
+from shardwise.cli.length import length_head, show_dollars, show_duration, show_hours
+from shardwise.cli.options import misused
+from shardwise.cli.questions import About, Row, apart, compared, least_of
+from shardwise.cli.render import COLOURS
+from shardwise.cli.show import coloured
+from shardwise.planner.comparison import seconds, tokens_per_s
+from shardwise.planner.length import Length
+from shardwise.spec.explain import fit, label
+from shardwise.spec.plan import Plan
+from shardwise.spec.units import columns, show_bytes, show_count, show_seconds
+
+PANEL = "Questions around the plan, one at a time"
+FIGURES: dict[str, tuple[str, Callable[[float], str], str]] = {
+    "seconds": ("the run", show_duration, "the fastest"),
+    "gpu_hours": ("GPU-hours", show_hours, "the fewest GPU-hours"),
+    "dollars": ("cost", show_dollars, "the cheapest"),
+}
+"""Figures of a run: the head of their column, how they are shown, and what the row is called that has least a token."""
+
+
+@dataclass(kw_only=True)
+class Questions:
+    """The options that ask something around the plan."""
+
+    compare: Annotated[
+        str | None,
+        Option("--compare", metavar="MACHINES", help="Machines, with commas between.", rich_help_panel=PANEL),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer in ``lines``, and as an object for programs."""
+
+    lines: list[str]
+    found: dict[str, Any]
+
+
+def answered(asked: Questions, about: About, page: list[str]) -> Answer | None:
+    """Return the answer to what is asked; None where nothing is. ``page``: flags that are given, of what is told or
+    written of one plan. Raises what a plan raises, and UsageError (CLI001)."""
+    ways: dict[str, Callable[[], Answer]] = {
+        "compare": lambda: _compared(compared(about, asked.compare or "")),
+    }
+    given = [name for name in ways if vars(asked)[name]]
+    if not given:
+        return None
+    first, *others = [*(f"--{name.replace('_', '-')}" for name in given), *page]
+    if others:
+        raise misused(f"`{first}` is a question of its own, and `{others[0]}` is another", "leave out one", others[0])
+    answer = ways[given[0]]()
+    return Answer(answer.lines, {"question": given[0], **answer.found})
+
+
+def _compared(rows: list[Row]) -> Answer:
+    found = {what: least for what in FIGURES if (least := least_of(rows, what))}
+    told = list[str]()
+    for what, (best, ties) in found.items():
+        doubt = f"; the bands cannot tell it from {', '.join(row.name for row in ties)}" if ties else ""
+        told.append(f"{FIGURES[what][2]}: {best.name}{doubt}")
+    pairs = {what: [pair for pair in combinations(rows, 2) if not apart(*pair, what)] for what in found}
+    ties_of = {what: [[one.name, other.name] for one, other in pairs[what]] for what in found}
+    best_of = {what: best.name for what, (best, _) in found.items()}
+    lines = [*row_lines(rows, "machines"), *told]
+    return Answer(lines, {"rows": [row.as_json() for row in rows], "least": best_of, "ties": ties_of})
+
+
+def row_lines(rows: Sequence[Row], head: str) -> list[str]:
+    """A table of plans: whether each fits, a step with its band, what the run takes, and how it is split; the least of
+    a figure marked with >, and with = what the bands cannot tell from it. Then why there is no plan of others."""
+    least = {what: found for what in FIGURES if (found := least_of(rows, what))}
+    heads = (FIGURES[what][0] for what in least)
+    table: list[tuple[str, ...]] = [(head, "", "per rank", "of", "a step", "low", "high", "tokens/s", *heads, "")]
+    shown = [(row, row.plan, row.length) for row in rows if row.plan and row.length]
+    for row, plan, length in shown:
+        step, (word, share) = seconds(plan), fit(plan.estimate)
+        times = map(show_seconds, (step.step_s, step.low_s, step.high_s))
+        cells = (row.name, word, show_bytes(plan.estimate.peak_bytes), f"{share:.0%}", *times)
+        figures = (_marked(row, least[what], FIGURES[what][1], vars(length)[what]) for what in least)
+        split = f"{label(plan)}, recompute {plan.remat.mode}, {plan.batch.micro_batch_size} x {plan.batch.accumulation}"
+        table.append((*cells, show_count(tokens_per_s(plan)), *figures, split))
+    lines = columns(table, "<<" + ">" * (len(table[0]) - 3) + "<")
+    body = [coloured(line, COLOURS[row[1]]) for line, row in zip(lines[1:], table[1:], strict=True)]
+    refused = [f"{row.name}: {problem.what}; {problem.fix}" for row in rows for problem in row.refused[:1]]
+    return [_asked(shown[0][1], [length for _, _, length in shown]), "", *lines[:1], *body, *refused, ""]
+
+
+def _asked(plan: Plan, lengths: list[Length]) -> str:
+    """Say what rows are plans of, and how much is read in a step."""
+    runs, sizes = (dict.fromkeys(map(read, lengths)) for read in (length_head, lambda one: one.tokens // one.steps))
+    steps = " or ".join(f"{size:,}" for size in sizes)
+    return f"{plan.model} in steps of {steps} tokens; the run: {' or '.join(runs)}"
+
+
+def _marked(row: Row, least: tuple[Row, list[Row]], show: Callable[[float], str], figure: float | None) -> str:
+    best, ties = least
+    mark = "> " if row is best else "= " if row in ties else ""
+    return "-" if figure is None else mark + show(figure)

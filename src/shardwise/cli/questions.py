@@ -1,0 +1,213 @@
+"""Questions around a plan, each answered by the search that `plan` makes, of other machines or of other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from math import hypot, log
+from typing import Any
+
+from shardwise.cli.decide import cluster_of, with_measured_experts
+from shardwise.cli.length import Asked
+from shardwise.cli.options import misused
+from shardwise.cli.planned import planned
+from shardwise.errors import ConfigError, Problem
+from shardwise.models.resolve import resolve
+from shardwise.planner.comparison import MARGIN, fits, seconds, tokens_per_s
+from shardwise.planner.length import Length, read_prices
+from shardwise.planner.search import Search, could_fit
+from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.cluster_file import LOCAL
+from shardwise.spec.devices import Device, devices, rented
+from shardwise.spec.explain import fit, label
+from shardwise.spec.plan import Plan
+from shardwise.spec.recipe import OffloadSection, Recipe
+
+MOST_ROWS = 32
+"""Machines, or values of a key, of one question."""
+MOST_GPUS = 1024
+"""Machines that are looked at for the least that holds a run have no more."""
+_LEAN = ["offload.weights=host", "offload.activations=host", "recompute.mode=full"]
+OFFLOADED = (["offload.optimizer=auto"], ["offload.optimizer=host", *_LEAN])
+"""Settings that need less of the device, where all weights are trained; where only adapters are, the last is these."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What `plan` chooses under ``name``, which is what to type, and the length of its run; or why there is no plan."""
+
+    name: str
+    cluster: Cluster
+    plan: Plan | None = None
+    length: Length | None = None
+    refused: tuple[Problem, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Return whether there is a plan, and its memory stays below the margin."""
+        return self.plan is not None and fits(self.plan)
+
+    @property
+    def runs(self) -> bool:
+        """Return whether there is a plan that `train` would run, tight ones included."""
+        return self.plan is not None and self.plan.estimate.share <= 1
+
+    def as_json(self) -> dict[str, Any]:
+        """The row for a program."""
+        found: dict[str, Any] = {"name": self.name, "fits": fit(self.plan.estimate)[0] if self.plan else "refused"}
+        if self.plan is None or self.length is None:
+            return found | {"refused": [asdict(problem) for problem in self.refused]}
+        step = seconds(self.plan)
+        found |= {"step_s": step.step_s, "low_s": step.low_s, "high_s": step.high_s}
+        found |= {"tokens_per_s": tokens_per_s(self.plan), "split": label(self.plan)}
+        return found | {"length": asdict(self.length), "plan": asdict(self.plan)}
+
+
+@dataclass(frozen=True)
+class About:
+    """What questions are about: ``read`` gives the recipe on the machines of a text, with more settings; ``machines``
+    are those of ``--cluster``. Prices are by ``--price``."""
+
+    read: Callable[[list[str], str | None], Recipe]
+    machines: str | None
+    tokens: int | None
+    prices: list[str]
+
+    def row(self, name: str, recipe: Recipe, cluster: Cluster, prices: dict[str, float], *, here: bool = False) -> Row:
+        """The row of a recipe on these machines; ``here``: on this one, whose earlier runs correct its seconds."""
+        try:
+            spec = resolve(recipe)
+            if here:
+                recipe, _ = with_measured_experts(recipe, spec, cluster)
+            answer = planned(recipe, spec, cluster, Asked(self.tokens, prices), here=here)
+            return Row(name, cluster, answer.best, answer.length)
+        except ConfigError as error:
+            return Row(name, cluster, refused=tuple(dict.fromkeys(error.problems)))
+
+
+def compared(about: About, text: str) -> list[Row]:
+    """Return the plan on each of the machines of ``text``, with commas between; what is beside the GPUs of a node
+    (``host=1TB``) belongs to those before it. Raises UsageError (CLI001), and what names of machines raise."""
+    names = list[str]()
+    for part in text.split(","):
+        if "=" in part and names:
+            names[-1] += f",{part}"
+        else:
+            names.append(part.strip())
+    if about.machines is not None:
+        what = f"`--cluster {about.machines}` and `--compare` both name machines"
+        raise misused(what, f"`--compare {about.machines},{text}`", "--cluster")
+    if len(names) < 2 or len(names) > MOST_ROWS or not all(names):
+        what = f"`{text}`: what is compared are from 2 to {MOST_ROWS} machines, with commas between"
+        raise misused(what, "--compare 8xH100,8xH200,2x8xA100+400Gb/node", "--compare")
+    try:
+        recipes = [about.read([], name) for name in names]
+        clusters = [cluster_of(recipe, name) for recipe, name in zip(recipes, names, strict=True)]
+    except ConfigError as error:
+        named = (replace(one, where="--compare" if one.where == "--cluster" else one.where) for one in error.problems)
+        raise ConfigError(*named) from None
+    if twice := next((name for i, name in enumerate(names) if clusters[i] in clusters[:i]), None):
+        raise misused(f"`{twice}` is named twice", "drop one of the two", "--compare")
+    prices = read_prices(about.prices, *clusters)
+    each = zip(names, recipes, clusters, strict=True)
+    rows = known(about.row(name, recipe, found, prices, here=name == LOCAL) for name, recipe, found in each)
+    return sorted(rows, key=lambda row: (not row.fits, not row.runs, row.plan is None, per_token(row, "seconds")))
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least machines with the GPU ``device`` that hold a run, by the settings that are added to its recipe; None
+    where none do."""
+
+    device: Device
+    machines: dict[str, Cluster | None]
+
+
+def smallest(about: About) -> list[Least]:
+    """Return the least of every GPU that is rented, or of that of ``--cluster``, the largest first. Raises UsageError
+    (CLI001) for machines without GPUs."""
+    recipes, given = variants(about), about.machines and cluster_of(about.read([], None), about.machines)
+    if given and given.kind == "cpu":
+        raise misused(f"{given} has no GPUs, of which fewer could do", "--cluster H100, or leave it out", "--cluster")
+    kinds = [given.device] if given else [device for name, device in devices().items() if name in rented()]
+    found = list[Least]()
+    for device in sorted(kinds, key=lambda each: -each.memory_bytes):
+        first = given or parse_cluster(device.name)
+        sizes = [first.resized(*size) for size in sizes_of(device.per_node, MOST_GPUS)]
+        found.append(Least(device, {words: _least(recipe, sizes) for words, recipe in recipes.items()}))
+    return found
+
+
+def variants(about: About) -> dict[str, Recipe]:
+    """The recipe as it is, and by the words that are added to it: without what it has on the host, with more there, and
+    each with adapters, or without the recipe's own, where it is a fine-tune."""
+    first = about.read([], about.machines)
+    whole, adapted = [[], *OFFLOADED], [[], _LEAN]
+    own, other = (adapted, whole) if first.lora.rank else (whole, adapted)
+    if first.offload != OffloadSection():
+        own = [[], [f"offload.{key}=none" for key in ("optimizer", "weights", "activations")], *own[1:]]
+    trained = first.model.config is None and first.model.init != "random"
+    changed = "lora.rank=null" if first.lora.rank else "lora.rank=16"
+    tuned = first.lora.rank or (first.method.spec.records and trained)
+    found = dict[str, Recipe]()
+    for words in [*own, *([changed, *more] for more in (other if tuned else ()))]:
+        with suppress(ConfigError):  # not with what else the recipe says
+            recipe = about.read(words, about.machines)
+            if recipe not in found.values():
+                found[" ".join(words)] = recipe
+    return found
+
+
+def sizes_of(each: int, most: int) -> list[tuple[int, int]]:
+    """Nodes and GPUs of each, from one GPU on, twice as many each time: within a node of so many, then whole nodes."""
+    within = [(1, 2**power) for power in range(each.bit_length()) if 2**power < each]
+    return [*within, *((2**power, each) for power in range((most // each).bit_length()))]
+
+
+def _least(recipe: Recipe, sizes: list[Cluster]) -> Cluster | None:
+    return next((cluster for cluster in sizes if _holds(recipe, cluster)), None)
+
+
+def _holds(recipe: Recipe, cluster: Cluster) -> bool:
+    """Return whether a plan of the recipe stays below the margin of the memory; whole searches are made where what
+    holds least without a pipeline does not say it."""
+    with suppress(ConfigError):
+        search = Search(recipe, resolve(recipe), cluster)
+        return could_fit(search, MARGIN) and (fits(search.known.smallest(search.all)) or fits(search.best))
+    return False
+
+
+def known(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows. Raises ConfigError where none has a plan."""
+    found = list(rows)
+    if not any(row.plan for row in found):
+        raise ConfigError(*dict.fromkeys(problem for row in found for problem in row.refused))
+    return found
+
+
+def per_token(row: Row, what: str) -> float:
+    """Return ``seconds``, ``gpu_hours`` or ``dollars`` of the run by the tokens that it reads; infinite where they
+    are not known, or the plan cannot run."""
+    of_run = vars(row.length)[what] if row.length and row.runs else None
+    return float("inf") if of_run is None or row.length is None else of_run / row.length.tokens
+
+
+def apart(one: Row, other: Row, what: str) -> bool:
+    """Return whether the bands of two rows leave no doubt which takes less of ``what``: of two errors that know nothing
+    of each other, each within its band four times in five, their ratio is so often within the width taken here."""
+    less, more = sorted((one, other), key=lambda row: per_token(row, what))
+    if not (less.plan and more.plan and more.runs):
+        return True
+    below, above = seconds(less.plan), seconds(more.plan)
+    width = hypot(log(below.high_s / below.step_s), log(above.step_s / above.low_s))
+    return log(per_token(more, what) / per_token(less, what)) > width
+
+
+def least_of(rows: Sequence[Row], what: str) -> tuple[Row, list[Row]] | None:
+    """Return the row that takes least of ``what``, and those that the bands cannot tell from it; None where nothing is
+    known."""
+    best = min(rows, key=lambda row: per_token(row, what), default=None)
+    if best is None or per_token(best, what) == float("inf"):
+        return None
+    return best, [row for row in rows if row is not best and row.runs and not apart(best, row, what)]

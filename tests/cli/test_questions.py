@@ -1,0 +1,144 @@
+"""Questions around a plan are answered as a search by hand answers them."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from math import exp, hypot, log
+from typing import Any
+
+import pytest
+
+from shardwise.cli.app import main
+from shardwise.models.lookup import load_spec
+from shardwise.planner.comparison import seconds
+from shardwise.planner.search import Search
+from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.load import load_recipe
+from shardwise.spec.plan import Plan
+
+ONE_B, EIGHT_B, MIXTURE = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "mistralai/Mixtral-8x7B-v0.1"
+SEVENTY_B, LARGEST = "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-405B"
+BATCH = ["train.seq_len=4096", "train.global_batch_size=64"]
+
+
+def by_hand(model: str, words: list[str], cluster: Cluster) -> Plan:
+    """The plan that a search finds."""
+    recipe = load_recipe(None, [f"model={model}", *words])
+    return Search(recipe, load_spec(model), cluster).best
+
+
+def same(row: dict[str, Any], plan: Plan, cluster: Cluster) -> None:
+    """Hold a row of an answer against a plan that was found by hand."""
+    assert row["plan"]["cluster"] == str(cluster) and row["plan"]["estimate"]["peak_bytes"] == plan.estimate.peak_bytes
+    assert row["plan"]["layout"]["tp"] == plan.layout.tp and row["plan"]["layout"]["pp"] == plan.layout.pp
+    found = seconds(plan)
+    assert (row["step_s"], row["low_s"], row["high_s"]) == (found.step_s, found.low_s, found.high_s)
+
+
+@pytest.fixture
+def ask(capfd: pytest.CaptureFixture[str]) -> Any:
+    """Ask `plan` something: its answer as an object, or the problem and the exit code."""
+
+    def asked(*words: str) -> Any:
+        code = main(["plan", *words, "--json"])
+        found = json.loads(capfd.readouterr().out)
+        return found if code == 0 else (code, found["error"]["problems"][0])
+
+    return asked
+
+
+COMPARED = [
+    (EIGHT_B, ["8xH100", "4xB200", "2x8xA100-80GB+400Gb/node"]),
+    (ONE_B, ["1xRTX-4090", "2xL40S,host=64GB", "16x8xH200"]),
+    (MIXTURE, ["8xMI300X", "2x8xH100"]),
+    (SEVENTY_B, ["8xA100", "8x8xH100", "16x8xH100"]),
+    (LARGEST, ["64x8xH100", "128x8xH200"]),
+]
+
+
+@pytest.mark.prove
+@pytest.mark.rare(1)
+@pytest.mark.parametrize(("model", "machines"), COMPARED)
+def test_machines_beside_one_another(model: str, machines: list[str], ask: Any) -> None:
+    check_compared(model, machines, 1024, ask)
+
+
+def test_two_machines_beside_one_another(ask: Any) -> None:
+    check_compared(ONE_B, ["2xL40S,host=64GB", "4xA100"], 64, ask)
+
+
+def check_compared(model: str, machines: list[str], batch: int, ask: Any) -> None:
+    """Each row is the plan of its machines, with what 10 B tokens take there by arithmetic, and two rows are a tie
+    unless their rates differ by more than both bands together."""
+    words, prices = (
+        [*BATCH, f"train.global_batch_size={batch}"],
+        ["--price", "H100=2,H200=3,A100=1.5,B200=5,L40S=1,MI300X=2,RTX-4090=0.4"],
+    )
+    found = ask(f"--model={model}", *words, "--compare", ",".join(machines), "--tokens", "10B", *prices)
+    assert found["question"] == "compare" and {row["name"] for row in found["rows"]} == set(machines)
+    each: dict[str, tuple[Plan, float, float]] = {}
+    for row in found["rows"]:
+        cluster = parse_cluster(row["name"])
+        plan = by_hand(model, words, cluster)
+        same(row, plan, cluster)
+        run_s = -(-(10**10) // (batch * 4096)) * seconds(plan).step_s
+        assert row["length"]["seconds"] == pytest.approx(run_s)
+        assert row["length"]["gpu_hours"] == pytest.approx(run_s * cluster.world / 3600)
+        dollars = row["length"]["gpu_hours"] * row["length"]["dollars_per_gpu_hour"]
+        assert row["length"]["dollars"] == pytest.approx(dollars)
+        assert row["fits"] == (
+            "fits" if plan.estimate.share <= 0.8 else "tight" if plan.estimate.share <= 1 else "does not fit"
+        )
+        if plan.estimate.share <= 1:
+            each[row["name"]] = plan, row["length"]["seconds"], dollars
+    for what, at in (("seconds", 1), ("dollars", 2)):
+        assert found["least"][what] == min(each, key=lambda name: each[name][at])
+        ties = {frozenset(pair) for pair in found["ties"][what]}
+        for one, other in combinations(each, 2):
+            (fast, less, slow, more) = (one, each[one][at], other, each[other][at])
+            if less > more:
+                fast, less, slow, more = slow, more, fast, less
+            late = seconds(each[fast][0]).high_s / seconds(each[fast][0]).step_s
+            early = seconds(each[slow][0]).step_s / seconds(each[slow][0]).low_s
+            told = more / less > exp(hypot(log(late), log(early)))
+            assert (frozenset((one, other)) in ties) is not told
+    rates = [row["tokens_per_s"] for row in found["rows"] if row["fits"] == "fits"]
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "where", "fix"),
+    [
+        (["--compare", "8xH10,8xH200"], "CLU002", "--compare", "did you mean"),
+        (["--compare", "8xH100"], "CLI001", "--compare", "--compare 8xH100,8xH200"),
+        (["--compare", "8xH100,,8xH200"], "CLI001", "--compare", "--compare 8xH100,8xH200"),
+        (["--compare", "8xH100,8 H100"], "CLI001", "--compare", "drop one"),
+        (["--compare", "8xH100,8xH200", "--price", "H100=-1"], "CLI001", "--price", "--price H100-SXM-80GB=2.5"),
+        (["--compare", "8xH100,8xH200", "--price", "L40S=1"], "CLI001", "--price", "--price H100-SXM-80GB=2.5"),
+        (["--compare", "8xH100,8xH200", "--cluster", "8xH100"], "CLI001", "--cluster", "--compare 8xH100,"),
+        (["--compare", "8xH100,8xH200", "--explain", "why"], "CLI001", "--explain", "leave out one"),
+        (["--compare", "8xH100,8xH200", "parallel.tp=3"], "PLAN001", "parallel.tp", "one of 1, 2, 4, 8"),
+        (["--compare", "8xH100,8xH200", "trian.seq_len=4k"], "CFG001", "the command line", "train.seq_len"),
+    ],
+)
+def test_what_cannot_be_asked(words: list[str], code: str, where: str, fix: str, ask: Any) -> None:
+    exit_code, problem = ask(f"--model={ONE_B}", *words)
+    assert exit_code == (2 if code == "CLI001" else 78) and problem["code"] == code
+    assert problem["where"].endswith(where) and fix in problem["fix"]
+
+
+def test_the_table_of_machines(capfd: pytest.CaptureFixture[str]) -> None:
+    """Machines on which the recipe's pins are refused are told of below those that have a plan."""
+    words = ["plan", f"--model={ONE_B}", *BATCH, "parallel.tp=4", "--compare", "4xH100,2xH100,8xH200"]
+    assert main(words) == 0
+    out = capfd.readouterr().out
+    lines = out.splitlines()
+    assert "in steps of 262,144 tokens" in lines[0] and "1,000 steps (the default)" in lines[0]
+    head, first, second, refused = lines[2:6]
+    assert head.split()[:4] == ["machines", "per", "rank", "of"] and "the run" in head and "cost" not in head
+    assert first.startswith("8xH200") and "> " in first and second.startswith("4xH100")
+    assert refused.startswith("2xH100: tp 4 does not divide")
+    assert (
+        "the fastest: 8xH200\n" in out and "the fewest GPU-hours: 8xH200; the bands cannot tell it from 4xH100" in out
+    )
