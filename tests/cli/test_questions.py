@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from itertools import combinations
 from math import exp, hypot, log
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 
 from shardwise.cli.app import main
+from shardwise.errors import ConfigError
 from shardwise.models.lookup import load_spec
 from shardwise.planner.comparison import seconds
 from shardwise.planner.search import Search
 from shardwise.spec.cluster import Cluster, parse_cluster
+from shardwise.spec.devices import rented
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Plan
 
@@ -107,9 +110,57 @@ def check_compared(model: str, machines: list[str], batch: int, ask: Any) -> Non
     assert rates == sorted(rates, reverse=True)
 
 
+TUNED = ["method=sft", "data.path=mine.jsonl", "train.seq_len=4096"]
+LEAST = [
+    (EIGHT_B, TUNED, ["RTX-4090", "V100-16GB", "H200"]),
+    (SEVENTY_B, [*TUNED, "lora=16", "lora.frozen=nf4"], ["L40S", "T4"]),
+    (MIXTURE, BATCH, ["A100-80GB", "B200"]),
+    (LARGEST, [*BATCH, "train.global_batch_size=1024", "offload.optimizer=host"], ["MI300X"]),
+]
+
+
+@pytest.mark.prove
+@pytest.mark.rare(1)
+@pytest.mark.parametrize(("model", "words", "gpus"), LEAST)
+def test_the_least_that_holds_it(model: str, words: list[str], gpus: list[str], ask: Any) -> None:
+    found = ask(f"--model={model}", *words, "--smallest")
+    assert len(found["rows"]) > 12 and sum(len(row["devices"]) for row in found["rows"]) == len(rented())
+    for gpu in gpus:
+        check_least(model, words, gpu, found)
+
+
+def test_the_least_of_one_gpu_that_holds_it(ask: Any) -> None:
+    found = ask(f"--model={ONE_B}", *TUNED, "--smallest", "--cluster", "T4")
+    assert len(found["rows"]) == 1
+    check_least(ONE_B, TUNED, "T4", found)
+
+
+def check_least(model: str, words: list[str], gpu: str, found: Any) -> None:
+    """Whole searches on one GPU, then on twice as many each time, end where the answer does, under the keys that it
+    names: with offload and without, and of a fine-tune with adapters and without."""
+    name = parse_cluster(gpu).device.name
+    (row,) = (row for row in found["rows"] if name in row["devices"])
+    keys = list(row["machines"])
+    assert keys[0] == "" and any("offload" in each for each in keys)
+    assert any("lora.rank" in each for each in keys) is (words[: len(TUNED)] == TUNED)
+    assert any("=none" in each for each in keys) is any(word.startswith("offload.") for word in words)
+    for more, machines in row["machines"].items():
+        for size in ("1x1", "1x2", "1x4", "1x8", "2x8", "4x8", "8x8", "16x8", "32x8", "64x8", "128x8"):
+            cluster = parse_cluster(f"{size}x{gpu}")
+            with suppress(ConfigError):
+                if by_hand(model, [*words, *more.split()], cluster).estimate.share <= 0.8:
+                    assert machines == str(cluster), (gpu, more)
+                    break
+        else:
+            assert machines is None
+
+
 @pytest.mark.parametrize(
     ("words", "code", "where", "fix"),
     [
+        (["--smallest", "--cluster", "2xCPU"], "CLI001", "--cluster", "--cluster H100"),
+        (["--smallest", "--compare", "8xH100,8xH200"], "CLI001", "--smallest", "leave out one"),
+        (["--smallest", "parallel.tp=3"], "PLAN001", "parallel.tp", "one of"),
         (["--compare", "8xH10,8xH200"], "CLU002", "--compare", "did you mean"),
         (["--compare", "8xH100"], "CLI001", "--compare", "--compare 8xH100,8xH200"),
         (["--compare", "8xH100,,8xH200"], "CLI001", "--compare", "--compare 8xH100,8xH200"),
@@ -142,3 +193,12 @@ def test_the_table_of_machines(capfd: pytest.CaptureFixture[str]) -> None:
     assert (
         "the fastest: 8xH200\n" in out and "the fewest GPU-hours: 8xH200; the bands cannot tell it from 4xH100" in out
     )
+
+
+def test_the_table_of_the_least(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"--model={ONE_B}", *TUNED, "--smallest", "--cluster", "RTX-4090"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[2].split()[3:] == ["as", "it", "is", "with", "a", "with", "b", "with", "c", "with", "d"]
+    assert lines[3].split()[:5] == ["RTX", "4090", "23.6", "2", "1"] and len(lines[3].split()) == 8
+    assert lines[5].split() == ["a", "offload.optimizer=auto"]
+    assert lines[7].split() == ["c", "lora.rank=16"] and len(lines) == 9

@@ -11,11 +11,12 @@ from typer import Option
 
 from shardwise.cli.length import length_head, show_dollars, show_duration, show_hours
 from shardwise.cli.options import misused
-from shardwise.cli.questions import About, Row, apart, compared, least_of
+from shardwise.cli.questions import MOST_GPUS, About, Least, Row, apart, compared, least_of, smallest
 from shardwise.cli.render import COLOURS
 from shardwise.cli.show import coloured
-from shardwise.planner.comparison import seconds, tokens_per_s
+from shardwise.planner.comparison import MARGIN, seconds, tokens_per_s
 from shardwise.planner.length import Length
+from shardwise.spec.cluster import Cluster
 from shardwise.spec.explain import fit, label
 from shardwise.spec.plan import Plan
 from shardwise.spec.units import columns, show_bytes, show_count, show_seconds
@@ -37,6 +38,9 @@ class Questions:
         str | None,
         Option("--compare", metavar="MACHINES", help="Machines, with commas between.", rich_help_panel=PANEL),
     ] = None
+    smallest: Annotated[
+        bool, Option("--smallest", help="The least that holds it, GPU by GPU.", rich_help_panel=PANEL)
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ def answered(asked: Questions, about: About, page: list[str]) -> Answer | None:
     written of one plan. Raises what a plan raises, and UsageError (CLI001)."""
     ways: dict[str, Callable[[], Answer]] = {
         "compare": lambda: _compared(compared(about, asked.compare or "")),
+        "smallest": lambda: _smallest(smallest(about)),
     }
     given = [name for name in ways if vars(asked)[name]]
     if not given:
@@ -74,6 +79,30 @@ def _compared(rows: list[Row]) -> Answer:
     best_of = {what: best.name for what, (best, _) in found.items()}
     lines = [*row_lines(rows, "machines"), *told]
     return Answer(lines, {"rows": [row.as_json() for row in rows], "least": best_of, "ties": ties_of})
+
+
+def _smallest(found: list[Least]) -> Answer:
+    variants = list(found[0].machines)
+    heads = ["as it is", *(f"with {chr(ord('a') + number)}" for number in range(len(variants) - 1))]
+    table = [("GPUs", "GiB each", *heads)]
+    rows = list[dict[str, Any]]()
+    for least in found:
+        memory = least.cluster.device.memory_bytes
+        sizes = [_size(one) for one in least.machines.values()]
+        table.append((", ".join(least.devices), f"{memory / 2**30:.1f}", *sizes))
+        machines = {words: one and str(one) for words, one in least.machines.items()}
+        rows.append({"devices": least.devices, "memory_bytes": memory, "machines": machines})
+    keys = [f"  {head.removeprefix('with ')}  {words}" for head, words in zip(heads[1:], variants[1:], strict=True)]
+    lines = [f"the least machines that hold it below {MARGIN:.0%} of the memory: GPUs, or nodes x GPUs", ""]
+    lines += [*columns(table, "<" + ">" * (len(heads) + 1)), "", *keys]
+    lines += [f"-  none of up to {MOST_GPUS:,} GPUs"] * any("-" in row[2:] for row in table)
+    return Answer(lines, {"rows": rows})
+
+
+def _size(machines: Cluster | None) -> str:
+    if machines is None:
+        return "-"
+    return str(machines.world) if machines.nodes == 1 else f"{machines.nodes}x{machines.devices_per_node}"
 
 
 def row_lines(rows: Sequence[Row], head: str) -> list[str]:

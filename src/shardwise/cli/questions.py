@@ -16,10 +16,10 @@ from shardwise.errors import ConfigError, Problem
 from shardwise.models.resolve import resolve
 from shardwise.planner.comparison import MARGIN, fits, seconds, tokens_per_s
 from shardwise.planner.length import Length, read_prices
-from shardwise.planner.search import Search, could_fit
+from shardwise.planner.search import Search, could_fit, fastest_pipelines
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.cluster_file import LOCAL
-from shardwise.spec.devices import Device, devices, rented
+from shardwise.spec.devices import Device, devices, rented, sold_on
 from shardwise.spec.explain import fit, label
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OffloadSection, Recipe
@@ -117,25 +117,39 @@ def compared(about: About, text: str) -> list[Row]:
 
 @dataclass(frozen=True)
 class Least:
-    """The least machines with the GPU ``device`` that hold a run, by the settings that are added to its recipe; None
-    where none do."""
+    """The least machines with any of the GPUs ``devices`` that hold a run, by the settings that are added to its
+    recipe; None where none do. ``cluster`` is one GPU of them, that with the least memory."""
 
-    device: Device
+    devices: tuple[str, ...]
+    cluster: Cluster
     machines: dict[str, Cluster | None]
 
 
 def smallest(about: About) -> list[Least]:
-    """Return the least of every GPU that is rented, or of that of ``--cluster``, the largest first. Raises UsageError
-    (CLI001) for machines without GPUs."""
+    """Return the least of every GPU that is rented, or of that of ``--cluster``, the largest first; those are one that
+    have as many GiB, on hosts alike. Raises UsageError (CLI001) for machines without GPUs."""
     recipes, given = variants(about), about.machines and cluster_of(about.read([], None), about.machines)
     if given and given.kind == "cpu":
         raise misused(f"{given} has no GPUs, of which fewer could do", "--cluster H100, or leave it out", "--cluster")
-    kinds = [given.device] if given else [device for name, device in devices().items() if name in rented()]
+    alike: dict[object, list[Device]] = {}
+    for device in sorted(devices().values(), key=lambda each: -each.memory_bytes):
+        if given is None and device.name in rented():
+            kind = round(device.memory_bytes / 2**30), sold_on(device), device.computes_bf16, device.per_node
+            alike.setdefault(kind, []).append(device)
     found = list[Least]()
-    for device in sorted(kinds, key=lambda each: -each.memory_bytes):
-        first = given or parse_cluster(device.name)
-        sizes = [first.resized(*size) for size in sizes_of(device.per_node, MOST_GPUS)]
-        found.append(Least(device, {words: _least(recipe, sizes) for words, recipe in recipes.items()}))
+    for kinds in [[given.device]] if given else alike.values():
+        one = given.resized(1, 1) if given else parse_cluster(kinds[-1].name)
+        larger = [
+            each.machines
+            for each in found
+            if each.cluster.host_memory_bytes >= one.host_memory_bytes
+            and each.cluster.device.computes_bf16 >= one.device.computes_bf16
+        ]
+        sizes = [one.resized(*size) for size in sizes_of(one.device.per_node, MOST_GPUS)]
+        least = {words: _least(recipe, sizes, [each[words] for each in larger]) for words, recipe in recipes.items()}
+        found.append(Least(tuple(device.name for device in kinds), one, least))
+    if not any(one for each in found for one in each.machines.values()):
+        Search(recipes[""], resolve(recipes[""]), sizes[-1])  # which says what is illegal, if it is that
     return found
 
 
@@ -165,16 +179,19 @@ def sizes_of(each: int, most: int) -> list[tuple[int, int]]:
     return [*within, *((2**power, each) for power in range((most // each).bit_length()))]
 
 
-def _least(recipe: Recipe, sizes: list[Cluster]) -> Cluster | None:
-    return next((cluster for cluster in sizes if _holds(recipe, cluster)), None)
+def _least(recipe: Recipe, sizes: list[Cluster], larger: list[Cluster | None]) -> Cluster | None:
+    """Return the first of ``sizes`` that holds the recipe, and that has as many GPUs as any of ``larger`` do, which
+    have more memory."""
+    most = max((cluster.world if cluster else MOST_GPUS for cluster in larger), default=1)
+    return next((cluster for cluster in sizes if cluster.world >= most and _holds(recipe, cluster)), None)
 
 
 def _holds(recipe: Recipe, cluster: Cluster) -> bool:
-    """Return whether a plan of the recipe stays below the margin of the memory; whole searches are made where what
-    holds least without a pipeline does not say it."""
+    """Return whether a plan of the recipe stays below the margin of the memory."""
     with suppress(ConfigError):
         search = Search(recipe, resolve(recipe), cluster)
-        return could_fit(search, MARGIN) and (fits(search.known.smallest(search.all)) or fits(search.best))
+        if could_fit(search, MARGIN):
+            return fits(search.known.smallest(search.all)) or bool(fastest_pipelines(search))
     return False
 
 
