@@ -155,9 +155,57 @@ def check_least(model: str, words: list[str], gpu: str, found: Any) -> None:
             assert machines is None
 
 
+NOT_TAKEN = [
+    (EIGHT_B, BATCH, "8xH100", ["parallel.tp=8"]),
+    (EIGHT_B, BATCH, "2x8xA100", ["strategy=zero3", "recompute=full"]),
+    (EIGHT_B, BATCH, "8xH200", ["train.global_batch_size=256"]),
+    (MIXTURE, BATCH, "2x8xH100", ["parallel.ep=8"]),
+    (SEVENTY_B, BATCH, "8xH200", ["parallel.pp=2"]),
+    (LARGEST, [*BATCH, "train.global_batch_size=1024"], "128x8xH100", ["parallel.tp=8", "parallel.pp=1"]),
+]
+
+
+@pytest.mark.prove
+@pytest.mark.rare(1)
+@pytest.mark.parametrize(("model", "words", "machines", "pins"), NOT_TAKEN)
+def test_what_was_not_taken(model: str, words: list[str], machines: str, pins: list[str], ask: Any) -> None:
+    check_not_taken(model, words, machines, pins, ask)
+
+
+def test_tensor_parallelism_was_not_taken(ask: Any) -> None:
+    check_not_taken(ONE_B, BATCH, "4xL40S", ["parallel.tp=4"], ask)
+
+
+def check_not_taken(model: str, words: list[str], machines: str, pins: list[str], ask: Any) -> None:
+    """Both plans are those of searches with the pins and without; the differences of their seconds, for as many tokens,
+    add up to that of a step, and those of their bytes to that of the peak."""
+    found = ask(f"--model={model}", *words, "--cluster", machines, "--why-not", ",".join(pins))
+    cluster = parse_cluster(machines)
+    plans = by_hand(model, words, cluster), by_hand(model, [*words, *pins], cluster)
+    assert [row["name"] for row in found["rows"]] == ["chosen", " ".join(pins)]
+    for row, plan in zip(found["rows"], plans, strict=True):
+        same(row, plan, cluster)
+    tokens = [plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len for plan in plans]
+    steps = seconds(plans[0]).step_s, seconds(plans[1]).step_s * tokens[0] / tokens[1]
+    assert found["seconds"].pop("a step") == pytest.approx(steps)
+    parts = [sum(each) for each in zip(*found["seconds"].values(), strict=True)]
+    assert parts == pytest.approx(steps, rel=5e-3)
+    assert tuple(found["memory"].pop("in all")) == tuple(plan.estimate.peak_bytes for plan in plans)
+    held = [sum(each) for each in zip(*found["memory"].values(), strict=True)]
+    assert held == [plan.estimate.peak_bytes for plan in plans]
+    for axis, (_, size) in found["sent"].items():
+        sent = [one.bytes for one in plans[1].estimate.traffic if one.axis == axis and one.category != "control"]
+        assert size == pytest.approx(sum(sent) * tokens[0] / tokens[1])
+    assert found["same"] is False
+
+
 @pytest.mark.parametrize(
     ("words", "code", "where", "fix"),
     [
+        (["--why-not", "tp"], "CLI001", "--why-not", "--why-not parallel.tp=8"),
+        (["--why-not", "parallel.tq=8"], "CFG001", "the command line", "`parallel.tp`"),
+        (["--why-not", "parallel.tp=x"], "CFG002", "the command line", "a whole number"),
+        (["--why-not", "tp=2", "--plan", "plan.yaml"], "CLI001", "--plan", "leave out one"),
         (["--smallest", "--cluster", "2xCPU"], "CLI001", "--cluster", "--cluster H100"),
         (["--smallest", "--compare", "8xH100,8xH200"], "CLI001", "--smallest", "leave out one"),
         (["--smallest", "parallel.tp=3"], "PLAN001", "parallel.tp", "one of"),
@@ -202,3 +250,41 @@ def test_the_table_of_the_least(capfd: pytest.CaptureFixture[str]) -> None:
     assert lines[3].split()[:5] == ["RTX", "4090", "23.6", "2", "1"] and len(lines[3].split()) == 8
     assert lines[5].split() == ["a", "offload.optimizer=auto"]
     assert lines[7].split() == ["c", "lora.rank=16"] and len(lines) == 9
+
+
+@pytest.mark.parametrize(
+    ("machines", "pins", "lines"),
+    [
+        (
+            "4xL40S",
+            "parallel.tp=3",
+            ["with parallel.tp=3 it is refused", "error[PLAN001]: tp 3 does not divide the 4 "],
+        ),
+        ("4xL40S", "offload.optimizer_fraction=0.5", ["error[CFG008]: `offload.optimizer_fraction` has no effect"]),
+        ("4xH100", "strategy=auto", ["the chosen plan has strategy=auto"]),
+        (
+            "2xRTX-4090",
+            "strategy=ddp,tp=1,pp=1",
+            ["it takes 95% of the memory, and what stays below 80% goes before it"],
+        ),
+        (
+            "2xA10G",
+            "strategy=ddp,tp=1,pp=1",
+            ["it does not fit: the smallest such plan needs 1", "more on the fullest"],
+        ),
+        (
+            "4xL40S",
+            "tp=4",
+            ["with tp=4 it fits, and is slower", " more for tp (a rank sends ", " there instead of 0 B)"],
+        ),
+        ("4xH200", "recompute=full", ["and is slower", " more (recompute full instead of none)", ": activations "]),
+        ("4xH200", "precision.weights=bf16", ["it changes what is trained", "moments "]),
+    ],
+)
+def test_the_words_on_what_was_not_taken(
+    machines: str, pins: str, lines: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A refusal is an answer too."""
+    assert main(["plan", f"--model={ONE_B}", *BATCH, "--cluster", machines, "--why-not", pins]) == 0
+    out = capfd.readouterr().out
+    assert all(line in out for line in lines), out

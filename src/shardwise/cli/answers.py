@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Annotated, Any
 
@@ -11,9 +11,10 @@ from typer import Option
 
 from shardwise.cli.length import length_head, show_dollars, show_duration, show_hours
 from shardwise.cli.options import misused
-from shardwise.cli.questions import MOST_GPUS, About, Least, Row, apart, compared, least_of, smallest
+from shardwise.cli.questions import MOST_GPUS, About, Least, Row, apart, beside, compared, least_of, smallest
 from shardwise.cli.render import COLOURS
 from shardwise.cli.show import coloured
+from shardwise.cli.why_not import Beside
 from shardwise.planner.comparison import MARGIN, seconds, tokens_per_s
 from shardwise.planner.length import Length
 from shardwise.spec.cluster import Cluster
@@ -41,6 +42,12 @@ class Questions:
     smallest: Annotated[
         bool, Option("--smallest", help="The least that holds it, GPU by GPU.", rich_help_panel=PANEL)
     ] = False
+    why_not: Annotated[
+        list[str],
+        Option(
+            "--why-not", metavar="KEY=VALUE", help="The best plan with it, beside the chosen.", rich_help_panel=PANEL
+        ),
+    ] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ def answered(asked: Questions, about: About, page: list[str]) -> Answer | None:
     ways: dict[str, Callable[[], Answer]] = {
         "compare": lambda: _compared(compared(about, asked.compare or "")),
         "smallest": lambda: _smallest(smallest(about)),
+        "why_not": lambda: _why_not(*beside(about, asked.why_not)),
     }
     given = [name for name in ways if vars(asked)[name]]
     if not given:
@@ -105,18 +113,28 @@ def _size(machines: Cluster | None) -> str:
     return str(machines.world) if machines.nodes == 1 else f"{machines.nodes}x{machines.devices_per_node}"
 
 
-def row_lines(rows: Sequence[Row], head: str) -> list[str]:
+def _why_not(chosen: Row, other: Row) -> Answer:
+    found: dict[str, Any] = {"rows": [chosen.as_json(), other.as_json()]}
+    if other.plan is None:
+        return Answer([f"with {other.name} it is refused", "", *map(str, other.refused)], found)
+    assert chosen.plan is not None
+    told = Beside(chosen.plan, other.plan)
+    lines = [*row_lines([chosen, other], "plan", marked=False), *told.words(other.name)]
+    return Answer(lines, found | {"same": told.same, **told.differences})
+
+
+def row_lines(rows: Sequence[Row], head: str, *, marked: bool = True) -> list[str]:
     """A table of plans: whether each fits, a step with its band, what the run takes, and how it is split; the least of
-    a figure marked with >, and with = what the bands cannot tell from it. Then why there is no plan of others."""
+    a figure ``marked`` with >, and with = what the bands cannot tell from it. Then why there is no plan of others."""
     least = {what: found for what in FIGURES if (found := least_of(rows, what))}
     heads = (FIGURES[what][0] for what in least)
     table: list[tuple[str, ...]] = [(head, "", "per rank", "of", "a step", "low", "high", "tokens/s", *heads, "")]
     shown = [(row, row.plan, row.length) for row in rows if row.plan and row.length]
-    for row, plan, length in shown:
+    for row, plan, _ in shown:
         step, (word, share) = seconds(plan), fit(plan.estimate)
         times = map(show_seconds, (step.step_s, step.low_s, step.high_s))
         cells = (row.name, word, show_bytes(plan.estimate.peak_bytes), f"{share:.0%}", *times)
-        figures = (_marked(row, least[what], FIGURES[what][1], vars(length)[what]) for what in least)
+        figures = (_figure(row, what, least[what] if marked else None) for what in least)
         split = f"{label(plan)}, recompute {plan.remat.mode}, {plan.batch.micro_batch_size} x {plan.batch.accumulation}"
         table.append((*cells, show_count(tokens_per_s(plan)), *figures, split))
     lines = columns(table, "<<" + ">" * (len(table[0]) - 3) + "<")
@@ -132,7 +150,8 @@ def _asked(plan: Plan, lengths: list[Length]) -> str:
     return f"{plan.model} in steps of {steps} tokens; the run: {' or '.join(runs)}"
 
 
-def _marked(row: Row, least: tuple[Row, list[Row]], show: Callable[[float], str], figure: float | None) -> str:
-    best, ties = least
+def _figure(row: Row, what: str, least: tuple[Row, list[Row]] | None) -> str:
+    best, ties = least or (None, [])
     mark = "> " if row is best else "= " if row in ties else ""
-    return "-" if figure is None else mark + show(figure)
+    figure = vars(row.length)[what]
+    return "-" if figure is None else mark + FIGURES[what][1](figure)

@@ -85,6 +85,19 @@ class About:
         except ConfigError as error:
             return Row(name, cluster, refused=tuple(dict.fromkeys(error.problems)))
 
+    def own(self, *words: str, name: str = "") -> Row:
+        """The row of the recipe with the settings of ``words``, on the machines of ``--cluster``. What the recipe
+        contradicts is why there is none; raises ConfigError for a key that is unknown, or a value that is none."""
+        before = cluster_of(self.read([], self.machines), self.machines)
+        prices, here = read_prices(self.prices, before), self.machines in (None, LOCAL)
+        try:
+            recipe = self.read([*words], self.machines)
+        except ConfigError as error:
+            if any(problem.code != "CFG008" for problem in error.problems):
+                raise
+            return Row(name, before, refused=error.problems)
+        return self.row(name, recipe, cluster_of(recipe, self.machines), prices, here=here)
+
 
 def compared(about: About, text: str) -> list[Row]:
     """Return the plan on each of the machines of ``text``, with commas between; what is beside the GPUs of a node
@@ -113,6 +126,21 @@ def compared(about: About, text: str) -> list[Row]:
     each = zip(names, recipes, clusters, strict=True)
     rows = known(about.row(name, recipe, found, prices, here=name == LOCAL) for name, recipe, found in each)
     return sorted(rows, key=lambda row: (not row.fits, not row.runs, row.plan is None, per_token(row, "seconds")))
+
+
+def beside(about: About, pins: list[str]) -> tuple[Row, Row]:
+    """Return the chosen plan, and the best with all of ``pins``, of which one text may have several with commas
+    between. Raises UsageError (CLI001) for what is no setting, and what a plan raises."""
+    words = list[str]()
+    for part in (part.strip() for text in pins for part in text.split(",")):
+        if "=" not in part and words:
+            words[-1] += f",{part}"
+        else:
+            words.append(part)
+    if unread := next((word for word in words if not all(word.partition("="))), None):
+        raise misused(f"`{unread}` is not key=value", "--why-not parallel.tp=8", "--why-not")
+    (chosen,) = known([about.own(name="chosen")])
+    return chosen, about.own(*words, name=" ".join(words))
 
 
 @dataclass(frozen=True)
