@@ -199,9 +199,50 @@ def check_not_taken(model: str, words: list[str], machines: str, pins: list[str]
     assert found["same"] is False
 
 
+SWEPT = [
+    (EIGHT_B, "8xH100", "train.seq_len=4k..128k", [2**power for power in range(12, 18)]),
+    (EIGHT_B, "2x8xA100", "global-batch-size=16,96..200", [16, 96, 192, 200]),
+    (MIXTURE, "2x8xH200", "ep=1,2,8", [1, 2, 8]),
+    (SEVENTY_B, "8x8xH100", "train.seq_len=8k,64k", [8192, 65536]),
+    (LARGEST, "128x8xH100", "parallel.tp=4..8", [4, 8]),
+]
+
+
+@pytest.mark.prove
+@pytest.mark.rare(1)
+@pytest.mark.parametrize(("model", "machines", "asked", "values"), SWEPT)
+def test_a_key_swept(model: str, machines: str, asked: str, values: list[int], ask: Any) -> None:
+    batch = ["train.global_batch_size=1024"] if model == LARGEST else []
+    check_swept(model, [*BATCH, *batch], machines, asked, values, ask)
+
+
+def test_the_length_of_sequences_swept(ask: Any) -> None:
+    check_swept(ONE_B, BATCH, "1xRTX-4090", "seq_len=2k..8k", [2048, 4096, 8192], ask)
+
+
+def check_swept(model: str, words: list[str], machines: str, asked: str, values: list[int], ask: Any) -> None:
+    found, cluster = ask(f"--model={model}", *words, "--cluster", machines, "--sweep", asked), parse_cluster(machines)
+    assert [int(row["name"].partition("=")[2]) for row in found["rows"]] == values
+    plans = [by_hand(model, [*words, row["name"]], cluster) for row in found["rows"]]
+    for row, plan in zip(found["rows"], plans, strict=True):
+        same(row, plan, cluster)
+    shares = [plan.estimate.share <= 0.8 for plan in plans]
+    borders = [i for i in range(len(shares) - 1) if shares[i] is not shares[i + 1]]
+    assert found["borders"] == [[found["rows"][i]["name"], found["rows"][i + 1]["name"]] for i in borders]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "where", "fix"),
     [
+        (["--sweep", "optim.name=3"], "CLI001", "--sweep", "--sweep train.seq_len=4k..128k"),
+        (["--sweep", "train.sq_len=4k"], "CFG001", "--sweep", "`train.seq_len`"),
+        (["--sweep", "seq_len=8k..4k"], "CLI001", "--sweep", "--sweep train.seq_len=1..8"),
+        (["--sweep", "seq_len=0..4k"], "CLI001", "--sweep", "--sweep train.seq_len=1..8"),
+        (["--sweep", "seq_len"], "CLI001", "--sweep", "--sweep train.seq_len=1,2,4"),
+        (["--sweep", "seq_len=1k,nan"], "CLI001", "--sweep", "--sweep train.seq_len=1,2,4"),
+        (["--sweep", "max_steps=1..1e12"], "CLI001", "--sweep", "fewer of them"),
+        (["--sweep", "max_steps=1..1t"], "CLI001", "--sweep", "--sweep train.max_steps=1,2,4"),
+        (["--sweep", "seq_len=-4", "--cluster", "8xH100"], "CFG005", "the command line", "a whole number"),
         (["--why-not", "tp"], "CLI001", "--why-not", "--why-not parallel.tp=8"),
         (["--why-not", "parallel.tq=8"], "CFG001", "the command line", "`parallel.tp`"),
         (["--why-not", "parallel.tp=x"], "CFG002", "the command line", "a whole number"),
@@ -288,3 +329,13 @@ def test_the_words_on_what_was_not_taken(
     assert main(["plan", f"--model={ONE_B}", *BATCH, "--cluster", machines, "--why-not", pins]) == 0
     out = capfd.readouterr().out
     assert all(line in out for line in lines), out
+
+
+def test_the_words_on_a_sweep(capfd: pytest.CaptureFixture[str]) -> None:
+    """What is refused has a line of its own, and is no border."""
+    words = ["plan", f"--model={ONE_B}", *BATCH, "--cluster", "1xRTX-4090", "--sweep"]
+    assert main([*words, "parallel.tp=1,2"]) == 0
+    out = capfd.readouterr().out
+    assert "\nparallel.tp=2: tp 2 does not divide" in out and out.endswith("it fits with none of these values\n")
+    assert main([*words, "lora=8"]) == 0
+    assert capfd.readouterr().out.endswith("it fits with each of these values\n")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Annotated, Any
 
 from typer import Option
 
 from shardwise.cli.length import length_head, show_dollars, show_duration, show_hours
 from shardwise.cli.options import misused
-from shardwise.cli.questions import MOST_GPUS, About, Least, Row, apart, beside, compared, least_of, smallest
+from shardwise.cli.questions import MOST_GPUS, About, Least, Row, apart, beside, compared, least_of, smallest, swept
 from shardwise.cli.render import COLOURS
 from shardwise.cli.show import coloured
 from shardwise.cli.why_not import Beside
@@ -48,6 +48,10 @@ class Questions:
             "--why-not", metavar="KEY=VALUE", help="The best plan with it, beside the chosen.", rich_help_panel=PANEL
         ),
     ] = field(default_factory=list)
+    sweep: Annotated[
+        str | None,
+        Option("--sweep", metavar="KEY=VALUES", help="train.seq_len=4k..128k doubles.", rich_help_panel=PANEL),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ def answered(asked: Questions, about: About, page: list[str]) -> Answer | None:
     ways: dict[str, Callable[[], Answer]] = {
         "compare": lambda: _compared(compared(about, asked.compare or "")),
         "smallest": lambda: _smallest(smallest(about)),
+        "sweep": lambda: _swept(swept(about, asked.sweep or "")),
         "why_not": lambda: _why_not(*beside(about, asked.why_not)),
     }
     given = [name for name in ways if vars(asked)[name]]
@@ -123,6 +128,18 @@ def _why_not(chosen: Row, other: Row) -> Answer:
     return Answer(lines, found | {"same": told.same, **told.differences})
 
 
+def _swept(rows: list[Row]) -> Answer:
+    planned = [row for row in rows if row.plan]
+    borders = [(one, other) for one, other in pairwise(planned) if one.fits is not other.fits]
+    told = [
+        f"it {'stops' if one.fits else 'begins'} to fit between {one.name} and {other.name}" for one, other in borders
+    ]
+    if not borders:
+        told = [f"it fits with {'each' if planned[0].fits else 'none'} of these values"]
+    found = [[one.name, other.name] for one, other in borders]
+    return Answer([*row_lines(rows, "", marked=False), *told], {"rows": [r.as_json() for r in rows], "borders": found})
+
+
 def row_lines(rows: Sequence[Row], head: str, *, marked: bool = True) -> list[str]:
     """A table of plans: whether each fits, a step with its band, what the run takes, and how it is split; the least of
     a figure ``marked`` with >, and with = what the bands cannot tell from it. Then why there is no plan of others."""
@@ -146,7 +163,7 @@ def row_lines(rows: Sequence[Row], head: str, *, marked: bool = True) -> list[st
 def _asked(plan: Plan, lengths: list[Length]) -> str:
     """Say what rows are plans of, and how much is read in a step."""
     runs, sizes = (dict.fromkeys(map(read, lengths)) for read in (length_head, lambda one: one.tokens // one.steps))
-    steps = " or ".join(f"{size:,}" for size in sizes)
+    steps = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
     return f"{plan.model} in steps of {steps} tokens; the run: {' or '.join(runs)}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from math import hypot, log
+from math import hypot, isfinite, log
 from typing import Any
 
 from shardwise.cli.decide import cluster_of, with_measured_experts
@@ -19,10 +19,14 @@ from shardwise.planner.length import Length, read_prices
 from shardwise.planner.search import Search, could_fit, fastest_pipelines
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.cluster_file import LOCAL
+from shardwise.spec.complaints import unknown_key
 from shardwise.spec.devices import Device, devices, rented, sold_on
 from shardwise.spec.explain import fit, label
+from shardwise.spec.keys import SHORT, SIZES, describe, keys_of
+from shardwise.spec.load import recipe_schema
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OffloadSection, Recipe
+from shardwise.spec.units import read_size
 
 MOST_ROWS = 32
 """Machines, or values of a key, of one question."""
@@ -141,6 +145,46 @@ def beside(about: About, pins: list[str]) -> tuple[Row, Row]:
         raise misused(f"`{unread}` is not key=value", "--why-not parallel.tp=8", "--why-not")
     (chosen,) = known([about.own(name="chosen")])
     return chosen, about.own(*words, name=" ".join(words))
+
+
+def swept(about: About, text: str) -> list[Row]:
+    """Return the plan for each value of a key that takes numbers: ``train.seq_len=4k..128k`` doubles, and commas make a
+    list. Raises UsageError (CLI001) for what is none, and ConfigError (CFG001) for an unknown key."""
+    keys, (name, _, values) = keys_of(recipe_schema()), text.partition("=")
+    name = name.strip().replace("-", "_")
+    key = keys.canonical(name) or keys.canonical(f"{name}.{SHORT.get(name, '')}")
+    if key is None:
+        raise ConfigError(unknown_key(name, "--sweep", keys))
+    schema = keys.leaves[key]
+    types = {option.get("type") for option in schema.get("anyOf", [schema])}
+    if not types & {"integer", "number"}:
+        what = f"`{key}` is {describe(schema, recipe_schema())}, and no number that could be swept"
+        raise misused(what, "--sweep train.seq_len=4k..128k; of plans with another value tells --why-not", "--sweep")
+    found = list[float]()
+    for part in values.split(","):
+        first, dots, last = part.partition("..")
+        ends = [_number(end, key) for end in ([first, last] if dots else [first])]
+        if None in ends or (dots and not 0 < (ends[0] or 0) <= (ends[-1] or 0)):
+            what = f"`{part}` is no number, nor two of which the second is the larger: 4k..128k"
+            raise misused(what, f"--sweep {key}=1..8, or a list: --sweep {key}=1,2,4", "--sweep")
+        value, end = ends[0] or 0, ends[-1] or 0
+        while value < end and len(found) <= MOST_ROWS:
+            found.append(value)
+            value *= 2
+        found.append(end)
+    if len(found) > MOST_ROWS:
+        raise misused(f"`{values}` are more than {MOST_ROWS} values", "fewer of them", "--sweep")
+    names = [f"{key}={value}" for value in dict.fromkeys(found)]
+    return known(about.own(each, name=each) for each in names)
+
+
+def _number(text: str, key: str) -> float | None:
+    size = read_size(text, SIZES[key]) if key in SIZES else None
+    with suppress(ValueError):
+        return size if size is not None else int(text)
+    with suppress(ValueError):
+        return float(text) if isfinite(float(text)) else None
+    return None
 
 
 @dataclass(frozen=True)
