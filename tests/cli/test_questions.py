@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import exp, hypot, log
 from typing import Any
 
@@ -113,8 +113,8 @@ def check_compared(model: str, machines: list[str], batch: int, ask: Any) -> Non
 TUNED = ["method=sft", "data.path=mine.jsonl", "train.seq_len=4096"]
 LEAST = [
     (EIGHT_B, TUNED, ["RTX-4090", "V100-16GB", "H200"]),
-    (SEVENTY_B, [*TUNED, "lora=16", "lora.frozen=nf4"], ["L40S", "T4"]),
-    (MIXTURE, BATCH, ["A100-80GB", "B200"]),
+    (SEVENTY_B, [*TUNED, "lora=16", "lora.frozen=nf4"], ["L40S"]),
+    (MIXTURE, BATCH, ["A100-80GB"]),
     (LARGEST, [*BATCH, "train.global_batch_size=1024", "offload.optimizer=host"], ["MI300X"]),
 ]
 
@@ -136,23 +136,22 @@ def test_the_least_of_one_gpu_that_holds_it(ask: Any) -> None:
 
 
 def check_least(model: str, words: list[str], gpu: str, found: Any) -> None:
-    """Whole searches on one GPU, then on twice as many each time, end where the answer does, under the keys that it
-    names: with offload and without, and of a fine-tune with adapters and without."""
+    """Under the keys that the answer names, with offload and without, and of a fine-tune with adapters and without,
+    whole searches find a plan that fits on its machines, and none on half or a quarter of them."""
     name = parse_cluster(gpu).device.name
     (row,) = (row for row in found["rows"] if name in row["devices"])
     keys = list(row["machines"])
     assert keys[0] == "" and any("offload" in each for each in keys)
     assert any("lora.rank" in each for each in keys) is (words[: len(TUNED)] == TUNED)
     assert any("=none" in each for each in keys) is any(word.startswith("offload.") for word in words)
+    sizes = [(1, 1), (1, 2), (1, 4), *((2**power, 8) for power in range(8))]
     for more, machines in row["machines"].items():
-        for size in ("1x1", "1x2", "1x4", "1x8", "2x8", "4x8", "8x8", "16x8", "32x8", "64x8", "128x8"):
-            cluster = parse_cluster(f"{size}x{gpu}")
+        last = len(sizes) - 1 if machines is None else sizes.index((machines["nodes"], machines["devices_per_node"]))
+        for nodes, each in sizes[max(0, last - 2) : last + 1]:
+            share = float("inf")
             with suppress(ConfigError):
-                if by_hand(model, [*words, *more.split()], cluster).estimate.share <= 0.8:
-                    assert machines == str(cluster), (gpu, more)
-                    break
-        else:
-            assert machines is None
+                share = by_hand(model, [*words, *more.split()], parse_cluster(f"{nodes}x{each}x{gpu}")).estimate.share
+            assert (share <= 0.8) is (machines is not None and (nodes, each) == sizes[last]), (gpu, more, nodes, each)
 
 
 NOT_TAKEN = [
@@ -231,9 +230,101 @@ def check_swept(model: str, words: list[str], machines: str, asked: str, values:
     assert found["borders"] == [[found["rows"][i]["name"], found["rows"][i + 1]["name"]] for i in borders]
 
 
+IN_TIME = [
+    (EIGHT_B, 480, "A100", "100B", "21d"),
+    (ONE_B, 480, "8xRTX-4090+10Gb/node", "3B", "30h"),
+    (MIXTURE, 512, "H200", "50B", "10d"),
+    (SEVENTY_B, 1536, "H100", "200B", "30d"),
+    (LARGEST, 2048, "8xH200", "500B", "60d"),
+]
+
+
+@pytest.mark.prove
+@pytest.mark.rare(1)
+@pytest.mark.parametrize(("model", "batch", "gpu", "tokens", "deadline"), IN_TIME)
+def test_in_time(model: str, batch: int, gpu: str, tokens: str, deadline: str, ask: Any) -> None:
+    check_in_time(model, batch, gpu, [tokens, deadline], ask)
+
+
+def test_in_time_on_a_few_gpus(ask: Any) -> None:
+    check_in_time(ONE_B, 48, "L40S", ["100M", "150min"], ask)
+
+
+def check_in_time(model: str, batch: int, gpu: str, run: list[str], ask: Any) -> None:
+    """Searches by hand: of one GPU, of twice as many until a node is full, then of every number of nodes, the first
+    that ends in time; then of twice as many each time. What each costs, what it adds to its share, and which is in
+    time at the slow end of its band, is arithmetic."""
+    words = [*BATCH, f"train.global_batch_size={batch}"]
+    prices = ["--price", f"{gpu.partition('+')[0].removeprefix('8x')}=2"]
+    asked = ["--cluster", gpu, "--tokens", run[0], "--deadline", run[1], *prices]
+    found = ask(f"--model={model}", *words, *asked, "--budget", "1M")
+    limit_s = float(run[1].rstrip("dhmin")) * {"d": 86400, "h": 3600, "n": 60}[run[1][-1]]
+    steps = -(-int(float(run[0][:-1]) * {"M": 10**6, "B": 10**9}[run[0][-1]]) // (batch * 4096))
+    assert found["deadline_s"] == limit_s and found["budget"] == 1e6
+    each: dict[str, tuple[Cluster, Plan | None]] = {}
+
+    def takes_s(cluster: Cluster) -> float:
+        if str(cluster) not in each:
+            with suppress(ConfigError):
+                each[str(cluster)] = cluster, by_hand(model, words, cluster)
+        plan = each.get(str(cluster), (cluster, None))[1]
+        return steps * seconds(plan).step_s if plan and plan.estimate.share <= 1 else float("inf")
+
+    met = [row for row in found["rows"] if row["meets"]]
+    fewest = met[0]["plan"]["layout"]
+    world, start = fewest_gpus(met[0]), parse_cluster(gpu)
+    sizes = [(1, 1), (1, 2), (1, 4), *((nodes, 8) for nodes in range(1, max(2, world // 8 + 1)))]
+    tried = [start.resized(*size) for size in sizes if world // 2 <= size[0] * size[1] <= world]
+    in_time = [cluster for cluster in tried if takes_s(cluster) <= limit_s]
+    assert str(in_time[0]) == found["fewest"] and fewest["ranks_per_node"] == in_time[0].devices_per_node
+    hours = {}
+    for row in found["rows"]:
+        if row["fits"] == "refused":
+            continue
+        cluster = parse_cluster(row["name"])
+        found_s = takes_s(cluster)
+        same(row, each[str(cluster)][1] or Plan(), cluster)
+        assert row["meets"] is (found_s <= limit_s)
+        hours |= {row["name"]: found_s * cluster.world / 3600} if row["meets"] else {}
+        if row["meets"]:
+            assert row["length"]["dollars"] == pytest.approx(2 * hours[row["name"]])
+    assert found["cheapest"] == min(hours, key=lambda name: hours[name])
+    assert found["affordable"] == [name for name, each_h in hours.items() if 2 * each_h <= 1e6]
+    late = [row["name"] for row in met if row["length"]["high_s"] <= limit_s]
+    assert found["sure"] == (late[0] if late else None)
+    for one, other in pairwise(met):
+        more = fewest_gpus(other) / fewest_gpus(one)
+        assert more == 2
+        pays = (one["length"]["seconds"] / other["length"]["seconds"] - 1) / (more - 1)
+        assert other["pays"] == pytest.approx(pays) and (pays < 0.6) <= (other is met[-1])
+
+
+def fewest_gpus(row: dict[str, Any]) -> int:
+    """The GPUs of a row."""
+    return parse_cluster(row["name"]).world
+
+
 @pytest.mark.parametrize(
     ("words", "code", "where", "fix"),
     [
+        (["--deadline", "soon", "--cluster", "H100"], "CLI001", "--deadline", "--deadline 14d"),
+        (["--deadline", "0d", "--cluster", "H100"], "CLI001", "--deadline", "--deadline 14d"),
+        (["--deadline", "14d"], "CLI001", "--cluster", "--cluster H100"),
+        (["--deadline", "14d", "--cluster", "H10"], "CLU002", "--cluster", "did you mean"),
+        (["--deadline", "14d", "--cluster", "H100"], "CLI001", "--tokens", "--tokens 1T"),
+        (
+            ["--deadline", "14d", "--cluster", "H100", "--budget", "9k"],
+            "CLI001",
+            "--budget",
+            "--price H100-SXM-80GB=2.5",
+        ),
+        (
+            ["--deadline", "14d", "--cluster", "H100", "--budget", "-9", "--price", "H100=2"],
+            "CLI001",
+            "--budget",
+            "--budget 50k",
+        ),
+        (["--budget", "9k"], "CLI001", "--budget", "--deadline 14d"),
         (["--sweep", "optim.name=3"], "CLI001", "--sweep", "--sweep train.seq_len=4k..128k"),
         (["--sweep", "train.sq_len=4k"], "CFG001", "--sweep", "`train.seq_len`"),
         (["--sweep", "seq_len=8k..4k"], "CLI001", "--sweep", "--sweep train.seq_len=1..8"),
@@ -339,3 +430,13 @@ def test_the_words_on_a_sweep(capfd: pytest.CaptureFixture[str]) -> None:
     assert "\nparallel.tp=2: tp 2 does not divide" in out and out.endswith("it fits with none of these values\n")
     assert main([*words, "lora=8"]) == 0
     assert capfd.readouterr().out.endswith("it fits with each of these values\n")
+
+
+def test_the_words_on_a_deadline(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"--model={ONE_B}", *BATCH, "train.global_batch_size=12", "--cluster", "L40S", "--tokens", "10M"]
+    assert main([*words, "--deadline", "30min", "--price", "L40S=1", "--budget", "0.01"]) == 0
+    out = capfd.readouterr().out
+    assert "the fewest GPUs that do it in 30 min 0 s: 1x1xL40S, 1 GPU, " in out and "the cheapest: " in out
+    assert "within $0.01: none of these" in out and "another node adds less than 60% of its share" in out
+    assert main([*words, "--deadline", "1min"]) == 0
+    assert "GPUs do it in 1 min 0 s, and more would add little" in capfd.readouterr().out

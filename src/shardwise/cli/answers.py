@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from shardwise.cli.deadline import PAYS, Curve, curve, meets
 from shardwise.cli.length import length_head, show_dollars, show_duration, show_hours
 from shardwise.cli.options import misused
 from shardwise.cli.questions import MOST_GPUS, About, Least, Row, apart, beside, compared, least_of, smallest, swept
@@ -20,7 +21,7 @@ from shardwise.planner.length import Length
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.explain import fit, label
 from shardwise.spec.plan import Plan
-from shardwise.spec.units import columns, show_bytes, show_count, show_seconds
+from shardwise.spec.units import columns, counted, show_bytes, show_count, show_seconds
 
 PANEL = "Questions around the plan, one at a time"
 FIGURES: dict[str, tuple[str, Callable[[float], str], str]] = {
@@ -52,6 +53,13 @@ class Questions:
         str | None,
         Option("--sweep", metavar="KEY=VALUES", help="train.seq_len=4k..128k doubles.", rich_help_panel=PANEL),
     ] = None
+    deadline: Annotated[
+        str | None,
+        Option("--deadline", metavar="TIME", help="The fewest GPUs, and the cheapest: 14d.", rich_help_panel=PANEL),
+    ] = None
+    budget: Annotated[
+        str | None, Option("--budget", metavar="DOLLARS", help="With --deadline: 50k.", rich_help_panel=PANEL)
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -69,9 +77,12 @@ def answered(asked: Questions, about: About, page: list[str]) -> Answer | None:
         "compare": lambda: _compared(compared(about, asked.compare or "")),
         "smallest": lambda: _smallest(smallest(about)),
         "sweep": lambda: _swept(swept(about, asked.sweep or "")),
+        "deadline": lambda: _in_time(curve(about, asked.deadline or "", asked.budget)),
         "why_not": lambda: _why_not(*beside(about, asked.why_not)),
     }
-    given = [name for name in ways if vars(asked)[name]]
+    given = [name for name in ways if vars(asked)[name] not in (None, False, [])]
+    if asked.budget is not None and asked.deadline is None:
+        raise misused("`--budget` goes with `--deadline`", "--deadline 14d", "--budget")
     if not given:
         return None
     first, *others = [*(f"--{name.replace('_', '-')}" for name in given), *page]
@@ -103,7 +114,8 @@ def _smallest(found: list[Least]) -> Answer:
         memory = least.cluster.device.memory_bytes
         sizes = [_size(one) for one in least.machines.values()]
         table.append((", ".join(least.devices), f"{memory / 2**30:.1f}", *sizes))
-        machines = {words: one and str(one) for words, one in least.machines.items()}
+        counts = ("nodes", "devices_per_node")
+        machines = {key: one and {name: vars(one)[name] for name in counts} for key, one in least.machines.items()}
         rows.append({"devices": least.devices, "memory_bytes": memory, "machines": machines})
     keys = [f"  {head.removeprefix('with ')}  {words}" for head, words in zip(heads[1:], variants[1:], strict=True)]
     lines = [f"the least machines that hold it below {MARGIN:.0%} of the memory: GPUs, or nodes x GPUs", ""]
@@ -140,11 +152,54 @@ def _swept(rows: list[Row]) -> Answer:
     return Answer([*row_lines(rows, "", marked=False), *told], {"rows": [r.as_json() for r in rows], "borders": found})
 
 
-def row_lines(rows: Sequence[Row], head: str, *, marked: bool = True) -> list[str]:
+def _in_time(found: Curve) -> Answer:
+    fewest = found.meeting[0] if found.meeting else None
+    cheapest = least[0] if (least := least_of(found.meeting, "gpu_hours")) else None
+    told, notes = list[str](), dict[str, str]()
+    for row in found.rows:
+        pays = f"{found.pays[row.name]:.0%}" if row.name in found.pays else "-"
+        notes[row.name] = pays if meets(row, found.deadline_s) else "too late" * row.runs
+    wanted = show_duration(found.deadline_s)
+    if fewest and cheapest:
+        sure = f"in {wanted} at the slow end of the band too: {found.surely[0].name}" if found.surely else ""
+        told += [f"the fewest GPUs that do it in {wanted}: {_priced(fewest)}", f"the cheapest: {_priced(cheapest)}"]
+        told += [sure or f"at the slow end of the band none of these does it in {wanted}"]
+        last = found.rows[-1]
+        told += [f"from {last.name} on, another node adds less than {PAYS:.0%} of its share"] * (
+            found.pays.get(last.name, 1.0) < PAYS
+        )
+    else:
+        told.append(f"none of up to {found.rows[-1].cluster.world:,} GPUs do it in {wanted}, and more would add little")
+    if found.budget is not None and fewest:
+        within = [row.name for row in found.affordable]
+        told.append(f"within {show_dollars(found.budget)}: {', '.join(within) or 'none of these'}")
+    rows = [row.as_json() | {"meets": row in found.meeting, "pays": found.pays.get(row.name)} for row in found.rows]
+    names = {"fewest": fewest and fewest.name, "cheapest": cheapest and cheapest.name}
+    names["sure"] = found.surely[0].name if found.surely else None
+    figures = {"deadline_s": found.deadline_s, "budget": found.budget, "rows": rows, **names}
+    none = [row for row in found.rows if not row.plan]
+    names_ = ", ".join(row.name for row in none)
+    told += [f"no plan on {names_}: {none[0].refused[0].what}; {none[0].refused[0].fix}"] if none else []
+    planned = [row for row in found.rows if row.plan]
+    lines = row_lines(planned, "machines", marked=False, notes=("pays", notes))
+    return Answer([*lines, *told], figures | {"affordable": [row.name for row in found.affordable]})
+
+
+def _priced(row: Row) -> str:
+    assert row.length and row.length.seconds and row.length.gpu_hours
+    cost = "" if row.length.dollars is None else f", {show_dollars(row.length.dollars)}"
+    hours = f"{show_hours(row.length.gpu_hours)} GPU-hours"
+    return f"{row.name}, {counted(row.cluster.world, 'GPU')}, {show_duration(row.length.seconds)}, {hours}{cost}"
+
+
+def row_lines(
+    rows: Sequence[Row], head: str, *, marked: bool = True, notes: tuple[str, dict[str, str]] | None = None
+) -> list[str]:
     """A table of plans: whether each fits, a step with its band, what the run takes, and how it is split; the least of
-    a figure ``marked`` with >, and with = what the bands cannot tell from it. Then why there is no plan of others."""
+    a figure ``marked`` with >, and with = what the bands cannot tell from it; ``notes`` are a head and by name what
+    stands below it. Then why there is no plan of others."""
     least = {what: found for what in FIGURES if (found := least_of(rows, what))}
-    heads = (FIGURES[what][0] for what in least)
+    heads = [*(FIGURES[what][0] for what in least), *([notes[0]] if notes else [])]
     table: list[tuple[str, ...]] = [(head, "", "per rank", "of", "a step", "low", "high", "tokens/s", *heads, "")]
     shown = [(row, row.plan, row.length) for row in rows if row.plan and row.length]
     for row, plan, _ in shown:
@@ -153,7 +208,8 @@ def row_lines(rows: Sequence[Row], head: str, *, marked: bool = True) -> list[st
         cells = (row.name, word, show_bytes(plan.estimate.peak_bytes), f"{share:.0%}", *times)
         figures = (_figure(row, what, least[what] if marked else None) for what in least)
         split = f"{label(plan)}, recompute {plan.remat.mode}, {plan.batch.micro_batch_size} x {plan.batch.accumulation}"
-        table.append((*cells, show_count(tokens_per_s(plan)), *figures, split))
+        beside_ = [notes[1][row.name]] if notes else []
+        table.append((*cells, show_count(tokens_per_s(plan)), *figures, *beside_, split))
     lines = columns(table, "<<" + ">" * (len(table[0]) - 3) + "<")
     body = [coloured(line, COLOURS[row[1]]) for line, row in zip(lines[1:], table[1:], strict=True)]
     refused = [f"{row.name}: {problem.what}; {problem.fix}" for row in rows for problem in row.refused[:1]]
