@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardwise.cli.decide import cluster_of
 from shardwise.cli.options import misused
-from shardwise.cli.questions import About, Row, known, per_token
+from shardwise.cli.questions import Asking, PlanRow, known, per_token
 from shardwise.models.config import active_parameter_count
 from shardwise.models.resolve import resolve
 from shardwise.planner.length import read_amount, read_prices
@@ -32,32 +32,32 @@ class Curve:
 
     deadline_s: float
     budget: float | None
-    rows: list[Row]
+    rows: list[PlanRow]
     pays: dict[str, float]
 
     @property
-    def meeting(self) -> list[Row]:
+    def meeting(self) -> list[PlanRow]:
         """The rows whose run ends in time."""
         return [row for row in self.rows if meets(row, self.deadline_s)]
 
     @property
-    def surely(self) -> list[Row]:
+    def surely(self) -> list[PlanRow]:
         """Of those, the rows that end in time at the slow end of the band too."""
         return [row for row in self.meeting if row.length and (row.length.high_s or 0) <= self.deadline_s]
 
     @property
-    def affordable(self) -> list[Row]:
+    def affordable(self) -> list[PlanRow]:
         """Of those in time, the rows within the budget, if there is one."""
         limit = float("inf") if self.budget is None else self.budget
         return [row for row in self.meeting if row.length and (row.length.dollars or 0) <= limit]
 
 
-def meets(row: Row, deadline_s: float) -> bool:
+def meets(row: PlanRow, deadline_s: float) -> bool:
     """Return whether the run of a row that can run ends in time."""
     return row.runs and row.length is not None and (row.length.seconds or 0) <= deadline_s
 
 
-def curve(about: About, text: str, budget_text: str | None) -> Curve:
+def curve(about: Asking, text: str, budget_text: str | None) -> Curve:
     """Return the curve of more and more machines with the GPU of ``--cluster``, from those that are too few on to where
     another node pays too little. Raises UsageError (CLI001), and what a plan raises."""
     duration = _DURATION.fullmatch(text.strip())
@@ -74,10 +74,12 @@ def curve(about: About, text: str, budget_text: str | None) -> Curve:
     if budget and not prices:
         fix = f"--price {cluster.device.name.replace(' ', '-')}=2.5"
         raise misused("`--budget` needs the price of a GPU-hour", fix, "--budget")
-    rows, pays = list[Row](), dict[str, float]()
+    rows, pays = list[PlanRow](), dict[str, float]()
     for row in _tried(about, cluster, prices, deadline_s):
         before = next((one for one in reversed(rows) if one.runs), None)
         rows.append(row)
+        if before and meets(before, deadline_s) and not row.plan:
+            break  # nor will there be one on twice as many
         if before and row.runs:
             pays[row.name] = _paid(before, row)
             if pays[row.name] < (PAYS if meets(before, deadline_s) else HELPS):
@@ -85,15 +87,15 @@ def curve(about: About, text: str, budget_text: str | None) -> Curve:
     return Curve(deadline_s, budget, known(rows), pays)
 
 
-def _tried(about: About, cluster: Cluster, prices: dict[str, float], deadline_s: float) -> Iterator[Row]:
+def _tried(about: Asking, cluster: Cluster, prices: dict[str, float], deadline_s: float) -> Iterator[PlanRow]:
     """Yield the rows of the ladder from what may be enough on, to the first that is; then of the fewest nodes between
     it and the one before that are; then of twice as many each time."""
     recipe, enough = about.read([], about.machines), _least_gpus(about, cluster, deadline_s)
 
-    def row(nodes: int, each: int) -> Row:
+    def row(nodes: int, each: int) -> PlanRow:
         return _row(about, recipe, cluster.resized(nodes, each), prices)
 
-    last: Row | None = None
+    last: PlanRow | None = None
     for nodes, each in _ladder(cluster):
         if nodes * each < enough:
             continue
@@ -116,7 +118,7 @@ def _tried(about: About, cluster: Cluster, prices: dict[str, float], deadline_s:
         return
 
 
-def _row(about: About, recipe: Recipe, cluster: Cluster, prices: dict[str, float]) -> Row:
+def _row(about: Asking, recipe: Recipe, cluster: Cluster, prices: dict[str, float]) -> PlanRow:
     row = about.row(str(cluster), recipe, cluster, prices)
     if row.length and row.length.set_by in ("unknown", "the default"):
         raise misused("`--deadline` needs the length of the run", "--tokens 1T, or train.max_steps=10k", "--tokens")
@@ -132,7 +134,7 @@ def _ladder(cluster: Cluster) -> list[tuple[int, int]]:
     return [*within, *((count, full) for count in sorted(nodes) if count <= most)]
 
 
-def _least_gpus(about: About, cluster: Cluster, deadline_s: float) -> float:
+def _least_gpus(about: Asking, cluster: Cluster, deadline_s: float) -> float:
     """Return a number of GPUs that is not more than enough: at their peak, with products forward and for gradients of
     activations alone, in float8 if that is asked for."""
     recipe = about.read([], about.machines)
@@ -142,7 +144,7 @@ def _least_gpus(about: About, cluster: Cluster, deadline_s: float) -> float:
     return 4 * weights * (about.tokens or 0) / peak if peak else 0.0
 
 
-def _paid(before: Row, row: Row) -> float:
+def _paid(before: PlanRow, row: PlanRow) -> float:
     """Return which share of what more GPUs would add, if all were as useful, they do add."""
     gained = per_token(before, "seconds") / per_token(row, "seconds") - 1
     return gained / (row.cluster.world / before.cluster.world - 1)

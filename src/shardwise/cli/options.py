@@ -54,10 +54,10 @@ def add_command(
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = hints
     command.__doc__ = options.__doc__
-    app.command(name, context_settings=LOOSE if loose else None, cls=Grouped)(command)
+    app.command(name, context_settings=LOOSE if loose else None, cls=PanelCommand)(command)
 
 
-class Grouped(TyperCommand):
+class PanelCommand(TyperCommand):
     """A command whose help has the options of a panel below its name."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

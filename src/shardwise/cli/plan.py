@@ -10,7 +10,6 @@ from typing import Annotated
 
 from typer import Option
 
-from shardwise.cli.answers import Answer, Questions, answered
 from shardwise.cli.decide import beyond, cluster_of, far, with_measured_experts
 from shardwise.cli.imported import Foreign, beside_theirs, given
 from shardwise.cli.length import Asked
@@ -24,7 +23,8 @@ from shardwise.cli.planned import (
     planned,
     schedule_of,
 )
-from shardwise.cli.questions import About
+from shardwise.cli.questions import Asking
+from shardwise.cli.replies import Questions, Reply, answered
 from shardwise.cli.show import note, print_json, say, say_as_known, working
 from shardwise.cli.timeline import svg
 from shardwise.interop.emit_files import EMITTED, emitted
@@ -129,7 +129,7 @@ def run(options: Options) -> None:
     return None
 
 
-def _answered(words: Words, options: Options) -> Answer | None:
+def _answered(words: Words, options: Options) -> Reply | None:
     """Return the answer to a question around the plan, if one is asked."""
     told = list[str]()
 
@@ -145,7 +145,7 @@ def _answered(words: Words, options: Options) -> Answer | None:
     of_one = ("plan", "explain", "emit", "plot", "out")
     page = [f"--{name}" for name in of_one if vars(options)[name] is not None]
     with working("looking at plans"):
-        return answered(options, About(read, options.cluster, tokens, options.price), page)
+        return answered(options, Asking(read, options.cluster, tokens, options.price), page)
 
 
 def _print_next(files: list[Path], overrides: list[str], options: Options, cluster: Cluster) -> None:

@@ -38,7 +38,7 @@ OFFLOADED = (["offload.optimizer=auto"], ["offload.optimizer=host", *_LEAN])
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """What `plan` chooses under ``name``, which is what to type, and the length of its run; or why there is no plan."""
 
     name: str
@@ -69,8 +69,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class About:
-    """What questions are about: ``read`` gives the recipe on the machines of a text, with more settings; ``machines``
+class Asking:
+    """What is asked about: ``read`` gives the recipe on the machines of a text, with more settings; ``machines``
     are those of ``--cluster``. Prices are by ``--price``."""
 
     read: Callable[[list[str], str | None], Recipe]
@@ -78,18 +78,20 @@ class About:
     tokens: int | None
     prices: list[str]
 
-    def row(self, name: str, recipe: Recipe, cluster: Cluster, prices: dict[str, float], *, here: bool = False) -> Row:
+    def row(
+        self, name: str, recipe: Recipe, cluster: Cluster, prices: dict[str, float], *, here: bool = False
+    ) -> PlanRow:
         """The row of a recipe on these machines; ``here``: on this one, whose earlier runs correct its seconds."""
         try:
             spec = resolve(recipe)
             if here:
                 recipe, _ = with_measured_experts(recipe, spec, cluster)
             answer = planned(recipe, spec, cluster, Asked(self.tokens, prices), here=here)
-            return Row(name, cluster, answer.best, answer.length)
+            return PlanRow(name, cluster, answer.best, answer.length)
         except ConfigError as error:
-            return Row(name, cluster, refused=tuple(dict.fromkeys(error.problems)))
+            return PlanRow(name, cluster, refused=tuple(dict.fromkeys(error.problems)))
 
-    def own(self, *words: str, name: str = "") -> Row:
+    def own(self, *words: str, name: str = "") -> PlanRow:
         """The row of the recipe with the settings of ``words``, on the machines of ``--cluster``. What the recipe
         contradicts is why there is none; raises ConfigError for a key that is unknown, or a value that is none."""
         before = cluster_of(self.read([], self.machines), self.machines)
@@ -99,11 +101,11 @@ class About:
         except ConfigError as error:
             if any(problem.code != "CFG008" for problem in error.problems):
                 raise
-            return Row(name, before, refused=error.problems)
+            return PlanRow(name, before, refused=error.problems)
         return self.row(name, recipe, cluster_of(recipe, self.machines), prices, here=here)
 
 
-def compared(about: About, text: str) -> list[Row]:
+def compared(about: Asking, text: str) -> list[PlanRow]:
     """Return the plan on each of the machines of ``text``, with commas between; what is beside the GPUs of a node
     (``host=1TB``) belongs to those before it. Raises UsageError (CLI001), and what names of machines raise."""
     names = list[str]()
@@ -132,7 +134,7 @@ def compared(about: About, text: str) -> list[Row]:
     return sorted(rows, key=lambda row: (not row.fits, not row.runs, row.plan is None, per_token(row, "seconds")))
 
 
-def beside(about: About, pins: list[str]) -> tuple[Row, Row]:
+def beside(about: Asking, pins: list[str]) -> tuple[PlanRow, PlanRow]:
     """Return the chosen plan, and the best with all of ``pins``, of which one text may have several with commas
     between. Raises UsageError (CLI001) for what is no setting, and what a plan raises."""
     words = list[str]()
@@ -147,7 +149,7 @@ def beside(about: About, pins: list[str]) -> tuple[Row, Row]:
     return chosen, about.own(*words, name=" ".join(words))
 
 
-def swept(about: About, text: str) -> list[Row]:
+def swept(about: Asking, text: str) -> list[PlanRow]:
     """Return the plan for each value of a key that takes numbers: ``train.seq_len=4k..128k`` doubles, and commas make a
     list. Raises UsageError (CLI001) for what is none, and ConfigError (CFG001) for an unknown key."""
     keys, (name, _, values) = keys_of(recipe_schema()), text.partition("=")
@@ -188,7 +190,7 @@ def _number(text: str, key: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Least:
+class LeastMachines:
     """The least machines with any of the GPUs ``devices`` that hold a run, by the settings that are added to its
     recipe; None where none do. ``cluster`` is one GPU of them, that with the least memory."""
 
@@ -197,7 +199,7 @@ class Least:
     machines: dict[str, Cluster | None]
 
 
-def smallest(about: About) -> list[Least]:
+def smallest(about: Asking) -> list[LeastMachines]:
     """Return the least of every GPU that is rented, or of that of ``--cluster``, the largest first; those are one that
     have as many GiB, on hosts alike. Raises UsageError (CLI001) for machines without GPUs."""
     recipes, given = variants(about), about.machines and cluster_of(about.read([], None), about.machines)
@@ -208,7 +210,7 @@ def smallest(about: About) -> list[Least]:
         if given is None and device.name in rented():
             kind = round(device.memory_bytes / 2**30), sold_on(device), device.computes_bf16, device.per_node
             alike.setdefault(kind, []).append(device)
-    found = list[Least]()
+    found = list[LeastMachines]()
     for kinds in [[given.device]] if given else alike.values():
         one = given.resized(1, 1) if given else parse_cluster(kinds[-1].name)
         larger = [
@@ -219,13 +221,13 @@ def smallest(about: About) -> list[Least]:
         ]
         sizes = [one.resized(*size) for size in sizes_of(one.device.per_node, MOST_GPUS)]
         least = {words: _least(recipe, sizes, [each[words] for each in larger]) for words, recipe in recipes.items()}
-        found.append(Least(tuple(device.name for device in kinds), one, least))
+        found.append(LeastMachines(tuple(device.name for device in kinds), one, least))
     if not any(one for each in found for one in each.machines.values()):
         Search(recipes[""], resolve(recipes[""]), sizes[-1])  # which says what is illegal, if it is that
     return found
 
 
-def variants(about: About) -> dict[str, Recipe]:
+def variants(about: Asking) -> dict[str, Recipe]:
     """The recipe as it is, and by the words that are added to it: without what it has on the host, with more there, and
     each with adapters, or without the recipe's own, where it is a fine-tune."""
     first = about.read([], about.machines)
@@ -267,7 +269,7 @@ def _holds(recipe: Recipe, cluster: Cluster) -> bool:
     return False
 
 
-def known(rows: Iterable[Row]) -> list[Row]:
+def known(rows: Iterable[PlanRow]) -> list[PlanRow]:
     """Return the rows. Raises ConfigError where none has a plan."""
     found = list(rows)
     if not any(row.plan for row in found):
@@ -275,14 +277,14 @@ def known(rows: Iterable[Row]) -> list[Row]:
     return found
 
 
-def per_token(row: Row, what: str) -> float:
+def per_token(row: PlanRow, what: str) -> float:
     """Return ``seconds``, ``gpu_hours`` or ``dollars`` of the run by the tokens that it reads; infinite where they
     are not known, or the plan cannot run."""
     of_run = vars(row.length)[what] if row.length and row.runs else None
     return float("inf") if of_run is None or row.length is None else of_run / row.length.tokens
 
 
-def apart(one: Row, other: Row, what: str) -> bool:
+def apart(one: PlanRow, other: PlanRow, what: str) -> bool:
     """Return whether the bands of two rows leave no doubt which takes less of ``what``: of two errors that know nothing
     of each other, each within its band four times in five, their ratio is so often within the width taken here."""
     less, more = sorted((one, other), key=lambda row: per_token(row, what))
@@ -293,7 +295,7 @@ def apart(one: Row, other: Row, what: str) -> bool:
     return log(per_token(more, what) / per_token(less, what)) > width
 
 
-def least_of(rows: Sequence[Row], what: str) -> tuple[Row, list[Row]] | None:
+def least_of(rows: Sequence[PlanRow], what: str) -> tuple[PlanRow, list[PlanRow]] | None:
     """Return the row that takes least of ``what``, and those that the bands cannot tell from it; None where nothing is
     known."""
     best = min(rows, key=lambda row: per_token(row, what), default=None)

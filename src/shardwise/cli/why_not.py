@@ -28,7 +28,7 @@ Pair = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Beside:
+class PlanPair:
     """``other`` beside the ``chosen`` plan. Seconds are for as many tokens as a step of the chosen one has."""
 
     chosen: Plan

@@ -12,10 +12,21 @@ from typer import Option
 from shardwise.cli.deadline import PAYS, Curve, curve, meets
 from shardwise.cli.length import length_head, show_dollars, show_duration, show_hours
 from shardwise.cli.options import misused
-from shardwise.cli.questions import MOST_GPUS, About, Least, Row, apart, beside, compared, least_of, smallest, swept
+from shardwise.cli.questions import (
+    MOST_GPUS,
+    Asking,
+    LeastMachines,
+    PlanRow,
+    apart,
+    beside,
+    compared,
+    least_of,
+    smallest,
+    swept,
+)
 from shardwise.cli.render import COLOURS
 from shardwise.cli.show import coloured
-from shardwise.cli.why_not import Beside
+from shardwise.cli.why_not import PlanPair
 from shardwise.planner.comparison import MARGIN, seconds, tokens_per_s
 from shardwise.planner.length import Length
 from shardwise.spec.cluster import Cluster
@@ -63,17 +74,17 @@ class Questions:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """An answer in ``lines``, and as an object for programs."""
 
     lines: list[str]
     found: dict[str, Any]
 
 
-def answered(asked: Questions, about: About, page: list[str]) -> Answer | None:
+def answered(asked: Questions, about: Asking, page: list[str]) -> Reply | None:
     """Return the answer to what is asked; None where nothing is. ``page``: flags that are given, of what is told or
     written of one plan. Raises what a plan raises, and UsageError (CLI001)."""
-    ways: dict[str, Callable[[], Answer]] = {
+    ways: dict[str, Callable[[], Reply]] = {
         "compare": lambda: _compared(compared(about, asked.compare or "")),
         "smallest": lambda: _smallest(smallest(about)),
         "sweep": lambda: _swept(swept(about, asked.sweep or "")),
@@ -89,10 +100,10 @@ def answered(asked: Questions, about: About, page: list[str]) -> Answer | None:
     if others:
         raise misused(f"`{first}` is a question of its own, and `{others[0]}` is another", "leave out one", others[0])
     answer = ways[given[0]]()
-    return Answer(answer.lines, {"question": given[0], **answer.found})
+    return Reply(answer.lines, {"question": given[0], **answer.found})
 
 
-def _compared(rows: list[Row]) -> Answer:
+def _compared(rows: list[PlanRow]) -> Reply:
     found = {what: least for what in FIGURES if (least := least_of(rows, what))}
     told = list[str]()
     for what, (best, ties) in found.items():
@@ -102,10 +113,10 @@ def _compared(rows: list[Row]) -> Answer:
     ties_of = {what: [[one.name, other.name] for one, other in pairs[what]] for what in found}
     best_of = {what: best.name for what, (best, _) in found.items()}
     lines = [*row_lines(rows, "machines"), *told]
-    return Answer(lines, {"rows": [row.as_json() for row in rows], "least": best_of, "ties": ties_of})
+    return Reply(lines, {"rows": [row.as_json() for row in rows], "least": best_of, "ties": ties_of})
 
 
-def _smallest(found: list[Least]) -> Answer:
+def _smallest(found: list[LeastMachines]) -> Reply:
     variants = list(found[0].machines)
     heads = ["as it is", *(f"with {chr(ord('a') + number)}" for number in range(len(variants) - 1))]
     table = [("GPUs", "GiB each", *heads)]
@@ -121,7 +132,7 @@ def _smallest(found: list[Least]) -> Answer:
     lines = [f"the least machines that hold it below {MARGIN:.0%} of the memory: GPUs, or nodes x GPUs", ""]
     lines += [*columns(table, "<" + ">" * (len(heads) + 1)), "", *keys]
     lines += [f"-  none of up to {MOST_GPUS:,} GPUs"] * any("-" in row[2:] for row in table)
-    return Answer(lines, {"rows": rows})
+    return Reply(lines, {"rows": rows})
 
 
 def _size(machines: Cluster | None) -> str:
@@ -130,17 +141,17 @@ def _size(machines: Cluster | None) -> str:
     return str(machines.world) if machines.nodes == 1 else f"{machines.nodes}x{machines.devices_per_node}"
 
 
-def _why_not(chosen: Row, other: Row) -> Answer:
+def _why_not(chosen: PlanRow, other: PlanRow) -> Reply:
     found: dict[str, Any] = {"rows": [chosen.as_json(), other.as_json()]}
     if other.plan is None:
-        return Answer([f"with {other.name} it is refused", "", *map(str, other.refused)], found)
+        return Reply([f"with {other.name} it is refused", "", *map(str, other.refused)], found)
     assert chosen.plan is not None
-    told = Beside(chosen.plan, other.plan)
+    told = PlanPair(chosen.plan, other.plan)
     lines = [*row_lines([chosen, other], "plan", marked=False), *told.words(other.name)]
-    return Answer(lines, found | {"same": told.same, **told.differences})
+    return Reply(lines, found | {"same": told.same, **told.differences})
 
 
-def _swept(rows: list[Row]) -> Answer:
+def _swept(rows: list[PlanRow]) -> Reply:
     planned = [row for row in rows if row.plan]
     borders = [(one, other) for one, other in pairwise(planned) if one.fits is not other.fits]
     told = [
@@ -149,10 +160,10 @@ def _swept(rows: list[Row]) -> Answer:
     if not borders:
         told = [f"it fits with {'each' if planned[0].fits else 'none'} of these values"]
     found = [[one.name, other.name] for one, other in borders]
-    return Answer([*row_lines(rows, "", marked=False), *told], {"rows": [r.as_json() for r in rows], "borders": found})
+    return Reply([*row_lines(rows, "", marked=False), *told], {"rows": [r.as_json() for r in rows], "borders": found})
 
 
-def _in_time(found: Curve) -> Answer:
+def _in_time(found: Curve) -> Reply:
     fewest = found.meeting[0] if found.meeting else None
     cheapest = least[0] if (least := least_of(found.meeting, "gpu_hours")) else None
     told, notes = list[str](), dict[str, str]()
@@ -164,12 +175,13 @@ def _in_time(found: Curve) -> Answer:
         sure = f"in {wanted} at the slow end of the band too: {found.surely[0].name}" if found.surely else ""
         told += [f"the fewest GPUs that do it in {wanted}: {_priced(fewest)}", f"the cheapest: {_priced(cheapest)}"]
         told += [sure or f"at the slow end of the band none of these does it in {wanted}"]
-        last = found.rows[-1]
-        told += [f"from {last.name} on, another node adds less than {PAYS:.0%} of its share"] * (
-            found.pays.get(last.name, 1.0) < PAYS
-        )
+        *_, before, last = [None, *(row for row in found.rows if row.plan)]
+        if before and last and found.pays.get(last.name, 1.0) < PAYS:
+            told.append(f"beyond {before.name} another node adds less than {PAYS:.0%} of its share")
     else:
-        told.append(f"none of up to {found.rows[-1].cluster.world:,} GPUs do it in {wanted}, and more would add little")
+        told.append(
+            f"none of up to {found.rows[-1].cluster.world:,} GPUs do it in {wanted}: more add little, or have no plan"
+        )
     if found.budget is not None and fewest:
         within = [row.name for row in found.affordable]
         told.append(f"within {show_dollars(found.budget)}: {', '.join(within) or 'none of these'}")
@@ -182,10 +194,10 @@ def _in_time(found: Curve) -> Answer:
     told += [f"no plan on {names_}: {none[0].refused[0].what}; {none[0].refused[0].fix}"] if none else []
     planned = [row for row in found.rows if row.plan]
     lines = row_lines(planned, "machines", marked=False, notes=("pays", notes))
-    return Answer([*lines, *told], figures | {"affordable": [row.name for row in found.affordable]})
+    return Reply([*lines, *told], figures | {"affordable": [row.name for row in found.affordable]})
 
 
-def _priced(row: Row) -> str:
+def _priced(row: PlanRow) -> str:
     assert row.length and row.length.seconds and row.length.gpu_hours
     cost = "" if row.length.dollars is None else f", {show_dollars(row.length.dollars)}"
     hours = f"{show_hours(row.length.gpu_hours)} GPU-hours"
@@ -193,7 +205,7 @@ def _priced(row: Row) -> str:
 
 
 def row_lines(
-    rows: Sequence[Row], head: str, *, marked: bool = True, notes: tuple[str, dict[str, str]] | None = None
+    rows: Sequence[PlanRow], head: str, *, marked: bool = True, notes: tuple[str, dict[str, str]] | None = None
 ) -> list[str]:
     """A table of plans: whether each fits, a step with its band, what the run takes, and how it is split; the least of
     a figure ``marked`` with >, and with = what the bands cannot tell from it; ``notes`` are a head and by name what
@@ -223,7 +235,7 @@ def _asked(plan: Plan, lengths: list[Length]) -> str:
     return f"{plan.model} in steps of {steps} tokens; the run: {' or '.join(runs)}"
 
 
-def _figure(row: Row, what: str, least: tuple[Row, list[Row]] | None) -> str:
+def _figure(row: PlanRow, what: str, least: tuple[PlanRow, list[PlanRow]] | None) -> str:
     best, ties = least or (None, [])
     mark = "> " if row is best else "= " if row in ties else ""
     figure = vars(row.length)[what]
