@@ -61,7 +61,6 @@ COMPARED = [
 
 
 @pytest.mark.prove
-@pytest.mark.rare(1)
 @pytest.mark.parametrize(("model", "machines"), COMPARED)
 def test_machines_beside_one_another(model: str, machines: list[str], ask: Any) -> None:
     check_compared(model, machines, 1024, ask)
@@ -112,7 +111,7 @@ def check_compared(model: str, machines: list[str], batch: int, ask: Any) -> Non
 
 TUNED = ["method=sft", "data.path=mine.jsonl", "train.seq_len=4096"]
 LEAST = [
-    (EIGHT_B, TUNED, ["RTX-4090", "V100-16GB", "H200"]),
+    (EIGHT_B, TUNED, ["RTX-4090", "V100-16GB"]),
     (SEVENTY_B, [*TUNED, "lora=16", "lora.frozen=nf4"], ["L40S"]),
     (MIXTURE, BATCH, ["A100-80GB"]),
     (LARGEST, [*BATCH, "train.global_batch_size=1024", "offload.optimizer=host"], ["MI300X"]),
@@ -120,7 +119,6 @@ LEAST = [
 
 
 @pytest.mark.prove
-@pytest.mark.rare(1)
 @pytest.mark.parametrize(("model", "words", "gpus"), LEAST)
 def test_the_least_that_holds_it(model: str, words: list[str], gpus: list[str], ask: Any) -> None:
     found = ask(f"--model={model}", *words, "--smallest")
@@ -165,7 +163,6 @@ NOT_TAKEN = [
 
 
 @pytest.mark.prove
-@pytest.mark.rare(1)
 @pytest.mark.parametrize(("model", "words", "machines", "pins"), NOT_TAKEN)
 def test_what_was_not_taken(model: str, words: list[str], machines: str, pins: list[str], ask: Any) -> None:
     check_not_taken(model, words, machines, pins, ask)
@@ -208,7 +205,6 @@ SWEPT = [
 
 
 @pytest.mark.prove
-@pytest.mark.rare(1)
 @pytest.mark.parametrize(("model", "machines", "asked", "values"), SWEPT)
 def test_a_key_swept(model: str, machines: str, asked: str, values: list[int], ask: Any) -> None:
     batch = ["train.global_batch_size=1024"] if model == LARGEST else []
@@ -240,7 +236,6 @@ IN_TIME = [
 
 
 @pytest.mark.prove
-@pytest.mark.rare(1)
 @pytest.mark.parametrize(("model", "batch", "gpu", "tokens", "deadline"), IN_TIME)
 def test_in_time(model: str, batch: int, gpu: str, tokens: str, deadline: str, ask: Any) -> None:
     check_in_time(model, batch, gpu, [tokens, deadline], ask)
