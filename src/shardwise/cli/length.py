@@ -69,10 +69,8 @@ def _of_steps(recipe: Recipe, plan: Plan, cluster: Cluster, asked: Asked) -> Len
 
 def length_lines(length: Length) -> list[str]:
     """``10.0 B tokens: 2,385 steps, 3 h 12 min (2 h 50 min to 3 h 40 min), 25.6 GPU-hours, $64 at $2.5 a GPU-hour``."""
-    steps, tokens = counted(length.steps, "step"), f"{show_count(length.tokens)} tokens"
-    records = counted(length.records or 0, "record")
-    head = HEADS[length.set_by].format(steps=steps, tokens=tokens, records=records, bytes=TOKEN_BYTES)
-    parts = [part for part in (steps, tokens) if part not in head]
+    head = length_head(length)
+    parts = [part for part in _counts(length).values() if part not in head]
     if length.seconds is not None:
         parts.append(show_duration(length.seconds))
     if length.low_s and length.high_s:
@@ -80,11 +78,30 @@ def length_lines(length: Length) -> list[str]:
     if length.reference_s is not None:
         parts[-1] += f", of which {show_duration(length.reference_s)} for the reference's scores"
     if length.gpu_hours is not None:
-        parts.append(f"{length.gpu_hours:,.{1 if length.gpu_hours >= 1 else 3}f} GPU-hours")
+        parts.append(f"{show_hours(length.gpu_hours)} GPU-hours")
     if length.dollars is not None:
-        dollars = f"${length.dollars:,.{0 if length.dollars >= 10 else 2}f}"
-        parts.append(f"{dollars} at ${length.dollars_per_gpu_hour:g} a GPU-hour")
+        parts.append(f"{show_dollars(length.dollars)} at ${length.dollars_per_gpu_hour:g} a GPU-hour")
     return [f"{head}: {', '.join(parts)}"]
+
+
+def length_head(length: Length) -> str:
+    """What the rest is told for: ``10.0 B tokens``, ``2,000 steps (train.max_steps)``."""
+    records = counted(length.records or 0, "record")
+    return HEADS[length.set_by].format(**_counts(length), records=records, bytes=TOKEN_BYTES)
+
+
+def _counts(length: Length) -> dict[str, str]:
+    return {"steps": counted(length.steps, "step"), "tokens": f"{show_count(length.tokens)} tokens"}
+
+
+def show_hours(hours: float) -> str:
+    """GPU-hours: ``25.6``, ``0.020``."""
+    return f"{hours:,.{1 if hours >= 1 else 3}f}"
+
+
+def show_dollars(dollars: float) -> str:
+    """``$64``, ``$0.05``."""
+    return f"${dollars:,.{0 if dollars >= 10 else 2}f}"
 
 
 def show_duration(seconds: float) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from shardwise.errors import MissingInputError, Problem, UsageError
 from shardwise.spec.cluster import Cluster
@@ -53,7 +54,21 @@ def add_command(
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = hints
     command.__doc__ = options.__doc__
-    app.command(name, context_settings=LOOSE if loose else None)(command)
+    app.command(name, context_settings=LOOSE if loose else None, cls=PanelCommand)(command)
+
+
+class PanelCommand(TyperCommand):
+    """A command whose help has the options of a panel below its name."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for each in self.get_params(ctx):
+            if (told := each.get_help_record(ctx)) is not None:
+                kind = "Arguments" if each.param_type_name == "argument" else "Options"
+                groups.setdefault(vars(each).get("rich_help_panel") or kind, []).append(told)
+        for head, records in groups.items():
+            with formatter.section(head):
+                formatter.write_dl(records)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from typer import Option
 from shardwise.cli.decide import beyond, cluster_of, far, with_measured_experts
 from shardwise.cli.imported import Foreign, beside_theirs, given
 from shardwise.cli.length import Asked
-from shardwise.cli.options import Common, RecipeWords, machine_words, misused, sort_words
+from shardwise.cli.options import Common, RecipeWords, Words, machine_words, misused, sort_words
 from shardwise.cli.planned import (
     as_json,
     change_parts,
@@ -23,6 +23,8 @@ from shardwise.cli.planned import (
     planned,
     schedule_of,
 )
+from shardwise.cli.questions import Asking
+from shardwise.cli.replies import Questions, Reply, answered
 from shardwise.cli.show import note, print_json, say, say_as_known, working
 from shardwise.cli.timeline import svg
 from shardwise.interop.emit_files import EMITTED, emitted
@@ -33,12 +35,13 @@ from shardwise.planner.search import uncollected
 from shardwise.spec.cluster import Cluster, crowding, local_cluster
 from shardwise.spec.cluster_file import LOCAL
 from shardwise.spec.load import dump_plan, load_plan
+from shardwise.spec.recipe import Recipe
 
 TOPICS = ("memory", "network", "time", "schedule", "why", "keys")
 
 
 @dataclass
-class Options(Foreign, Common):
+class Options(Questions, Foreign, Common):
     """Show how a training run would be split, what it needs, and whether it fits. Nothing is downloaded but a
     config.json.
 
@@ -69,6 +72,9 @@ class Options(Foreign, Common):
 @uncollected()
 def run(options: Options) -> None:
     """Print the plan, or write it."""
+    words = sort_words(options.arguments, Options, several=True)
+    if told := _answered(words, options):
+        return print_json(told.found) if options.json else say(*told.lines)
     if options.explain is not None and options.explain not in TOPICS:
         raise misused(f"nothing to explain about `{options.explain}`", f"one of {', '.join(TOPICS)}", "--explain")
     if options.emit not in (None, *EMITTED):
@@ -82,7 +88,6 @@ def run(options: Options) -> None:
             return say(emitted(plan, options.emit).rstrip())
         parts = plan_parts(plan, lambda: [plan], lambda: plan, options.explain)
         return print_json(asdict(plan)) if options.json else say(*(line for part in parts for line in part))
-    words = sort_words(options.arguments, Options, several=True)
     found = given(words, options.cluster, options, data=False)
     loaded, path = found.loaded, found.path
     for notice in loaded.notices if options.explain == "keys" else loaded.shown:
@@ -122,6 +127,25 @@ def run(options: Options) -> None:
     say_as_known("looking for what would change it", change_parts(answer, each=sys.stdout.isatty()))
     _print_next(words.files or [*filter(None, [path])], words.overrides, options, cluster)
     return None
+
+
+def _answered(words: Words, options: Options) -> Reply | None:
+    """Return the answer to a question around the plan, if one is asked."""
+    told = list[str]()
+
+    def read(more: list[str], machines: str | None) -> Recipe:
+        asked = replace(words, overrides=[*words.overrides, *more])
+        loaded = given(asked, machines, options, data=False).loaded
+        for notice in loaded.shown if not told else ():
+            note(notice, as_json=options.json)
+        told.append("once")
+        return with_adapter(loaded.recipe)
+
+    tokens = None if options.tokens is None else read_tokens(options.tokens)
+    of_one = ("plan", "explain", "emit", "plot", "out")
+    page = [f"--{name}" for name in of_one if vars(options)[name] is not None]
+    with working("looking at plans"):
+        return answered(options, Asking(read, options.cluster, tokens, options.price), page)
 
 
 def _print_next(files: list[Path], overrides: list[str], options: Options, cluster: Cluster) -> None:

@@ -3,6 +3,7 @@ packages. Imports no torch."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardwise.models.delta_sizes import kept, passed, products
@@ -244,6 +245,7 @@ def mixer_of(spec: ModelSpec, layer: int) -> Mixer:
     return MIXERS[named[0] if named and named[0] in MIXERS else spec.attention.mixer]
 
 
+@lru_cache(maxsize=64)
 def mixers_of(spec: ModelSpec) -> tuple[Mixer, ...]:
     """Return the mixers of all layers, each once."""
     return tuple(dict.fromkeys(mixer_of(spec, layer) for layer in range(spec.num_hidden_layers)))

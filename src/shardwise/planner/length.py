@@ -78,26 +78,32 @@ def length_of(
     return Length(set_by, steps, steps * in_a_step, seconds, low_s, high_s, gpu_hours, price, dollars)
 
 
-def read_tokens(text: str) -> int:
-    """``10B``, ``1.5T``, ``300M`` or ``2e9`` tokens; letters stand for powers of ten. Raises UsageError (CLI001)."""
+def read_amount(text: str) -> Fraction:
+    """``10B``, ``1.5T``, ``50k`` or ``2e9``; letters stand for powers of ten. 0 for what is no number."""
     match = _AMOUNT.fullmatch(text.strip())
-    tokens = Fraction(re.sub("[_,]", "", match[1])) * _SCALES[match[2].lower()] if match else Fraction(0)
+    return Fraction(re.sub("[_,]", "", match[1])) * _SCALES[match[2].lower()] if match else Fraction(0)
+
+
+def read_tokens(text: str) -> int:
+    """``10B``, ``1.5T``, ``300M`` or ``2e9`` tokens. Raises UsageError (CLI001)."""
+    tokens = read_amount(text)
     if not 1 <= tokens <= _MOST_TOKENS or tokens.denominator != 1:
         what = f"`{text}` is not a number of tokens, from 1 to 1,000,000 T"
         raise UsageError(Problem("CLI001", what, "--tokens", "write 10B, 1.5T, 300M or 2e9"))
     return int(tokens)
 
 
-def read_prices(texts: Iterable[str], cluster: Cluster) -> dict[str, float]:
+def read_prices(texts: Iterable[str], *clusters: Cluster) -> dict[str, float]:
     """Dollars a GPU-hour by the device's name, from ``H100=2.5`` or several of them with commas between; ``A100=2``
-    serves all of that name, but for those that are named more closely. Raises UsageError (CLI001), also where the GPU
-    of ``cluster`` has no price among them."""
-    own, prices, wide = cluster.device.name, dict[str, float](), dict[str, float]()
-    fix = f"--price {own.replace(' ', '-')}=2.5"
+    serves all of that name, but for those that are named more closely. Raises UsageError (CLI001), also where no GPU of
+    ``clusters`` has a price among them."""
+    own = list(dict.fromkeys(cluster.device.name for cluster in clusters if cluster.kind != "cpu"))
+    named, prices, wide = " and ".join(map(str, clusters)), dict[str, float](), dict[str, float]()
     for text in (part.strip() for given in texts for part in given.split(",")):
-        if cluster.kind == "cpu":
+        if not own:
             fix = "leave out --price, or name GPUs: --cluster 8xH100"
-            raise _wrong(f"`{text}` is a price for a GPU, and {cluster} has none", fix)
+            raise _wrong(f"`{text}` is a price for a GPU, and {named} has none", fix)
+        fix = f"--price {own[0].replace(' ', '-')}=2.5"
         name, _, amount = text.partition("=")
         try:
             dollars = float(amount.strip().removeprefix("$"))
@@ -105,21 +111,22 @@ def read_prices(texts: Iterable[str], cluster: Cluster) -> dict[str, float]:
             raise _wrong(f"`{text}` is not a GPU with its price in dollars an hour", fix) from None
         if not (dollars > 0 and math.isfinite(dollars)):
             raise _wrong(f"`{text}`: a price is a number of dollars above 0", fix)
-        known, into = _device_name(name, own), prices
-        if known != own and begins(name, own):
-            known, into = own, wide
-        if into.setdefault(known, dollars) != dollars:
-            raise _wrong(f"two prices for the {known}: ${into[known]:g} and ${dollars:g} an hour", "drop one of them")
+        known = _device_name(name, own)
+        served = [(wide, gpu) for gpu in own if gpu != known and begins(name, gpu)]
+        for into, gpu in [*served, *([(prices, known)] if known in own or not served else [])]:
+            if into.setdefault(gpu, dollars) != dollars:
+                raise _wrong(f"two prices for the {gpu}: ${into[gpu]:g} and ${dollars:g} an hour", "drop one of them")
     prices = wide | prices
-    if prices and own not in prices:
-        raise _wrong(f"a price for the {next(iter(prices))}, and the GPUs of {cluster} are of another kind", fix)
+    if prices and not prices.keys() & own:
+        what = f"a price for the {next(iter(prices))}, and the GPUs of {named} are of another kind"
+        raise _wrong(what, f"--price {own[0].replace(' ', '-')}=2.5")
     return prices
 
 
-def _device_name(text: str, own: str) -> str:
-    """The device that ``text`` names; ``own``, a GPU of this machine, may be one that the table does not have."""
+def _device_name(text: str, own: list[str]) -> str:
+    """The device that ``text`` names; of its ``own``, a GPU of this machine may be one that the table does not have."""
     try:
-        return own if text.strip() == own else find_device(text).name
+        return text.strip() if text.strip() in own else find_device(text).name
     except ConfigError as error:
         raise _wrong(error.problems[0].what, error.problems[0].fix) from None
 

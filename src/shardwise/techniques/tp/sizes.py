@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import ceil
 
 from shardwise.models.config import ModelSpec, flat, parameter_shapes
@@ -43,9 +44,8 @@ def odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
         found.append(f"{ranks} does not divide its {key_heads} key heads, which are normalised together")
     if (ranks - 1) * ceil(ids / ranks) >= ids:
         found.append(f"a vocabulary of {ids} cannot be split over {ranks} ranks")
-    mixers, numbers = mixers_of(spec), flat(spec)
-    beside = {field: numbers[field] for mixer in mixers for field in mixer.heads.split()}
-    found += [f"{ranks} does not divide `{field}` {size}" for field, size in beside.items() if size % ranks]
+    mixers = mixers_of(spec)
+    found += [f"{ranks} does not divide `{field}` {size}" for field, size in _heads(spec).items() if size % ranks]
     inner = {layer: shape[1] for mixer in mixers for layer, (shape, _) in mixer.matrices(spec).items()}
     products = [(layer, inner[layer]) for mixer in mixers for layer in mixer.rows.split()]
     for layer, columns in [*products, *(("down", size) for size in spec.mlp_sizes)]:
@@ -54,6 +54,13 @@ def odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
                 what = f"{what} in blocks of {block}, and of `{layer}` a rank would have "
                 found.append(f"{what}{columns / ranks:g} columns")
     return found
+
+
+@lru_cache(maxsize=64)
+def _heads(spec: ModelSpec) -> dict[str, int]:
+    """The heads that mixers have beside those of attention, by the spec's field."""
+    numbers = flat(spec)
+    return {field: numbers[field] for mixer in mixers_of(spec) for field in mixer.heads.split()}
 
 
 def _blocks(spec: ModelSpec, plan: Plan, layer: str, columns: int) -> dict[str, int]:
