@@ -96,6 +96,7 @@ def open_log(job: Job, state: TrainState) -> Log:
     log = Log(job.directory, job.rank, state.step, job.max_steps, speed(job), tracks)
     log.expert_ranks = job.plan.layout.ep
     log.preference.beta = job.recipe.method.beta if job.recipe.method.spec.reference else None
+    log.stability.exclude = job.plan.precision.exclude
     log.log_steps = job.recipe.run.log_steps
     log.event("start", step=state.step, ranks=job.plan.layout.world)
     if state.step:

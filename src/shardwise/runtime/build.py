@@ -25,6 +25,7 @@ from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.techniques import lora, offload, optim, pp
+from shardwise.techniques.float8.tally import tables
 from shardwise.techniques.offload.host_copies import HostWeights
 from shardwise.techniques.offload.narrow import keep_gradients
 
@@ -40,7 +41,8 @@ def build(
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
     if directory:
         offload.scratch_in(parts, directory)
-    state = TrainState(parts, optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), scale=scale, host=host)
+    optimizer, tally = optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), tables(parts, plan, device)
+    state = TrainState(parts, optimizer, scale=scale, host=host, tally=tally)
     state.weights_filled()
     return state
 

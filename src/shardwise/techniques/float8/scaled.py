@@ -17,6 +17,7 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 from shardwise.distributed.slices import local
 from shardwise.models.layers import returned
 from shardwise.techniques.float8.codes import CodedMatrix, coded
+from shardwise.techniques.float8.tally import count, tally_of
 from shardwise.techniques.product import product_of, share_of
 from shardwise.techniques.quantised import FLOAT8_BLOCK
 
@@ -30,33 +31,40 @@ def _coded(matrix: Tensor, scales: str, *, weight: bool, fused: bool = False) ->
 
 
 @torch.library.custom_op("shardwise::scaled_product", mutates_args=())
-def scaled_product(x: Tensor, weight: Tensor, scales: str, fused: bool) -> Tensor:
-    """x [n,in], weight [out,in] -> [n,out]. ``fused``: on a GPU codes are made in kernels that the compiler makes."""
+def scaled_product(x: Tensor, weight: Tensor, scales: str, fused: bool, tally: Tensor | None = None) -> Tensor:
+    """x [n,in], weight [out,in] -> [n,out]. ``fused``: on a GPU codes are made in kernels that the compiler makes.
+    ``tally``: where the layer's operands are counted (tally.py)."""
     if emulated(x):
-        return _values(x, scales) @ _values(weight, scales, weight=True).t()
-    left = _coded(x, scales, weight=False, fused=fused)
-    return _multiplied(left, _coded(weight, scales, weight=True, fused=fused), x.dtype)
+        left = _values(x, scales, tally=tally)
+        return left @ _values(weight, scales, weight=True, tally=tally, operand=1).t()
+    codes = _coded(x, scales, weight=False, fused=fused)
+    count(tally, 0, x, codes.codes)
+    own = _coded(weight, scales, weight=True, fused=fused)
+    count(tally, 1, weight, own.codes)
+    return _multiplied(codes, own, x.dtype)
 
 
 @torch.library.custom_op("shardwise::scaled_gradient", mutates_args=())
-def scaled_gradient(grad: Tensor, weight: Tensor, scales: str, fused: bool) -> Tensor:
+def scaled_gradient(grad: Tensor, weight: Tensor, scales: str, fused: bool, tally: Tensor | None = None) -> Tensor:
     """grad [n,out], weight [out,in] -> [n,in]."""
     rows = scales == "row"
     if emulated(grad):
-        values, own = _values(grad, scales), _values(weight.t() if rows else weight, scales, weight=True)
+        values = _values(grad, scales, tally=tally, operand=2)
+        own = _values(weight.t() if rows else weight, scales, weight=True)
         return values @ (own.t() if rows else own)
     own_codes = _coded(weight.t() if rows else weight, scales, weight=True, fused=fused)
     left = _coded(grad, scales, weight=False, fused=fused)
+    count(tally, 2, grad, left.codes)
     return _multiplied(left, own_codes if rows else own_codes.transposed(), grad.dtype)
 
 
 @scaled_product.register_fake
-def _(x: Tensor, weight: Tensor, scales: str, fused: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor, scales: str, fused: bool, tally: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @scaled_gradient.register_fake
-def _(grad: Tensor, weight: Tensor, scales: str, fused: bool) -> Tensor:
+def _(grad: Tensor, weight: Tensor, scales: str, fused: bool, tally: Tensor | None = None) -> Tensor:
     return grad.new_empty(grad.shape[0], weight.shape[1])
 
 
@@ -66,8 +74,12 @@ def emulated(x: Tensor) -> bool:
     return x.device.type == "cpu" or x.dtype == torch.float64
 
 
-def _values(matrix: Tensor, scales: str, *, weight: bool = False) -> Tensor:
-    return _coded(matrix, scales, weight=weight).values(matrix.dtype)
+def _values(
+    matrix: Tensor, scales: str, *, weight: bool = False, tally: Tensor | None = None, operand: int = 0
+) -> Tensor:
+    found = _coded(matrix, scales, weight=weight)
+    count(tally, operand, matrix, found.codes)
+    return found.values(matrix.dtype)
 
 
 def _multiplied(a: CodedMatrix, b: CodedMatrix, dtype: torch.dtype) -> Tensor:
@@ -89,8 +101,8 @@ class _ScaledLinear(torch.autograd.Function):
     gradient. Codes, saved, would outlive a weight that is gathered."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, scales: str, fused: bool) -> Tensor:
-        return returned(scaled_product(x, weight, scales, fused))
+    def forward(x: Tensor, weight: Tensor, scales: str, fused: bool, tally: Tensor | None) -> Tensor:
+        return returned(scaled_product(x, weight, scales, fused, tally))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -99,16 +111,16 @@ class _ScaledLinear(torch.autograd.Function):
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         grad_x = None if weight is None else scaled_gradient(grad, weight, *ctx.how)
         grad_weight = None if x is None else torch.mm(grad.t(), x)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, scales: str, *, fused: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, scales: str, *, fused: bool = False, tally: Tensor | None = None) -> Tensor:
     """x [..,in], weight [out,in] -> [..,out], in the dtype of x."""
-    out: Tensor = _ScaledLinear.apply(x.flatten(0, -2), weight, scales, fused)
+    out: Tensor = _ScaledLinear.apply(x.flatten(0, -2), weight, scales, fused, tally)
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -117,7 +129,8 @@ def multiply_scaled(layer: nn.Linear, scales: str, *, fused: bool) -> None:
 
     def multiply(x: Tensor) -> Tensor:
         share = share_of(layer)
-        out = linear(x, share.used(local(layer.weight).to(x.dtype)), scales, fused=fused)
+        weight = share.used(local(layer.weight).to(x.dtype))
+        out = linear(x, weight, scales, fused=fused, tally=tally_of(layer))
         if layer.bias is None or share.group is not None:
             return out
         return out + share.used(local(layer.bias).to(x.dtype))
