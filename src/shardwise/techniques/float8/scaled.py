@@ -41,7 +41,7 @@ def scaled_product(x: Tensor, weight: Tensor, scales: str, fused: bool, tally: T
     count(tally, 0, x, codes.codes)
     own = _coded(weight, scales, weight=True, fused=fused)
     count(tally, 1, weight, own.codes)
-    return _multiplied(codes, own, x.dtype)
+    return multiplied(codes, own, x.dtype)
 
 
 @torch.library.custom_op("shardwise::scaled_gradient", mutates_args=())
@@ -55,7 +55,7 @@ def scaled_gradient(grad: Tensor, weight: Tensor, scales: str, fused: bool, tall
     own_codes = _coded(weight.t() if rows else weight, scales, weight=True, fused=fused)
     left = _coded(grad, scales, weight=False, fused=fused)
     count(tally, 2, grad, left.codes)
-    return _multiplied(left, own_codes if rows else own_codes.transposed(), grad.dtype)
+    return multiplied(left, own_codes if rows else own_codes.transposed(), grad.dtype)
 
 
 @scaled_product.register_fake
@@ -82,7 +82,7 @@ def _values(
     return found.values(matrix.dtype)
 
 
-def _multiplied(a: CodedMatrix, b: CodedMatrix, dtype: torch.dtype) -> Tensor:
+def multiplied(a: CodedMatrix, b: CodedMatrix, dtype: torch.dtype) -> Tensor:
     """a [m,k] times the transpose of b [n,k]. The kernels want the contraction in consecutive memory."""
     codes = b.codes.contiguous().t()
     if a.columns == a.codes.shape[1]:
