@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -99,7 +98,7 @@ def test_every_layout(
 def test_something_is_lost(one_process: dict[str, list[LayerFigures]]) -> None:
     """Else little would be shown."""
     for sample in one_process["all"]:
-        shares = [lost for lost in sample.lost.values()]
+        shares = list(sample.lost.values())
         assert max(lost.flushed for lost in shares) > 0.05 and max(lost.saturated for lost in shares) > 3e-4
         assert len(shares) == 3 * len(float8.layers(SPEC, FLOAT8))
 

@@ -46,7 +46,8 @@ def test_it_is_what_planning_finds(cluster: str, words: tuple[str, ...]) -> None
     right = timed(spec, price(spec, replace(found, estimate=plan.estimate), machines), machines)
     assert right.estimate.seconds is not None
     assert found.estimate.seconds.step_s == pytest.approx(right.estimate.seconds.step_s, rel=1e-3)
-    assert found.estimate.seconds.step_s < 0.98 * plan.estimate.seconds.step_s
+    faster = found.estimate.seconds.step_s < 0.98 * plan.estimate.seconds.step_s
+    assert faster == plan.compile  # codes that are made operation by operation take longer than products save
     assert found.estimate.share == pytest.approx(right.estimate.share, rel=0.02)
 
 

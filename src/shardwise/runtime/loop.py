@@ -61,7 +61,9 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 batch = watch.fetch(number, batches)
                 profiled = number in profile.steps
                 with profile.step(number) if profiled else meter.measuring(state):
-                    samples = not (profiled or meter.measured) and number % (job.recipe.run.watch_steps or math.inf) == 0
+                    samples = (
+                        not (profiled or meter.measured) and number % (job.recipe.run.watch_steps or math.inf) == 0
+                    )
                     supervised, counts, stopping = count_tokens(meshes, batch.terms, batch.tokens, bool(stop))
                     launched = launch(state, upload(batch.micro_batches), supervised, rules, counts, samples=samples)
                 state.cursor = batch.cursor

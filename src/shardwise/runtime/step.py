@@ -33,7 +33,8 @@ class StepStats:
     answers; 0: over tokens. ``padding``: of the step's input tokens this share only fills windows up. ``loss_scale``:
     by what the loss was multiplied in fp16. ``figures``: what the method reports beside its loss, means as that is, and
     the losses of routers. ``loads``: how many tokens went to each expert, by layer, ``dropped`` which share of them
-    found no room in it. ``layers``: what its layers came to, of a step that was sampled. ``end_s``: when it was done (``time.perf_counter``)."""
+    found no room in it. ``layers``: what its layers came to, of a step that was sampled. ``end_s``: when it was done
+    (``time.perf_counter``)."""
 
     step: int
     loss: float
@@ -105,9 +106,8 @@ def launch(
 
     ``supervised`` counts the supervised tokens (or pairs) of all ranks and micro-batches: every loss is divided by it,
     so that gradients are sums and do not depend on the layout. ``tokens``: of all ranks the supervised ones, and those
-    that are read; None: all are read, and ``supervised`` counts tokens. ``samples``: what its layers come to is gathered,
-    which changes no number. A step with a non-finite loss or gradient is
-    skipped by all ranks alike.
+    that are read; None: all are read, and ``supervised`` counts tokens. ``samples``: what its layers come to is
+    gathered, which changes no number. A step with a non-finite loss or gradient is skipped by all ranks alike.
     """
     plan, meshes = rules.plan, rules.meshes
     if plan.lora is not None and plan.lora.dropout:

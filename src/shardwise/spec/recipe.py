@@ -334,7 +334,8 @@ class Evaluate(Section):
 
 class Run(Section):
     """A run's place and output. With ``log_steps`` trackers get every so many steps alone, and so does a log without a
-    terminal. ``watch_steps``: layers are sampled every so many. ``profile_steps``: ``10:12``. ``deterministic``: bitwise the same. ``certificate``: told of, or needed."""
+    terminal. ``watch_steps``: layers are sampled every so many. ``profile_steps``: ``10:12``. ``deterministic``:
+    bitwise the same. ``certificate``: told of, or needed."""
 
     name: str = "run"
     out: str = "runs"

@@ -48,7 +48,9 @@ def test_noise_is_no_leap() -> None:
 
 def test_a_leap_is_told_with_the_next_sample_and_names_what_grew() -> None:
     watch = watched(exclude=("first", "last"))
-    assert not watch.add(41, 9.0, None) and watch.all_told()[0].startswith("warning[NUM003]: the loss leapt to 9.000 at")
+    assert not watch.add(41, 9.0, None) and watch.all_told()[0].startswith(
+        "warning[NUM003]: the loss leapt to 9.000 at"
+    )
     grown = {(LAYERS[1], "weight"): QUIET._replace(largest=400.0), (LAYERS[2], "input"): QUIET._replace(largest=4e4)}
     told = watch.add(45, 9.0, sample(grown))
     assert "at step 41, from 2." in told and f"`{LAYERS[1]}`: its largest weight is 200 times what it was" in told
@@ -72,7 +74,10 @@ def test_the_rest_is_named_by_the_growth_of_a_gradient_norm() -> None:
         ({(LAYERS[2], "weight"): QUIET._replace(largest=40.0)}, "its largest weight is 20 times what it was"),
         ({(LAYERS[2], "input"): QUIET._replace(largest=40.0)}, "its largest input is 20 times what it was"),
         ({(LAYERS[2], "gradient"): QUIET._replace(largest=40.0)}, ""),
-        ({(LAYERS[2], "gradient"): QUIET._replace(flushed=0.4)}, "40.0% of the values of its gradient become zero (1.0%"),
+        (
+            {(LAYERS[2], "gradient"): QUIET._replace(flushed=0.4)},
+            "40.0% of the values of its gradient become zero (1.0%",
+        ),
         ({(LAYERS[2], "input"): QUIET._replace(saturated=0.3)}, "30.0% of the values of its input are at the largest"),
         ({(LAYERS[2], "input"): QUIET._replace(flushed=0.03)}, ""),
     ],
@@ -135,8 +140,6 @@ def run_of(root: Path, precision: Precision, name: str = "run", plant: str = "",
 @pytest.mark.prove
 def test_a_planted_instability_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the terminal, in the report, and in the metrics, at the first sample after it; in no other step."""
-    import json
-
     report, directory = run_of(tmp_path, FLOAT8, plant="layers.1.mlp.up.weight")
     [note] = report.notes
     assert note.startswith("warning[NUM00") and "`layers.1.mlp.up`: its largest weight is" in note

@@ -151,7 +151,8 @@ class Log(AbstractContextManager["Log"]):
     ``tracks`` get the same numbers, and are closed with the log. With ``log_steps`` (set after it is made) the screen
     and they get only every so many steps; metrics.jsonl has them all. ``expert_ranks`` (set likewise): how many ranks
     have different experts, of which the fullest got at most ``expert_imbalance`` times its share; 0: not known.
-    ``unsaved``: why the last save failed. ``preference`` and ``stability`` (set likewise) watch what pairs of answers, and layers, come to."""
+    ``unsaved``: why the last save failed. ``preference`` and ``stability`` (set likewise) watch what pairs of answers,
+    and layers, come to."""
 
     def __init__(
         self,

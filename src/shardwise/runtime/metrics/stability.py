@@ -92,9 +92,8 @@ class StabilityWatch:
         if change is None or not change.in_float8:
             return rest
         named = ", ".join([*self.exclude, f"'{change.layer}'"])
-        return (
-            f"`precision.exclude: [{named}]` takes it out of float8, `precision.products: compute` all layers; or {rest}"
-        )
+        products = "`precision.products: compute` all layers"
+        return f"`precision.exclude: [{named}]` takes it out of float8, {products}; or {rest}"
 
     def _changes(self, sample: LayerFigures) -> Iterator[Change]:
         """Yield what has grown since the samples before."""
