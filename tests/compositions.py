@@ -25,7 +25,7 @@ from tests.parity import test_frozen as parity_frozen
 from tests.parity import test_lora as parity_lora
 from tests.parity import test_tp_compile as parity_compile
 from tests.prove import test_certify
-from tests.prove.pairs import COMPILED, ROWS, Row, with_all
+from tests.prove.pairs import COMPILED, EXACT, ROWS, Row, with_all
 from tests.prove.planted_sizes import FAULTS
 from tests.techniques import test_float8 as float8
 
@@ -190,9 +190,10 @@ def sources() -> list[Source]:
         Source("tests/parity/test_fp32_bf16.py", bf16),
         Source("tests/prove/test_certify.py", list(test_certify.COMPOSITIONS.values())),
         Source("tests/prove/test_pairs.py", [with_all(*names) for names in ROWS], without=MOMENTS),
+        Source("tests/prove/test_pairs.py", [with_all(*names) for names in EXACT], without=MOMENTS),
         Source("tests/prove/test_pairs.py", [with_all(*names) for names in COMPILED]),
         *_drift(),
-        Source("tests/prove/test_pairs.py", [with_all(*names) for names in ROWS], drift=True),
+        Source("tests/prove/test_pairs.py", [with_all(*names) for names in (*ROWS, *EXACT)], drift=True),
     ]
 
 

@@ -148,6 +148,8 @@ ROWS = (
     ("gather", "looped_bfs"),
     ("ep", "looped_bfs", "ZeRO-3"),
     ("offload", "looped_bfs"),
+)
+EXACT = (
     ("Muon", "float8", "ring", "selective", "frozen", "DPO", "tied", "bf16"),
     ("Muon", "float8", "Ulysses", "interleaved"),
     ("Muon", "float8", "gather", "gpipe", "full"),
@@ -160,6 +162,8 @@ ROWS = (
     ("float8", "offload", "8-bit moments"),
     ("float8", "bf16 moments", "ZeRO-1"),
 )
+"""Of which numbers are compared in float64 alone: in fewer bits Muon's iterations and codes of one byte round far more
+than the order of sums does, which tests/techniques show of each by itself."""
 COMPILED = (
     ("compile", "ZeRO-1", "1f1b", "frozen", "bf16", "8-bit moments"),
     ("compile", "hybrid", "interleaved", "DPO", "fp16", "bf16 moments"),

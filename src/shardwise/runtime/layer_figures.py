@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +63,9 @@ class LayerFigures:
                 yield max(have, key=lambda each: self.lost[each][place])
 
 
-def _short(number: float) -> float:
-    return float(f"{number:.4g}")
+def _short(number: float) -> float | None:
+    """Four digits; None, as in JSON, of what is not finite."""
+    return float(f"{number:.4g}") if isfinite(number) else None
 
 
 @dataclass(frozen=True)
