@@ -48,12 +48,12 @@ class LayerFigures:
         }
         if not self.lost:
             return found
-        for figure in Lost._fields:
-            found[f"float8_{figure}"] = _short(max(getattr(each, figure) for each in self.lost.values()))
+        for place, figure in enumerate(Lost._fields):
+            found[f"float8_{figure}"] = _short(max(each[place] for each in self.lost.values()))
         worst = dict.fromkeys(self._worst())
         columns: dict[str, list[Any]] = {"layer": [layer for layer, _ in worst], "operand": [one for _, one in worst]}
-        for figure in Lost._fields:
-            columns[figure] = [_short(getattr(self.lost[each], figure)) for each in worst]
+        for place, figure in enumerate(Lost._fields):
+            columns[figure] = [_short(self.lost[each][place]) for each in worst]
         return found | {"float8": columns}
 
     def _worst(self) -> Iterator[tuple[str, str]]:

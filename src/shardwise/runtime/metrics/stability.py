@@ -23,7 +23,8 @@ LEAST_SHARE, SHARE_GROWTH = 0.25, 4.0
 """Another: such a share of an operand is lost, and so many times the most before."""
 LEAST_GROWTH = 2.0
 """After a leap nothing is named that has grown by less."""
-BECOMES = {"saturated": "are at the largest number of float8", "flushed": "become zero"}
+BECOMES = "are at the largest number of float8", "become zero"
+"""What the values that two of the figures are shares of do, in their order."""
 OTHERS = 3
 """The rank of a change that is no sign by itself; gradient norms come after them."""
 
@@ -105,8 +106,8 @@ class StabilityWatch:
             sign = operand != "gradient" and growth >= LARGEST_GROWTH
             rank = ("weight", "input").index(operand) if sign else OTHERS
             yield Change(layer, growth, f"its largest {operand} is {growth:,.0f} times what it was", rank)
-            for figure, becomes in BECOMES.items():
-                share, most = getattr(now, figure), max((getattr(one, figure) for one in before), default=1.0)
+            for place, becomes in enumerate(BECOMES):
+                share, most = now[place], max((one[place] for one in before), default=1.0)
                 if share >= max(LEAST_SHARE, SHARE_GROWTH * most):
                     words = f"{share:.1%} of the values of its {operand} {becomes} ({most:.1%} at most before)"
                     yield Change(layer, share / max(most, 1e-9), words, OTHERS - 1)

@@ -42,6 +42,7 @@ INSIDE = (
     "techniques/float8/__init__.py",
     "techniques/float8/codes.py",
     "techniques/float8/scaled.py",
+    "techniques/float8/tally.py",
     "techniques/quantised.py",
     "techniques/product.py",
     "techniques/share.py",
