@@ -27,7 +27,7 @@ from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats, launch
 from shardwise.spec.plan import Lora, Plan, Remat
 from shardwise.techniques import float8
-from shardwise.techniques.float8.tally import OPERANDS, counting, tables
+from shardwise.techniques.tally import OPERANDS, counting, tables
 from tests.covering import pairwise
 from tests.parity.float8s import ADAPTERS, FLOAT8, LAYOUTS, ROW, SPEC, legal, plan_of
 
@@ -130,7 +130,7 @@ def prepared(plan: Plan) -> tuple[Decoder, Tensor]:
         parameter.data = outlying(name, shape, [slice(0, size) for size in shape], 0, SPEC).double()
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         techniques.apply_inside([model], plan, meshes=None)  # type: ignore[arg-type]
-    table = tables([model], plan, CPU)
+    table = tables([model], [*float8.layers(SPEC, plan.precision)], CPU)
     assert table is not None
     return model, table
 

@@ -7,39 +7,34 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.planner.price import along_pipeline, of_rank_kinds
 from shardwise.planner.seconds.step_seconds import timed
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Plan, Scales
+from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import SCALED, Op, Sheet, Unit, number
-from shardwise.techniques import float8
 from shardwise.techniques.states import division, use
 
 PRODUCTS = ("aten.mm", "aten.addmm")
-SCALES: tuple[Scales, ...] = ("block", "row")
 
 
 def in_float8(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Plan | None:
     """Return a priced plan whose linear layers multiply in float8, with the seconds that it then takes; what it holds
     is what it held. None where it is no plan in bf16 for a device that has such products, or they are not allowed."""
-    if cluster.kind == "cpu" or plan.precision.compute != "bf16" or plan.precision.products != "compute":
+    found = techniques.float8.proposed(recipe, spec, cluster, plan)
+    if found is None:
         return None
-    for scales in SCALES:
-        asked = recipe.precision.model_copy(update={"products": "float8", "scales": scales, "exclude": None})
-        (found,) = float8.choices(recipe.model_copy(update={"precision": asked}), spec, cluster, plan)
-        if not float8.check(spec, found, cluster):
-            sheets = (of_rank_kinds if plan.layout.pp == 1 else along_pipeline)(spec, plan)
-            return timed(spec, found, cluster, sheets=[scaled(sheet, spec, found) for sheet in sheets])
-    return None
+    sheets = (of_rank_kinds if plan.layout.pp == 1 else along_pipeline)(spec, plan)
+    return timed(spec, found, cluster, sheets=[scaled(sheet, spec, found) for sheet in sheets])
 
 
 def scaled(sheet: Sheet, spec: ModelSpec, plan: Plan) -> Sheet:
     """The sheet of a plan without float8, as the ``plan`` would have it: of a layer's three products the two that are
     not the gradient of its weight, told by their sizes, are in float8."""
     how, ranks, sizes = division(spec, plan), plan.layout.tp, dict[int, set[tuple[int, ...]]]()
-    for name, (rows, columns) in float8.layers(spec, plan.precision).items():
+    for name, (rows, columns) in techniques.float8.layers(spec, plan.precision).items():
         used, block = use(f"{name}.weight", how), int(name.split(".")[1])
         own = (rows, columns // ranks) if used == "inputs" else (rows if used == "stream" else rows // ranks, columns)
         sizes.setdefault(block, set()).update([own, own[::-1]])

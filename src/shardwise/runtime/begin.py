@@ -50,7 +50,8 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
     torch.manual_seed(job.recipe.run.seed)
     plan = job.plan
     finish = finish_of(job.recipe.method, plan)
-    rules = StepRules(plan, job.meshes, job.recipe.optim, job.max_steps, finish, watch.enter, job.recipe.run.seed)
+    run = job.recipe.run
+    rules = StepRules(plan, job.meshes, job.recipe.optim, job.max_steps, finish, watch.enter, run.seed, run.watch_steps)
     if job.rank == 0:
         Screen(0).say(header(job))
     with fit.explain_memory(plan, job.device, lambda: "building the model"):

@@ -25,9 +25,9 @@ from shardwise.runtime.state import LossScale, TrainState
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.techniques import lora, offload, optim, pp
-from shardwise.techniques.float8.tally import tables
 from shardwise.techniques.offload.host_copies import HostWeights
 from shardwise.techniques.offload.narrow import keep_gradients
+from shardwise.techniques.tally import tables
 
 
 def build(
@@ -41,7 +41,8 @@ def build(
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
     if directory:
         offload.scratch_in(parts, directory)
-    optimizer, tally = optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), tables(parts, plan, device)
+    names = [*techniques.float8.layers(spec, plan.precision)]
+    optimizer, tally = optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), tables(parts, names, device)
     state = TrainState(parts, optimizer, scale=scale, host=host, tally=tally)
     state.weights_filled()
     return state

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise import techniques
 from shardwise.distributed.meshes import Meshes
 from shardwise.models.blocks import spec_of
 from shardwise.models.config import parameter_shapes
@@ -18,9 +19,8 @@ from shardwise.runtime.reduce import local_squares
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.transfer import Figures
 from shardwise.spec.plan import Plan
-from shardwise.techniques import float8, lora
-from shardwise.techniques.float8.tally import COUNTS, OPERANDS
 from shardwise.techniques.states import frozen
+from shardwise.techniques.tally import COUNTS, OPERANDS
 
 
 class Lost(NamedTuple):
@@ -96,8 +96,11 @@ def gather(state: TrainState, plan: Plan, meshes: Meshes, device: torch.device) 
     """Gather what a step has left in the gradients, before they are clipped, and in the table of float8. Every rank
     calls this alike."""
     spec = spec_of(state.parts)
-    every = parameter_shapes(spec) | (lora.adapters(spec, plan.lora) if plan.lora else {})
-    names, layers = [name for name in every if not frozen(name, plan)], float8.layers(spec, plan.precision)
+    every = parameter_shapes(spec) | (techniques.lora.adapters(spec, plan.lora) if plan.lora else {})
+    names, layers = (
+        [name for name in every if not frozen(name, plan)],
+        techniques.float8.layers(spec, plan.precision),
+    )
     counted, own = {id(one) for one in state.counted()}, dict[str, Tensor]()
     for name, parameter in state.parameters().items():
         if id(parameter) in counted:

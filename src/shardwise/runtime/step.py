@@ -22,7 +22,7 @@ from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.transfer import Figures
 from shardwise.techniques import optim
-from shardwise.techniques.float8.tally import counting
+from shardwise.techniques.tally import counting
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,13 @@ def launch(
     ``supervised`` counts the supervised tokens (or pairs) of all ranks and micro-batches: every loss is divided by it,
     so that gradients are sums and do not depend on the layout. ``tokens``: of all ranks the supervised ones, and those
     that are read; None: all are read, and ``supervised`` counts tokens. ``samples``: what its layers come to is
-    gathered, which changes no number. A step with a non-finite loss or gradient is skipped by all ranks alike.
+    gathered if it is its turn, which changes no number. A step with a non-finite loss or gradient is skipped by all
+    ranks alike.
     """
     plan, meshes = rules.plan, rules.meshes
     if plan.lora is not None and plan.lora.dropout:
         draw_anew(rules.seed, state.step, meshes)
+    samples = samples and rules.samples(state.step + 1)
     with counting(state.tally if samples else None):
         loss, counted = accumulate(state, batches, supervised, rules)
     rules.enter("clip")

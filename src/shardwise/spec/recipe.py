@@ -333,9 +333,7 @@ class Evaluate(Section):
 
 
 class Run(Section):
-    """A run's place and output. With ``log_steps`` trackers get every so many steps alone, and so does a log without a
-    terminal. ``watch_steps``: layers are sampled every so many. ``profile_steps``: ``10:12``. ``deterministic``:
-    bitwise the same. ``certificate``: told of, or needed."""
+    """A run's place and output. ``log_steps``: of trackers, and of a log that is no terminal. ``profile_steps``: 10:12."""
 
     name: str = "run"
     out: str = "runs"

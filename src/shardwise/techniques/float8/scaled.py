@@ -17,9 +17,9 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 from shardwise.distributed.slices import local
 from shardwise.models.layers import returned
 from shardwise.techniques.float8.codes import CodedMatrix, coded
-from shardwise.techniques.float8.tally import count, tally_of
 from shardwise.techniques.product import product_of, share_of
 from shardwise.techniques.quantised import FLOAT8_BLOCK
+from shardwise.techniques.tally import count, tally_of
 
 
 def _coded(matrix: Tensor, scales: str, *, weight: bool, fused: bool = False) -> CodedMatrix:

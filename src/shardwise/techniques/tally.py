@@ -14,10 +14,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.blocks import spec_of
-from shardwise.spec.plan import Plan
-from shardwise.techniques.float8 import layers
-
 OPERANDS = ("input", "weight", "gradient")
 """The rows of a layer: of its input, its weight, and the gradient of what it returns."""
 COUNTS = ("values", "saturated", "flushed")
@@ -32,11 +28,9 @@ class Counting:
     on = False
 
 
-def tables(parts: Sequence[nn.Module], plan: Plan, device: torch.device) -> Tensor | None:
-    """Give the layers that multiply in float8 their rows [3,4] of a table [layers,3,4], fp64, which has those of the
-    whole model; None where none does."""
-    spec = spec_of(parts)
-    names = [*layers(spec, plan.precision)]
+def tables(parts: Sequence[nn.Module], names: Sequence[str], device: torch.device) -> Tensor | None:
+    """Give the layers of these names, of which the parts may lack some, their rows [3,4] of a table [names,3,4], fp64;
+    None for no names."""
     if not names:
         return None
     table = torch.zeros(len(names), len(OPERANDS), len(COUNTS) + 1, dtype=torch.float64, device=device)
