@@ -62,7 +62,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 with profile.step(number) if number in profile.steps else meter.measuring(state):
                     typical = number not in profile.steps and not meter.measured
                     supervised, counts, stopping = count_tokens(meshes, batch.terms, batch.tokens, bool(stop))
-                    launched = launch(state, upload(batch.micro_batches), supervised, rules, counts, samples=typical)
+                    launched = launch(state, upload(batch.micro_batches), supervised, rules, counts, typical)
                 state.cursor = batch.cursor
                 watch.enter("save" if checkpoints.flight.undecided else "logging")
                 pending.add(launched, batch, typical)

@@ -98,7 +98,6 @@ def launch(
     supervised: int,
     rules: StepRules,
     tokens: tuple[int, int] | None = None,
-    *,
     samples: bool = False,
 ) -> Launched:
     """Train on this rank's micro-batches of one optimizer step. Nothing here waits for a device: whether the step is

@@ -333,7 +333,7 @@ class Evaluate(Section):
 
 
 class Run(Section):
-    """A run's place and output. ``log_steps``: of trackers, and of a log that is no terminal. ``profile_steps``: 10:12."""
+    """A run's place and output. ``log_steps``: of trackers and logs that are no terminal. ``profile_steps``: 10:12."""
 
     name: str = "run"
     out: str = "runs"
