@@ -15,17 +15,19 @@ from shardwise.prove import regimes
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Lora, Optim, Plan, Precision, Remat
 from shardwise.techniques.pp.actions import SCHEDULES
-from tests.drift import test_compile, test_drift, test_hf_models, test_lora, test_pp, test_tp
+from tests.drift import test_compile, test_drift, test_float8, test_hf_models, test_lora, test_pp, test_tp
 from tests.models.hf_models import spec_of
-from tests.parity import cases, mixtures, offloading, pairwise, pipes, rings
+from tests.parity import cases, float8s, mixtures, offloading, pairwise, pipes, rings, test_muon
 from tests.parity import test_dpo as parity_dpo
+from tests.parity import test_float8 as parity_float8
 from tests.parity import test_fp32_bf16 as parity_types
 from tests.parity import test_frozen as parity_frozen
 from tests.parity import test_lora as parity_lora
 from tests.parity import test_tp_compile as parity_compile
 from tests.prove import test_certify
-from tests.prove.pairs import COMPILED, ROWS, Row, with_all
+from tests.prove.pairs import COMPILED, EXACT, ROWS, Row, with_all
 from tests.prove.planted_sizes import FAULTS
+from tests.techniques import test_float8 as float8
 
 BF16 = Precision("bf16")
 Holds = Callable[[ModelSpec, Plan], bool]
@@ -66,6 +68,8 @@ FEATURES: dict[str, Holds] = {
     "bf16 moments": lambda spec, plan: plan.optim.moments == "bf16",
     "HF modules": lambda spec, plan: spec.hf_model is not None,
     "offload": lambda spec, plan: plan.offload.optimizer != "none",
+    "Muon": lambda spec, plan: plan.optim.name == "muon",
+    "float8": lambda spec, plan: plan.precision.products == "float8",
 }
 """What a plan and its model may have."""
 MEANING = {
@@ -84,6 +88,7 @@ MEANING = {
     "modules": "dtypes of their own for some modules (precision.modules)",
     "HF modules": "a model that runs in transformers' own modules",
     "offload": "the optimizer on the host",
+    "float8": "products of linear layers in float8 (precision.products)",
 }
 
 
@@ -98,7 +103,7 @@ EXCLUSIVE = (
     ("Ulysses", "gather"),
     ("selective", "full"),
     ("bf16", "fp16"),
-    ("8-bit moments", "bf16 moments"),
+    ("8-bit moments", "bf16 moments", "Muon"),
     ("accumulation", *SCHEDULES),
     ("experts", "HF modules"),
 )
@@ -159,6 +164,10 @@ def sources() -> list[Source]:
     ]
     pairs.append((parity_dpo.SPEC, parity_dpo.plan("hsdp", 4, "none", 1)))
     compiled = {**parity_compile.CASES, **parity_compile.MORE}.values()
+    narrow = [
+        (float8s.spec_of(lora), float8s.plan_of(*case, lora))
+        for *case, lora in ((*case, parity_float8.TRAINED[trained]) for *case, trained in parity_float8.CASES)
+    ]
     hf = spec_of("gpt2")
     modules = [(hf, _dense(s, 2, remat=Remat(r), accumulation=4)) for s, r in (("ddp", "full"), ("zero3", "selective"))]  # type: ignore[arg-type]
     modules.append((hf, replace(_dense("zero3", 2, remat=Remat("full"), accumulation=4), lora=Lora(2, 4.0))))
@@ -174,13 +183,17 @@ def sources() -> list[Source]:
         Source("tests/parity/test_frozen.py", frozen),
         Source("tests/parity/test_dpo.py", pairs),
         Source("tests/parity/test_hf_models.py", modules),
+        Source("tests/parity/test_muon.py", [test_muon.planned(case) for case in test_muon.CASES], of="Muon"),
+        Source("tests/parity/test_float8.py", narrow, of="float8"),
+        Source("tests/techniques/test_float8.py", [(float8.SPEC, plan) for plan in float8.COMPILED], of="float8"),
         Source("tests/parity/test_tp_compile.py", [(spec, replace(plan, compile=True)) for spec, plan in compiled]),
         Source("tests/parity/test_fp32_bf16.py", bf16),
         Source("tests/prove/test_certify.py", list(test_certify.COMPOSITIONS.values())),
         Source("tests/prove/test_pairs.py", [with_all(*names) for names in ROWS], without=MOMENTS),
+        Source("tests/prove/test_pairs.py", [with_all(*names) for names in EXACT], without=MOMENTS),
         Source("tests/prove/test_pairs.py", [with_all(*names) for names in COMPILED]),
         *_drift(),
-        Source("tests/prove/test_pairs.py", [with_all(*names) for names in ROWS], drift=True),
+        Source("tests/prove/test_pairs.py", [with_all(*names) for names in (*ROWS, *EXACT)], drift=True),
     ]
 
 
@@ -227,6 +240,8 @@ def _drift() -> Iterator[Source]:
         staged.append((with_fields(test_pp.SPEC, **features), test_pp.plan_of(schedule, sharding, tensor, **settings)))  # type: ignore[arg-type]
     yield Source("tests/drift/test_pp.py", staged, drift=True)
     compiled = [(test_compile.SPEC, replace(test_compile.plan_of(*case), compile=True)) for case in test_compile.QUICK]
+    narrow = [(test_float8.SPEC, test_float8.plan_of(*case)) for case in test_float8.CASES]
+    yield Source("tests/drift/test_float8.py", narrow, drift=True, of="float8")
     yield Source("tests/drift/test_compile.py", compiled, drift=True)
     spread = [(case.spec, replace(case.plan, precision=BF16)) for case in mixtures.CASES]
     yield Source("tests/drift/test_ep.py", spread, drift=True)

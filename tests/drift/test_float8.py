@@ -69,10 +69,11 @@ def plan_of(sharding: str, precision: str, remat: str, adapters: str) -> Plan:
     return replace(plan, remat=REMATS[remat], lora=ADAPTERS[adapters])
 
 
+CASES = pairwise(SHARDINGS, PRECISIONS, REMATS, ADAPTERS)
+
+
 @pytest.mark.matrix(40)
-@pytest.mark.parametrize(
-    ("sharding", "precision", "remat", "adapters"), pairwise(SHARDINGS, PRECISIONS, REMATS, ADAPTERS)
-)
+@pytest.mark.parametrize(("sharding", "precision", "remat", "adapters"), CASES)
 def test_every_setting(sharding: str, precision: str, remat: str, adapters: str) -> None:
     plan = plan_of(sharding, precision, remat, adapters)
     assert not techniques.check(SPEC, plan, parse_cluster(f"{plan.layout.world}xCPU"))

@@ -12,7 +12,7 @@ from shardwise.runtime.checkpoint import manifest
 from shardwise.runtime.faults.outcome import Exit, read_exit
 from shardwise.spec.layout import Layout
 from shardwise.spec.load import dump_plan, dump_recipe
-from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Recipe
 from tests.faults.ranks import Order, Ranks
 
@@ -107,6 +107,7 @@ class Job:
         deterministic = sections["run"].get("deterministic", False)
         precision = Precision(**sections.get("precision", {}))
         split = replace(plan(self.strategy, self.world), deterministic=deterministic, precision=precision)
+        split = replace(split, optim=Optim(sections["optim"].get("name", "adamw")))
         planned.write_text(dump_plan(split))
         return ["train", str(recipe), "--plan", str(planned)]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.faults.conftest import Make
-from tests.faults.job import SAVE, STEPS, Job
+from tests.faults.job import KILL, SAVE, STEPS, Job
 from tests.said import shows
 
 pytestmark = pytest.mark.timeout(400)
@@ -46,6 +46,26 @@ def test_four_ranks_zero3_then_two_ranks_zero1_then_one(make: Make, whole: Job) 
         assert mine[2] == pytest.approx(theirs[2], rel=1e-6)
         assert mine[3] == pytest.approx(theirs[3], rel=1e-5)
         assert mine[4:] == theirs[4:] and mine[:2] == theirs[:2]
+
+
+@pytest.mark.prove
+def test_a_run_with_muon_goes_on_with_another_layout(make: Make) -> None:
+    """Killed on two ranks that share each layer, it goes on on four that shard, with exactly the momenta that were
+    saved: 1 number of a matrix of a block, AdamW's 2 of the rest. Losses go on as those of a run that nothing cut, but
+    for fp32 sums in another order and matrices that Newton-Schulz iterations round to bf16 likewise."""
+    whole, tell, muon = make("muon-whole"), ("tell_tensors",), {"optim": {"name": "muon"}}
+    assert whole.train(whole.write(**muon)) == [0, 0], whole.log.read_text()[-3000:]
+    two = make("muon", strategy="tp-zero3")
+    assert two.train(two.write(**muon), {rank: f"count:{KILL}:{rank}" for rank in range(2)}, tell) == [KILLED] * 2
+    four = replace(two, strategy="zero3", world=4)
+    assert four.train(four.write(**muon), sabotage=tell) == [0] * 4
+    assert four.begun_at() == [0, SAVE] and four.steps() == list(range(1, STEPS + 1))
+    saved = hashes(four, "saved", SAVE)
+    assert saved == hashes(four, "loaded", SAVE)
+    assert sum(name.startswith("optim.momentum_buffer.layers.") for name in saved) == 14
+    assert not [name for name in saved if name.startswith("optim.exp_avg.layers.") and "norm" not in name]
+    for mine, theirs in zip(four.numbers(), whole.numbers(), strict=True):
+        assert mine[2] == pytest.approx(theirs[2], rel=2e-3) and mine[4:] == theirs[4:] and mine[:2] == theirs[:2]
 
 
 @pytest.mark.prove

@@ -13,7 +13,8 @@ from shardwise.distributed.meshes import meshes
 from shardwise.launch.doctor import compute, links
 from shardwise.launch.doctor.stopwatch import Clock, Work
 from shardwise.spec.layout import Layout
-from shardwise.spec.measured import Sent
+from shardwise.spec.measured import Product, Sent
+from shardwise.techniques.float8.codes import CodedMatrix
 
 CPU = torch.device("cpu")
 
@@ -90,3 +91,18 @@ class Alone(Clock):
 
     def slowest(self, value: float) -> float:
         return value
+
+
+def scaled(rank: int, world: int) -> tuple[list[Product], list[tuple[tuple[int, ...], ...]]]:
+    """What is measured of products in float8, of a device that has them, and the codes and scales that these get."""
+    seen: list[tuple[tuple[int, ...], ...]] = []
+
+    def multiplied(first: CodedMatrix, second: CodedMatrix, dtype: torch.dtype) -> torch.Tensor:
+        seen.append(tuple(tuple(each.shape) for one in (first, second) for each in (one.codes, one.scales)))
+        return first.values(dtype) @ second.values(dtype).t()
+
+    with (
+        patch.object(compute, "multiplied", multiplied),
+        patch.object(compute, "SCALED_PRODUCTS", ((256, 384, 128),)),
+    ):
+        return list(compute.scaled_products(Clock(CPU, 0.002), ["block", "row"])), list(dict.fromkeys(seen))

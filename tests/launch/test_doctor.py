@@ -32,14 +32,15 @@ from shardwise.launch.doctor.verdict import (
     table,
 )
 from shardwise.models.lookup import load_spec
-from shardwise.planner.seconds.rates import own_traits, rates_of
+from shardwise.planner.seconds.rates import TIMES_AS_FAST, own_traits, rates_of
 from shardwise.planner.seconds.step_seconds import optimizer
 from shardwise.planner.sheets import sheet_of
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.cluster_file import load_cluster
 from shardwise.spec.measured import AttentionTime, Measured, Pointwise, Product, Sent
-from shardwise.spec.plan import Offload, Plan
+from shardwise.spec.plan import Offload, Plan, Precision
+from shardwise.techniques import float8
 from shardwise.techniques.offload import scratch, tiers
 from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.sizes import BLOCK_BYTES
@@ -80,6 +81,30 @@ def test_operations_read_what_was_made_last_and_products_come_in_three_forms(ran
     ((seen, products),) = ranks.run(doctor_ranks.operated, world=1)
     assert seen == [(2 * step, 2) for step in range(len(seen))] and len(seen) > 10
     assert set(products) == {3 * 10_000 + 5 * 100 + 7} and len(products) >= 3 * 7
+
+
+def test_products_in_float8_are_measured_from_codes(ranks: RankPool) -> None:
+    """Each kind of scales, of m x k by k x n; only where the device has them, which no CPU does."""
+    ((products, seen),) = ranks.run(doctor_ranks.scaled, world=1)
+    assert [(one.dtype, one.m, one.n, one.k) for one in products] == [
+        (f"float8 {scales}", 256, 384, 128) for scales in ("block", "row")
+    ]
+    assert all(one.seconds > 0 for one in products)
+    assert seen == [((256, 128), (256, 1), (384, 128), (rows, 1)) for rows in (3, 384)]
+    for name, served in (("H100", ["block", "row"]), ("B200", ["row"]), ("A100", []), ("V100", [])):
+        assert float8.scales_on(parse_cluster(f"1x{name}").device.capability) == served
+
+
+def test_what_was_measured_of_float8_is_told_and_planned_with() -> None:
+    """Beside bf16's best: 1.2 ms of 1.5; nothing is said of what it should be. Of other scales the table's rate."""
+    found = replace(GOOD, products=(*GOOD.products, Product("float8 block", 8192, 8192, 8192, 1.2e-3)))
+    [line] = [line for line in compare(H100S, found) if "float8" in line.what and "best" in line.what]
+    assert line.found == pytest.approx(2 * 8192**3 / 1.2e-3) and line.share is None
+    narrow = Plan(precision=Precision("bf16", products="float8"))
+    machines = replace(H100S, measured=found)
+    assert rates_of(narrow, machines, own_traits()).scaled == pytest.approx(1.25)
+    rows = replace(narrow, precision=replace(narrow.precision, scales="row"))
+    assert rates_of(rows, machines, own_traits()).scaled == TIMES_AS_FAST["row"]
 
 
 def test_a_measurement_is_that_of_the_slowest_rank(ranks: RankPool) -> None:

@@ -455,6 +455,10 @@ def test_values_as_people_write_them() -> None:
         ("max_steps=1.5", "a whole number"),
         ("optim.schedule=Cosin", "did you mean `cosine`"),
         ("train=3", "keys: train.seq_len, train.micro_batch_size, "),
+        ("precision.products=fp8", "`precision.products=float8`"),
+        ("precision.products=e4m3", "`precision.products=float8`, which is e4m3"),
+        ("precision.products=BF16", "`precision.products=compute`, which multiplies"),
+        ("precision.scales=rowwise", "`precision.scales=row`"),
     ):
         with pytest.raises(ConfigError) as caught:
             load_recipe(None, [word])

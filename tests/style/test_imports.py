@@ -67,6 +67,7 @@ WITH_TORCH = {
     "shardwise.techniques.offload.rooms",
     "shardwise.techniques.float8.codes",
     "shardwise.techniques.float8.scaled",
+    "shardwise.techniques.tally",
     "shardwise.techniques.lora.adapter",
     "shardwise.techniques.device_tables",
     "shardwise.techniques.tp.cut_norm",

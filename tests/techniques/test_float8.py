@@ -254,6 +254,10 @@ def test_zeros_and_ends_of_the_range(scale: float) -> None:
 # Compiled blocks -----------------------------------------------------------------------------------------------------
 
 
+EXACT = replace(BF16, compute="fp64", weights="fp64")
+COMPILED = [Plan(precision=EXACT, compile=True, remat=remat) for remat in (Remat(), Remat("selective"))]
+
+
 def a_step(plan: Plan) -> Tensor:
     """Its loss and all gradients, of a model of which each block is one graph where the plan compiles."""
     torch.manual_seed(0)
@@ -273,10 +277,9 @@ def a_step(plan: Plan) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # likewise
 def test_compiled_blocks_compute_the_same() -> None:
     """With and without recomputation, in float64: in bf16 norms round otherwise there, and codes with them."""
-    exact = replace(BF16, compute="fp64", weights="fp64")
-    right = a_step(Plan(precision=exact))
-    for mode in ("none", "selective"):
-        found = a_step(Plan(precision=exact, compile=True, remat=Remat(mode)))  # type: ignore[arg-type]
+    right = a_step(Plan(precision=EXACT))
+    for plan in COMPILED:
+        found = a_step(plan)
         assert float((found - right).norm() / right.norm()) < 1e-12
 
 

@@ -52,6 +52,11 @@ class Meshes:
         if self.size(group) > 1:
             dist.all_reduce(numbers, group=self.groups[group])
 
+    def largest(self, numbers: Tensor, group: str) -> None:
+        """Take the largest of each of ``numbers`` over the ranks of ``group``, in place."""
+        if self.size(group) > 1:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.groups[group])
+
     def broadcast(self, tensor: Tensor, group: str) -> None:
         """Broadcast the ``tensor`` of the group's first rank, in place."""
         if self.size(group) > 1:

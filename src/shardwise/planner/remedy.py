@@ -9,6 +9,7 @@ from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.config import ModelSpec
 from shardwise.planner.comparison import MARGIN, TIE, TIGHT, fits, name, peak_share, seconds, tokens_per_s
+from shardwise.planner.scaled_products import in_float8
 from shardwise.planner.search import Search, could_fit
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.complaints import cross_check
@@ -169,6 +170,9 @@ def alternatives(
             yield remedy if remedy and quick(remedy.plan) else None
         for change in (*_other_machines(cluster), *_other_recipes(recipe, cluster)):
             yield _replanned(change, recipe, spec, None, chosen)
+        if plan := in_float8(recipe, spec, cluster, chosen):
+            words = "precision.products=float8" + " precision.scales=row" * (plan.precision.scales == "row")
+            yield Remedy(words, "linear layers multiply numbers with four bits of mantissa", plan)
 
     for remedy in found():
         if remedy and peak_share(remedy.plan) <= 1 and _better(remedy.plan, chosen):

@@ -50,7 +50,8 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
     torch.manual_seed(job.recipe.run.seed)
     plan = job.plan
     finish = finish_of(job.recipe.method, plan)
-    rules = StepRules(plan, job.meshes, job.recipe.optim, job.max_steps, finish, watch.enter, job.recipe.run.seed)
+    run = job.recipe.run
+    rules = StepRules(plan, job.meshes, job.recipe.optim, job.max_steps, finish, watch.enter, run.seed, run.watch_steps)
     if job.rank == 0:
         Screen(0).say(header(job))
     with fit.explain_memory(plan, job.device, lambda: "building the model"):
@@ -96,6 +97,7 @@ def open_log(job: Job, state: TrainState) -> Log:
     log = Log(job.directory, job.rank, state.step, job.max_steps, speed(job), tracks)
     log.expert_ranks = job.plan.layout.ep
     log.preference.beta = job.recipe.method.beta if job.recipe.method.spec.reference else None
+    log.stability.exclude = job.plan.precision.exclude
     log.log_steps = job.recipe.run.log_steps
     log.event("start", step=state.step, ranks=job.plan.layout.world)
     if state.step:

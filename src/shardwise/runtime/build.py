@@ -27,6 +27,7 @@ from shardwise.spec.recipe import OptimSection, Recipe
 from shardwise.techniques import lora, offload, optim, pp
 from shardwise.techniques.offload.host_copies import HostWeights
 from shardwise.techniques.offload.narrow import keep_gradients
+from shardwise.techniques.tally import tables
 
 
 def build(
@@ -40,7 +41,9 @@ def build(
     scale = LossScale.dynamic() if plan.precision.loss_scaling else LossScale()
     if directory:
         offload.scratch_in(parts, directory)
-    state = TrainState(parts, optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), scale=scale, host=host)
+    names = [*techniques.float8.layers(spec, plan.precision)]
+    optimizer, tally = optimizer_of(parts, recipe.optim, plan, host, recipe.run.seed), tables(parts, names, device)
+    state = TrainState(parts, optimizer, scale=scale, host=host, tally=tally)
     state.weights_filled()
     return state
 

@@ -145,6 +145,7 @@ def report_run(
         pairs=log.preference.means(),
         notes=[
             *[f"Stopped early: {state.stale} validations in a row found no lower loss."] * stops_early(job, state),
+            *[warning.replace("\nfix:   ", ". Fix: ") + "." for warning in log.stability.all_told()],
             *[f"Best checkpoint: {best_line}"] * bool(best_line),
         ],
     )

@@ -59,13 +59,13 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                     tell_early_stop(log, state)
                     break
                 batch = watch.fetch(number, batches)
-                profiled = number in profile.steps
-                with profile.step(number) if profiled else meter.measuring(state):
+                with profile.step(number) if number in profile.steps else meter.measuring(state):
+                    typical = number not in profile.steps and not meter.measured
                     supervised, counts, stopping = count_tokens(meshes, batch.terms, batch.tokens, bool(stop))
-                    launched = launch(state, upload(batch.micro_batches), supervised, rules, counts)
+                    launched = launch(state, upload(batch.micro_batches), supervised, rules, counts, typical)
                 state.cursor = batch.cursor
                 watch.enter("save" if checkpoints.flight.undecided else "logging")
-                pending.add(launched, batch, typical=not (profiled or meter.measured))
+                pending.add(launched, batch, typical)
                 if stopping or evaluates(job, number) or saves(job, number):
                     pending.log_all()
                 collect(number)

@@ -33,7 +33,7 @@ Scored = Callable[[Tensor, Output, MicroBatch], Made]
 @dataclass(frozen=True)
 class StepRules:
     """The rules that are the same for all steps of a run. ``enter`` is called at every phase
-    (runtime/faults/guard.py)."""
+    (runtime/faults/guard.py). ``watch_steps``: every so many steps layers are sampled, where a step may be."""
 
     plan: Plan
     meshes: Meshes
@@ -42,6 +42,11 @@ class StepRules:
     finish: Finish
     enter: Callable[[str], None] = lambda phase: None
     seed: int = 0
+    watch_steps: int | None = 1
+
+    def samples(self, number: int) -> bool:
+        """Return whether it is the turn of step ``number``."""
+        return self.watch_steps is not None and number % self.watch_steps == 0
 
 
 def finish_of(method: Method, plan: Plan) -> Finish:

@@ -98,8 +98,8 @@ class TrainState:
     input tokens that all ranks have read, padding left out, and ``supervised`` those trained on; ``cursor``: samples
     consumed, the position in the data order; ``skipped_in_row``: steps skipped since the last good one (those of a
     search for the loss scale do not count). ``host``: the copies of weights that are updated on the host, if they are.
-    ``lowest``: the lowest validation loss so far, and ``stale``: validations since it was found; of runs that may stop
-    early.
+    ``tally``: where products in float8 are counted (techniques/tally.py). ``lowest``: the lowest validation loss
+    so far, and ``stale``: validations since it was found; of runs that may stop early.
     """
 
     parts: list[nn.Module]
@@ -112,6 +112,7 @@ class TrainState:
     skipped_in_row: int = 0
     scale: LossScale = field(default_factory=LossScale)
     host: HostWeights | None = None
+    tally: Tensor | None = None
     lowest: float | None = None
     stale: int = 0
 

@@ -15,12 +15,14 @@ from shardwise.distributed.meshes import Meshes
 from shardwise.methods.loss import Further, Loss
 from shardwise.models.blocks import spec_of
 from shardwise.models.config import ModelSpec
-from shardwise.runtime import expert_counts, passes, reduce
+from shardwise.runtime import expert_counts, layer_figures, passes, reduce
 from shardwise.runtime.expert_counts import Counts, Dropped, Loads
+from shardwise.runtime.layer_figures import LayerFigures, Sampled
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.transfer import Figures
 from shardwise.techniques import optim
+from shardwise.techniques.tally import counting
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class StepStats:
     answers; 0: over tokens. ``padding``: of the step's input tokens this share only fills windows up. ``loss_scale``:
     by what the loss was multiplied in fp16. ``figures``: what the method reports beside its loss, means as that is, and
     the losses of routers. ``loads``: how many tokens went to each expert, by layer, ``dropped`` which share of them
-    found no room in it. ``end_s``: when it was done (``time.perf_counter``)."""
+    found no room in it. ``layers``: what its layers came to, of a step that was sampled. ``end_s``: when it was done
+    (``time.perf_counter``)."""
 
     step: int
     loss: float
@@ -47,6 +50,7 @@ class StepStats:
     figures: Mapping[str, float] = field(default_factory=dict)
     loads: Loads = field(default_factory=dict)
     dropped: Dropped = field(default_factory=dict)
+    layers: LayerFigures | None = None
     end_s: float = field(default_factory=time.perf_counter)
 
     @property
@@ -57,12 +61,13 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that was launched on the device: what the host knows already, the figures that it will read, and how many
-    of these are ``counts`` of experts."""
+    """A step that was launched on the device: what the host knows already, the figures that it will read, how many of
+    these are ``counts`` of experts, and what was ``sampled`` of its layers."""
 
     known: StepStats
     figures: Figures
     counts: Counts
+    sampled: Sampled | None = None
 
     def wait(self, state: TrainState) -> StepStats:
         """Wait for the figures and count them in ``state``. Call it for steps in their order."""
@@ -78,6 +83,7 @@ class Launched:
         told |= self.counts.losses(counted)
         loads, dropped = self.counts.loads(counted), self.counts.dropped(counted)
         known = replace(self.known, figures=told, loads=loads, dropped=dropped, loss_scale=shown, end_s=end_s)
+        known = replace(known, layers=self.sampled.read(scale) if self.sampled else None)
         return replace(known, loss=loss, grad_norm=norm, skipped=skipped)
 
 
@@ -92,23 +98,28 @@ def launch(
     supervised: int,
     rules: StepRules,
     tokens: tuple[int, int] | None = None,
+    samples: bool = False,
 ) -> Launched:
     """Train on this rank's micro-batches of one optimizer step. Nothing here waits for a device: whether the step is
     skipped, and how far its gradients are clipped, is decided where they are.
 
     ``supervised`` counts the supervised tokens (or pairs) of all ranks and micro-batches: every loss is divided by it,
     so that gradients are sums and do not depend on the layout. ``tokens``: of all ranks the supervised ones, and those
-    that are read; None: all are read, and ``supervised`` counts tokens. A step with a non-finite loss or gradient is
-    skipped by all ranks alike.
+    that are read; None: all are read, and ``supervised`` counts tokens. ``samples``: what its layers come to is
+    gathered if it is its turn, which changes no number. A step with a non-finite loss or gradient is skipped by all
+    ranks alike.
     """
     plan, meshes = rules.plan, rules.meshes
     if plan.lora is not None and plan.lora.dropout:
         draw_anew(rules.seed, state.step, meshes)
-    loss, counted = accumulate(state, batches, supervised, rules)
+    samples = samples and rules.samples(state.step + 1)
+    with counting(state.tally if samples else None):
+        loss, counted = accumulate(state, batches, supervised, rules)
     rules.enter("clip")
     parameters, counted_ones = ([state.updated(each) for each in ones] for ones in (state.trained(), state.counted()))
     squares, device = reduce.local_squares(counted_ones, meshes.size("stage")), loss.value.device
     figures = reduce.combine(meshes, squares, loss.value, *loss.figures.values(), counted=counted)
+    sampled = layer_figures.gather(state, plan, meshes, device) if samples else None
     finite = figures[:2].isfinite().all()
     scale = state.scale.on(device)[0].double()
     factor = reduce.clip_factor(figures[0].sqrt() / scale, rules.optim.max_grad_norm) / scale
@@ -134,7 +145,7 @@ def launch(
     known = StepStats(state.step, math.nan, math.nan, rate, read, state.tokens, learnt, False, pairs, 1 - read / room)
     known = replace(known, figures=figured)
     experts = Counts(spec_of(state.parts), expert_counts.rows_of(batches, plan))
-    return Launched(known, Figures(figures), experts)
+    return Launched(known, Figures(figures), experts, sampled)
 
 
 def sound(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rules: StepRules) -> bool:

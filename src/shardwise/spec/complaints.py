@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import Problem
-from shardwise.spec.keys import Keys, Schema, alias_leaf, describe, near, resolve_reference
+from shardwise.spec.keys import MEANT, Keys, Schema, alias_leaf, describe, near, resolve_reference
 from shardwise.spec.methods import METHODS, PREFERENCE, SFT_ONLY, in_words
 from shardwise.spec.recipe import Recipe, Section
 from shardwise.spec.records import over_the_end
@@ -130,6 +130,7 @@ def _complain(
     choices = [str(option) for option in _choices(schema)]
     if isinstance(value, str) and (guess := near(value, choices)):
         fix = f"did you mean `{guess}`?"
+    fix = MEANT.get(name, {}).get(str(value).lower(), fix)
     return Problem(_code(types, schema, value), f"`{name}` must be {words}, got {show_value(value)}", where, fix)
 
 

@@ -27,6 +27,8 @@ PLANNED: dict[str, str] = _TABLES["planned"]
 _BY_ALIAS |= PLANNED
 _VALUES: dict[str, dict[str, Any]] = _TABLES["values"]
 """By key: what another system's values mean, where the key was given by that system's name."""
+MEANT: dict[str, dict[str, str]] = _TABLES["meant"]
+"""By key: what to write in place of other systems' words that are no value here."""
 DROP = object()
 
 

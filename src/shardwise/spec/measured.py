@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from shardwise.spec.hash_once import hash_once
 
+FLOAT8 = "float8"
+"""The dtype of a product in float8 begins so; behind it is the kind of its scales."""
+
 
 @dataclass(frozen=True)
 class Product:

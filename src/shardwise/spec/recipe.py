@@ -333,8 +333,7 @@ class Evaluate(Section):
 
 
 class Run(Section):
-    """A run's place and output. With ``log_steps`` trackers get every so many steps alone, and so does a log without a
-    terminal. ``profile_steps``: ``10:12``. ``deterministic``: bitwise the same. ``certificate``: told of, or needed."""
+    """A run's place and output. ``log_steps``: of trackers and logs that are no terminal. ``profile_steps``: 10:12."""
 
     name: str = "run"
     out: str = "runs"
@@ -346,6 +345,7 @@ class Run(Section):
     timeout_s: float = Field(default=60.0, gt=0, le=604_800)
     log_steps: int | None = Field(default=None, ge=1)
     max_skipped_steps: int = Field(default=3, ge=0)
+    watch_steps: int | None = Field(default=20, ge=1)
     trackers: Tracker | list[Tracker] = []
     profile_steps: str | None = None
     deterministic: bool = False

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shardwise.models.config import model_spec, with_fields
+from shardwise.runtime.layer_figures import LayerFigures, Lost
 from shardwise.runtime.metrics.log import Log, Screen, Speed, clock, flops_per_token, keep_until, progress_line
 from shardwise.runtime.metrics.preference import PreferenceWatch
 from shardwise.runtime.state import LossScale, TrainState
@@ -52,6 +53,30 @@ def test_each_step_is_there_once_after_a_kill(tmp_path: Path) -> None:
     log.close()
     assert [(line["step"], line["loss"]) for line in lines(path)] == [(n, 1.0 if n <= 5 else 2.0) for n in range(1, 11)]
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["events.jsonl", "metrics.jsonl"]
+
+
+def test_a_sampled_step_has_its_layers_whatever_they_came_to(tmp_path: Path) -> None:
+    """Of each operand the layers in which a figure is largest, each once; what is not finite is null."""
+    lost = {
+        ("a", "input"): Lost(0.1, 0.0, 2.0),
+        ("b", "input"): Lost(0.0, 0.123456, math.inf),
+        ("b", "weight"): Lost(0.0, 0.0, 0.5),
+    }
+    layers = LayerFigures({"a.weight": 1.0, "b.weight": math.nan, "c.weight": 3.0, "d.weight": 0.1}, lost)
+    log = Log(tmp_path, 0, 0, 10, Speed(1.0, 0.0))
+    log.step(state_at(1), replace(stats(1, skipped=True), layers=layers), torch.device("cpu"))
+    log.step(state_at(2), replace(stats(2), layers=layers), torch.device("cpu"))
+    log.close()
+    for line in lines(tmp_path / "metrics.jsonl"):
+        assert (line["float8_saturated"], line["float8_flushed"], line["float8_largest"]) == (0.1, 0.1235, None)
+        assert line["float8"] == {
+            "layer": ["a", "b", "b"],
+            "operand": ["input", "input", "weight"],
+            "saturated": [0.1, 0.0, 0.0],
+            "flushed": [0.0, 0.1235, 0.0],
+            "largest": [2.0, None, 0.5],
+        }
+        assert len(line["grad_norms"]["norm"]) == 3  # type: ignore[index]
 
 
 def test_a_line_holds_what_is_promised(tmp_path: Path) -> None:

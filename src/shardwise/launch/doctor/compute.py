@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -19,9 +20,13 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from shardwise.errors import OutputError
 from shardwise.launch.doctor.stopwatch import Clock, Work
 from shardwise.runtime.reduce import local_squares, scale_gradients
-from shardwise.spec.measured import AttentionTime, Pointwise, Product
+from shardwise.spec.measured import FLOAT8, AttentionTime, Pointwise, Product
+from shardwise.spec.plan import Scales
+from shardwise.techniques.float8.codes import coded
+from shardwise.techniques.float8.scaled import multiplied
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.sizes import BLOCK_BYTES, THREADS
+from shardwise.techniques.quantised import FLOAT8_BLOCK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCTS = {
@@ -40,6 +45,8 @@ PRODUCTS = {
 }
 """(m, n, k) of m x k by k x n: the thin products of adapters, the small ones of a small model, in which launches and
 memory count, and the large ones of a large model."""
+SCALED_PRODUCTS = ((8192, 14336, 4096), (8192, 8192, 8192))
+"""Of those the two in which products in float8 are measured, from codes: the planner counts what makes these apart."""
 FORMS = 3
 ATTENTION = {
     "cpu": ((128, 32, 32), (256, 16, 64), (512, 8, 64), (1024, 4, 64), (2048, 2, 64)),
@@ -80,6 +87,17 @@ def products(clock: Clock, dtypes: Sequence[str]) -> Iterator[Product]:
         for m, n, k in PRODUCTS[clock.device.type]:
             works = _forms(clock, dtype, (m, n, k))
             yield Product(dtype, m, n, k, sum(clock.seconds(work, 1 / FORMS) for work in works) / FORMS)
+
+
+def scaled_products(clock: Clock, each: Sequence[Scales]) -> Iterator[Product]:
+    """Products in float8, with each of these kinds of scales, of codes that are there."""
+    for scales in each:
+        rows, columns = (FLOAT8_BLOCK, FLOAT8_BLOCK) if scales == "block" else (1, None)
+        for m, n, k in SCALED_PRODUCTS:
+            first = coded(_drawn((m, k), "bf16", clock), 1, columns or k)
+            second = coded(_drawn((n, k), "bf16", clock), rows, columns or k)
+            seconds = clock.seconds(partial(multiplied, first, second, torch.bfloat16))
+            yield Product(f"{FLOAT8} {scales}", m, n, k, seconds)
 
 
 def _forms(clock: Clock, dtype: str, shape: tuple[int, int, int]) -> Iterator[Work]:

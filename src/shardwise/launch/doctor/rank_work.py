@@ -15,6 +15,7 @@ from shardwise.spec.cluster import Cluster
 from shardwise.spec.host import cpu_has_bf16
 from shardwise.spec.layout import Layout
 from shardwise.spec.measured import Measured
+from shardwise.techniques import float8
 
 BUDGET_S = {"cpu": 0.15, "cuda": 0.05}
 TIMEOUT_S = 120.0
@@ -35,7 +36,8 @@ def measure(cluster: Cluster, directory: Path) -> Found:
     each = cluster.devices_per_node
     with world(Layout(cluster.nodes, each, ranks_per_node=each), cluster.kind, TIMEOUT_S) as meshes, torch.no_grad():
         clock, dtypes = Clock(device_of(cluster.kind), BUDGET_S[cluster.kind]), dtypes_of(cluster)
-        products = tuple(compute.products(clock, dtypes))
+        scales = float8.scales_on(cluster.device.capability) if cluster.kind == "cuda" else []
+        products = *compute.products(clock, dtypes), *compute.scaled_products(clock, scales)
         by_rank = [tuple(objects.gather(value)) for value in (clock.own_s, clock.cpu_s / clock.wall_s)]
         to_device, from_device = compute.copies_bytes_per_s(clock)
         measured = Measured(

@@ -71,7 +71,7 @@ def compare(cluster: Cluster, measured: Measured) -> Iterator[Compared]:
     device = cluster.device
     for dtype in dict.fromkeys(product.dtype for product in measured.products):
         best = max((product for product in measured.products if product.dtype == dtype), key=product_rate)
-        expected = 0.0 if dtype == "fp32" else device.bf16_flops * (device.matmul_share or 0.75)
+        expected = 0.0 if dtype not in ("bf16", "fp16") else device.bf16_flops * (device.matmul_share or 0.75)
         shape = f"{best.m:,} x {best.k:,} by {best.k:,} x {best.n:,}"
         yield Compared(f"products in {dtype}, best: {shape}", product_rate(best), "flops", expected, BUSY)
         least = min((product for product in measured.products if product.dtype == dtype), key=lambda p: p.m * p.n * p.k)

@@ -3,6 +3,7 @@ its passes took."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -56,9 +57,11 @@ class PipelineTimes:
         return total
 
 
-def pipeline_times(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> PipelineTimes:
-    """Return the times of the ranks that are first on all other axes."""
-    sheets, rates = tuple(along_pipeline(spec, plan)), rates_of(plan, cluster, traits)
+def pipeline_times(
+    spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits, given: Sequence[Sheet] | None = None
+) -> PipelineTimes:
+    """Return the times of the ranks that are first on all other axes, whose sheets may be ``given``."""
+    sheets, rates = tuple(given or along_pipeline(spec, plan)), rates_of(plan, cluster, traits)
     times, known = dict[int, object](), dict[object, tuple[techniques.StageTimes, StagePasses]]()
     for sheet in sheets:
         for stage in sheet.rank_kind.stages:

@@ -32,13 +32,21 @@ PLAYED = 4
 """Micro-batches that are played: the first, two that are like all others, the last."""
 
 
-def timed(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits | None = None) -> Plan:
-    """A priced plan with its seconds: those of the slowest kind of rank, of a pipeline those of the whole replay."""
+def timed(
+    spec: ModelSpec,
+    plan: Plan,
+    cluster: Cluster,
+    traits: Traits | None = None,
+    *,
+    sheets: Sequence[Sheet] | None = None,
+) -> Plan:
+    """A priced plan with its seconds: those of the slowest kind of rank, of a pipeline those of the whole replay.
+    ``sheets``: those of its ranks, where they are not the model's."""
     traits = traits or own_traits()
     if plan.layout.pp > 1:
-        return replace(plan, estimate=replace(plan.estimate, seconds=piped(spec, plan, cluster, traits)))
+        return replace(plan, estimate=replace(plan.estimate, seconds=piped(spec, plan, cluster, traits, sheets)))
     found: dict[tuple[tuple[Unit, ...], int], Seconds] = {}
-    for costed in of_rank_kinds(spec, plan):
+    for costed in sheets or of_rank_kinds(spec, plan):
         alike = costed.units, costed.rank_kind.coordinate("ring")
         if alike not in found:
             found[alike] = seconds_of(costed, plan, cluster, traits)
@@ -80,10 +88,12 @@ def _offloaded(
     )
 
 
-def piped(spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits) -> Seconds:
+def piped(
+    spec: ModelSpec, plan: Plan, cluster: Cluster, traits: Traits, sheets: Sequence[Sheet] | None = None
+) -> Seconds:
     """The seconds of a step of a pipeline, told of the rank that computes longest. What it waits for the others is
     exposed along ``pp``."""
-    times, rates = pipeline_times(spec, plan, cluster, traits), rates_of(plan, cluster, traits)
+    times, rates = pipeline_times(spec, plan, cluster, traits, sheets), rates_of(plan, cluster, traits)
     now = times.elapsed(times.slowest)
     now.exposed_s["pp"] += max(0.0, times.makespan_s - now.at_s["compute"])
     now.at_s["compute"] = max(now.at_s["compute"], times.makespan_s)

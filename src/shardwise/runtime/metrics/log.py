@@ -27,6 +27,7 @@ from shardwise.runtime.checkpoint.inflight import SaveResult
 from shardwise.runtime.expert_counts import told
 from shardwise.runtime.metrics.measure import resident_bytes, return_freed_memory
 from shardwise.runtime.metrics.preference import PreferenceWatch
+from shardwise.runtime.metrics.stability import StabilityWatch
 from shardwise.runtime.metrics.trackers import Outcome, Tracks
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
@@ -150,7 +151,8 @@ class Log(AbstractContextManager["Log"]):
     ``tracks`` get the same numbers, and are closed with the log. With ``log_steps`` (set after it is made) the screen
     and they get only every so many steps; metrics.jsonl has them all. ``expert_ranks`` (set likewise): how many ranks
     have different experts, of which the fullest got at most ``expert_imbalance`` times its share; 0: not known.
-    ``unsaved``: why the last save failed. ``preference`` (set likewise) watches what pairs of answers come to."""
+    ``unsaved``: why the last save failed. ``preference`` and ``stability`` (set likewise) watch what pairs of answers,
+    and layers, come to."""
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class Log(AbstractContextManager["Log"]):
         self.unsaved = ""
         self.log_steps: int | None = None
         self.expert_ranks, self.expert_imbalance = 1, 0.0
-        self.preference = PreferenceWatch()
+        self.preference, self.stability = PreferenceWatch(), StabilityWatch()
         self._tracks = tracks or Tracks()
         self._start_s = self._begin_s = self._trimmed_s = time.perf_counter()
         if rank == 0:
@@ -218,12 +220,18 @@ class Log(AbstractContextManager["Log"]):
         }
         record |= told(stats.loads, self.expert_ranks, stats.dropped)
         self.expert_imbalance = max(self.expert_imbalance, record.get("expert_imbalance", 0.0))
+        record |= stats.layers.told() if stats.layers else {}
         if stats.loss_scale is not None:
             record["loss_scale"] = stats.loss_scale
         if stats.skipped:
             record["reason"] = unfit(stats, state.scale.value)
-        elif warning := self.preference.add(stats.figures):
-            self.say(warning)
+        else:
+            for warning in (
+                self.preference.add(stats.figures),
+                self.stability.add(stats.step, stats.loss, stats.layers),
+            ):
+                if warning:
+                    self.say(warning)
         due = None if self.log_steps is None else stats.step % self.log_steps == 0 or stats.step == self.max_steps
         if self.rank == 0:
             self._metrics.write(record)

@@ -45,6 +45,7 @@ INSIDE = (
     "techniques/quantised.py",
     "techniques/product.py",
     "techniques/share.py",
+    "techniques/tally.py",
 )
 MULTIPLES: Mapping[Scales, int] = {"block": FLOAT8_BLOCK, "row": 16}
 """What divides the rows and columns of a weight that is multiplied by with these scales: torch's kernel for rows asks
@@ -108,6 +109,18 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
     scales = "pinned" if "scales" in asked.model_fields_set else "default: as exact under every layout as on one device"
     why = {"precision.products": "pinned", "precision.scales": scales, "precision.exclude": reason}
     yield dataclasses.replace(plan, precision=settings, why={**plan.why, **why})
+
+
+def proposed(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Plan | None:
+    """Return a plan in bf16 with products in float8, where the GPUs have them, and nothing stands against it."""
+    if cluster.kind == "cpu" or plan.precision.compute != "bf16" or plan.precision.products != "compute":
+        return None
+    for scales in MULTIPLES:
+        asked = recipe.precision.model_copy(update={"products": "float8", "scales": scales, "exclude": None})
+        (found,) = choices(recipe.model_copy(update={"precision": asked}), spec, cluster, plan)
+        if not check(spec, found, cluster):
+            return found
+    return None
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
@@ -230,6 +243,14 @@ def _of_device(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
 
 def _able(capability: tuple[int, int] | None, *, blocks: bool) -> bool:
     return capability is not None and capability >= CAPABILITY and not (blocks and capability[0] > CAPABILITY[0])
+
+
+def scales_on(capability: tuple[int, int] | None) -> list[Scales]:
+    """Return the scales with which a device of this capability, and torch as it is installed here, multiply."""
+    old = (_cublas() or CUBLAS) < CUBLAS
+    served: dict[Scales, bool] = {"block": _able(capability, blocks=True) and not old}
+    served["row"] = _able(capability, blocks=False)
+    return [scales for scales, does in served.items() if does]
 
 
 def _named(found: list[Device]) -> str:

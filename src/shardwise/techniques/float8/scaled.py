@@ -27,6 +27,7 @@ from shardwise.models.moe import Stacked, of_owners
 from shardwise.techniques.float8.codes import CodedMatrix, coded, exponents_of
 from shardwise.techniques.product import bias_of, product_of, share_of
 from shardwise.techniques.quantised import FLOAT8_BLOCK
+from shardwise.techniques.tally import count, tally_of
 
 ALIGNED_ROWS = 16
 """Of an expert's rows so many are multiplied at a time, as kernels want their scales aligned."""
@@ -43,22 +44,32 @@ class Scaling(NamedTuple):
     group: str = ""
     back: str = ""
 
+    @property
+    def words(self) -> str:
+        """What operations are told of it: the scales, and whether codes are made in fused kernels."""
+        return f"{self.scales} fused" if self.fused else self.scales
 
-def product(x: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
-    """x [n,in], weight [out,in] -> [n,out]; with ``counts`` [E] x is sorted by expert, and weight [E,out,in]."""
-    return _multiplied(x, weight, counts, Scaling(scales, fused, group), turned=False)
+
+def product(x: Tensor, weight: Tensor, counts: Tensor | None, tally: Tensor | None, words: str, group: str) -> Tensor:
+    """x [n,in], weight [out,in] -> [n,out]; with ``counts`` [E] x is sorted by expert, and weight [E,out,in].
+    ``tally``: where the layer's operands are counted (tally.py)."""
+    return _multiplied(x, weight, counts, Operands(tally, words, group, turned=False))
 
 
-def gradient(grad: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
+def gradient(
+    grad: Tensor, weight: Tensor, counts: Tensor | None, tally: Tensor | None, words: str, group: str
+) -> Tensor:
     """grad [n,out], weight [out,in], or of experts [E,out,in] -> [n,in]."""
-    return _multiplied(grad, weight, counts, Scaling(scales, fused, group), turned=True)
+    return _multiplied(grad, weight, counts, Operands(tally, words, group, turned=True))
 
 
-def _made(x: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
+def _made(x: Tensor, weight: Tensor, counts: Tensor | None, tally: Tensor | None, words: str, group: str) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[-2])
 
 
-def _made_back(grad: Tensor, weight: Tensor, counts: Tensor | None, scales: str, fused: bool, group: str) -> Tensor:
+def _made_back(
+    grad: Tensor, weight: Tensor, counts: Tensor | None, tally: Tensor | None, words: str, group: str
+) -> Tensor:
     return grad.new_empty(grad.shape[0], weight.shape[-1])
 
 
@@ -78,38 +89,53 @@ def emulated(x: Tensor) -> bool:
     return x.device.type == "cpu" or x.dtype == torch.float64
 
 
-def _multiplied(x: Tensor, weight: Tensor, counts: Tensor | None, how: Scaling, *, turned: bool) -> Tensor:
-    """x [m,k] times the transpose of weight [n,k], or, ``turned``, times weight [k,n]."""
+def _multiplied(x: Tensor, weight: Tensor, counts: Tensor | None, operands: Operands) -> Tensor:
+    """x [m,k] times the transpose of weight [n,k], or, where it is ``turned``, times weight [k,n]."""
+    turned = operands.turned
     if emulated(x):
-        codes = _operands(x, weight, how, turned=turned)
+        codes = operands.coded(x, weight)
         left, right = next(codes).values(x.dtype), next(codes).values(x.dtype)
         right = right.view_as(weight) if turned else right.view_as(weight).transpose(-1, -2)
         return left @ right if counts is None else grouped(left, right.transpose(1, 2), counts)
     if counts is None:
-        left_codes, right_codes = _operands(x, weight, how, turned=turned)
-        return _kernel(left_codes, right_codes.transposed() if turned else right_codes, x.dtype)
+        left_codes, right_codes = operands.coded(x, weight)
+        return multiplied(left_codes, right_codes.transposed() if turned else right_codes, x.dtype)
     padded = functional.pad(x, (0, 0, 0, ALIGNED_ROWS - 1))
-    left_codes, right_codes = _operands(padded, weight, how, turned=turned)
+    left_codes, right_codes = operands.coded(padded, weight)
     out, rows = x.new_empty(x.shape[0], weight.shape[2 if turned else 1]), weight.shape[1]
     for expert, (start, stop) in enumerate(pairwise([0, *counts.cumsum(0).tolist()])):
         if start < stop:
             own = right_codes.part(expert * rows, (expert + 1) * rows)
             many = left_codes.part(start, stop + (start - stop) % ALIGNED_ROWS)  # with some of the next expert's
-            out[start:stop] = _kernel(many, own.transposed() if turned else own, x.dtype)[: stop - start]
+            out[start:stop] = multiplied(many, own.transposed() if turned else own, x.dtype)[: stop - start]
     return out
 
 
-def _operands(x: Tensor, weight: Tensor, how: Scaling, *, turned: bool) -> Iterator[CodedMatrix]:
-    """The codes of both, one after the other. In blocks, a scale of a weight is one of its transposed matrix too; of
-    rows, the transposed matrix has its own."""
-    rows, columns = weight.shape[-2:]
-    blocks = (1, FLOAT8_BLOCK), (FLOAT8_BLOCK, FLOAT8_BLOCK)
-    if how.scales == "row":
-        blocks = (1, x.shape[1]), (rows, 1) if turned else (1, columns)
-    given = [*zip((x, weight.flatten(0, -2)), blocks, strict=True)]
-    exponents = _greatest([exponents_of(matrix, *block) for matrix, block in given], how.group) if how.group else ()
-    for i, (matrix, block) in enumerate(given):
-        yield coded(matrix, *block, fused=how.fused and not emulated(x), exponents=exponents[i] if exponents else None)
+class Operands(NamedTuple):
+    """Both matrices of a product as codes, counted in ``tally``: an input and a weight, or, ``turned``, the gradient of
+    what the layer returns and the weight, which is counted with the input alone."""
+
+    tally: Tensor | None
+    words: str
+    group: str
+    turned: bool
+
+    def coded(self, x: Tensor, weight: Tensor) -> Iterator[CodedMatrix]:
+        """Yield the codes of both, one after the other. In blocks, a scale of a weight is one of its transposed matrix
+        too; of rows, the transposed matrix has its own."""
+        scales, _, fused = self.words.partition(" ")
+        rows, columns = weight.shape[-2:]
+        blocks = (1, FLOAT8_BLOCK), (FLOAT8_BLOCK, FLOAT8_BLOCK)
+        if scales == "row":
+            blocks = (1, x.shape[1]), (rows, 1) if self.turned else (1, columns)
+        given = [*zip((x, weight.flatten(0, -2)), blocks, strict=True)]
+        greatest = _greatest([exponents_of(matrix, *each) for matrix, each in given], self.group) if self.group else ()
+        for i, (matrix, block) in enumerate(given):
+            own = greatest[i] if greatest else None
+            found = coded(matrix, *block, fused=bool(fused) and not emulated(x), exponents=own)
+            if i == 0 or not self.turned:
+                count(self.tally, 2 if self.turned else i, matrix, found.codes)
+            yield found
 
 
 def _greatest(exponents: list[Tensor], group: str) -> list[Tensor]:
@@ -120,7 +146,7 @@ def _greatest(exponents: list[Tensor], group: str) -> list[Tensor]:
     return [own.view_as(each) for own, each in zip(together.split(sizes), exponents, strict=True)]
 
 
-def _kernel(a: CodedMatrix, b: CodedMatrix, dtype: torch.dtype) -> Tensor:
+def multiplied(a: CodedMatrix, b: CodedMatrix, dtype: torch.dtype) -> Tensor:
     """a [m,k] times the transpose of b [n,k]. The kernels want the contraction in consecutive memory."""
     codes = b.codes.contiguous().t()
     if a.columns == a.codes.shape[1]:
@@ -139,34 +165,36 @@ class _ScaledLinear(torch.autograd.Function):
     gradient. Codes, saved, would outlive a weight that is gathered."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, counts: Tensor | None, how: Scaling) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, counts: Tensor | None, tally: Tensor | None, how: Scaling) -> Tensor:
         multiply = PRODUCTS[bool(how.group)]
-        return returned(multiply(x, weight, counts, how.scales, how.fused, how.group))
+        return returned(multiply(x, weight, counts, tally, how.words, how.group))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, counts, ctx.how = inputs
+        x, weight, counts, ctx.tally, ctx.how = inputs
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, counts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (x, weight, counts), how = ctx.saved_tensors, ctx.how
         grad_x, grad_weight = None, None
         if weight is not None:
             multiply = GRADIENTS[bool(how.back)]
-            grad_x = multiply(grad, weight, counts, how.scales, how.fused, how.back)
+            grad_x = multiply(grad, weight, counts, ctx.tally, how.words, how.back)
         if x is not None and counts is None:
             grad_weight = torch.mm(grad.t(), x)
         elif x is not None:
             grad_weight = torch.ops.shardwise.grouped_outer(grad.contiguous(), x, counts)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, how: Scaling, counts: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, how: Scaling, counts: Tensor | None = None, tally: Tensor | None = None
+) -> Tensor:
     """x [..,in], weight [out,in] -> [..,out], in the dtype of x. With ``counts`` [E] rows of x are sorted by expert, of
-    which each has so many, and weight is [E,out,in]."""
-    out: Tensor = _ScaledLinear.apply(x.flatten(0, -2), weight, counts, how)
+    which each has so many, and weight is [E,out,in]. ``tally``: where operands are counted."""
+    out: Tensor = _ScaledLinear.apply(x.flatten(0, -2), weight, counts, tally, how)
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -177,9 +205,9 @@ def multiply_scaled(layer: nn.Linear | Stacked, how: Scaling) -> None:
         weight = share_of(layer).used(local(layer.weight).to(x.dtype))
         if isinstance(layer, Stacked):
             assert counts is not None
-            out = linear(x, weight.unflatten(0, (-1, layer.rows)), how, counts)
+            out = linear(x, weight.unflatten(0, (-1, layer.rows)), how, counts, tally_of(layer))
             return out if layer.bias is None else out + of_owners(local(layer.bias), counts, out)
-        out, bias = linear(x, weight, how), bias_of(layer, x.dtype)
+        out, bias = linear(x, weight, how, tally=tally_of(layer)), bias_of(layer, x.dtype)
         return out if bias is None else out + bias
 
     product_of(layer).multiply = multiply
