@@ -91,7 +91,9 @@ def told_of_run(recipe: Recipe, spec: ModelSpec, plan: Plan, names: list[str], c
     stems = {stem for name in names for stem in (name, re.sub(r"-\d+$", "", name))}
     files += [file for file in DIRECTORY.glob(f"*/{FILE}") if file.parent.name.rpartition("-")[0] in stems]
     files = sorted({file for file in files if file.is_file()}, key=lambda file: file.stat().st_mtime, reverse=True)
-    basis, found, unread = rests_on(recipe, spec, plan) if files else {}, list[BesideHere](), ""
+    basis = rests_on(recipe, spec, plan) if files else {}
+    found = list[BesideHere]()
+    unread = ""
     for file in files:
         try:
             found.append(BesideHere(*read_kept(file), basis))

@@ -194,7 +194,9 @@ def _kept(recipe: Recipe, run: Path) -> dict[str, str]:
 def far(plan: Plan, asked: Parallel) -> str | None:
     """A warning of tensor or expert parallelism that crosses nodes, or of heads that are exchanged between them, where
     that was ``asked`` for: what a search chose was faster than what stays on a node, or is all that fits."""
-    tp, each, exchanging = plan.layout.tp, plan.layout.ranks_per_node, plan.layout.ulysses
+    tp = plan.layout.tp
+    each = plan.layout.ranks_per_node
+    exchanging = plan.layout.ulysses
     if asked.ep and plan.layout.ep > 1 and each % plan.layout.ep and plan.layout.world > each:
         what = f"warning: the {plan.layout.ep} ranks that have different experts are on several nodes, and wait for the"
         return f"{what} network in every layer; `parallel.ep={gcd(plan.layout.ep, each)}` keeps them on one"

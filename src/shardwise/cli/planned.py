@@ -150,7 +150,9 @@ def _with_chosen(plans: list[Plan], chosen: Plan) -> list[Plan]:
 
 def as_json(answer: Planned) -> dict[str, Any]:
     """The answer for a program."""
-    spec, cluster, chosen = answer.spec, answer.cluster, answer.chosen
+    spec = answer.spec
+    cluster = answer.cluster
+    chosen = answer.chosen
     return {
         "model": {"name": spec.name, "parameters": parameter_count(spec)},
         "cluster": {**asdict(cluster), "name": str(cluster)},
@@ -182,7 +184,9 @@ def head_lines(answer: Planned) -> list[str]:
 
 def page_parts(answer: Planned, explain: str | None) -> Iterator[list[str]]:
     """The verdict, a step and the run, then what :func:`plan_parts` tells, each part as soon as it is known."""
-    spec, cluster, best = answer.spec, answer.cluster, answer.best
+    spec = answer.spec
+    cluster = answer.cluster
+    best = answer.best
     waits = step_time.bottleneck(best, cluster)
     yield [
         render.sentence(best),

@@ -95,7 +95,9 @@ def run(options: Options) -> int:
     if options.check is not None:
         return _check(options, options.check)
     of = _asked(options, prepare=True)
-    spec, cluster, plan = of.spec, of.cluster, of.plan
+    spec = of.spec
+    cluster = of.cluster
+    plan = of.plan
 
     from shardwise.prove import certificate, certify
 

@@ -107,7 +107,9 @@ def look(directory: Path) -> Row:
     files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
     metrics = directory / "metrics.jsonl"
     changed_s = (metrics if metrics.is_file() else directory / "recipe.yaml").stat().st_mtime
-    last, of, saved = _Last(None), None, None
+    last = _Last(None)
+    of = None
+    saved = None
     try:
         state, last = _state(directory), _last(metrics)
         saved, of = newest_step(directory), load_recipe(directory / "recipe.yaml").train.max_steps

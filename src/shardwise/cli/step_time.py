@@ -44,7 +44,9 @@ def assumed_rates(plan: Plan, cluster: Cluster) -> str | None:
     them; None where nothing is assumed."""
     if not plan.offload.words:
         return None
-    rates, ranks, measured = rates_of(plan, cluster, own_traits()), cluster.devices_per_node, cluster.measured
+    rates = rates_of(plan, cluster, own_traits())
+    ranks = cluster.devices_per_node
+    measured = cluster.measured
     known, found = measured or Measured(), list[str]()
     beside = cluster.kind == "cuda"  # of a CPU the device is the host
     if beside and plan.offload.optimizer != "none" and not known.host_bytes_per_s:

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
-_ALIAS, _GUARD, _RESERVED_END = 0x100000, 0x108000, 0x10FFFD
+_ALIAS = 0x100000
+_GUARD = 0x108000
+_RESERVED_END = 0x10FFFD
 _RESERVED = re.compile(f"[{chr(_ALIAS)}-{chr(_RESERVED_END)}]")
 _GUARDED = re.compile(f"[{chr(_GUARD)}-{chr(_RESERVED_END)}]")
 _CLOSING = re.compile(f"[{chr(_ALIAS)}-{chr(_GUARD - 1)}\\s]")
@@ -319,7 +321,10 @@ class Chat:
 
 def _unmarked(text: str) -> tuple[str, Spans]:
     """The text without the marks of ``{% generation %}``, and where they stood."""
-    pieces, spans, size, opened = [], [], 0, 0
+    pieces = []
+    spans = []
+    size = 0
+    opened = 0
     for piece in re.split(f"([{OPEN}{CLOSE}])", text):
         if piece == OPEN:
             opened = size

@@ -29,7 +29,10 @@ class Fault(Exception):
 
     def __init__(self, code: str, what: str, fix: str, offset: int | None = None) -> None:
         super().__init__(what)
-        self.code, self.what, self.fix, self.offset = code, what, fix, offset
+        self.code = code
+        self.what = what
+        self.fix = fix
+        self.offset = offset
 
 
 def not_unicode(error: UnicodeEncodeError) -> Fault:

@@ -97,7 +97,10 @@ class Portions:
     preparing the first portion."""
 
     def __init__(self, recipe: Recipe, data: Data, root: Path, leader: bool) -> None:
-        self.recipe, self.data, self.root, self.leader = recipe, data, root, leader
+        self.recipe = recipe
+        self.data = data
+        self.root = root
+        self.leader = leader
         self._file = root / "stream.json"
         kept: dict[str, bool | set[str]] = {"data": True, "method": True, "run": {"seed"}, "train": {"seq_len"}}
         settings = recipe.model_dump(mode="json", include=kept, exclude={"data": {"cache", "num_proc"}})

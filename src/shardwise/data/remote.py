@@ -238,7 +238,10 @@ def _fetch_dataset(name: str, cache: Path) -> Path:
     README.md defines its subsets."""
     datasets = _datasets(name)
     rest, _, split = name.removeprefix(HUB).partition(":")
-    parts, split, size, mark = rest.split("/"), split or "train", 2, "@"
+    parts = rest.split("/")
+    split = split or "train"
+    size = 2
+    mark = "@"
     if local := rest.startswith(("/", ".")):
         subset = not Path(rest).is_dir() and Path(rest).with_name("README.md").is_file()
         size, mark = len(parts) - subset, "\n"

@@ -128,7 +128,9 @@ def _channels(layout: Layout, kind: str, timeout: timedelta | None) -> dict[tupl
     make all of them in one order, and on GPUs connect them at once: NCCL connects two ranks when they first talk, and
     ranks that come to that in different orders wait for one another."""
     found: dict[tuple[int, int], dist.ProcessGroup] = {}
-    lines, ranks, me = layout.members("pp"), layout.pp, dist.get_rank()
+    lines = layout.members("pp")
+    ranks = layout.pp
+    me = dist.get_rank()
     pairs = {pair for one in range(ranks) for pair in ((one, (one + 1) % ranks), ((one + 1) % ranks, one))}
     for source, target in sorted(pairs if ranks > 1 else ()):
         for line in lines:

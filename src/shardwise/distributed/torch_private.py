@@ -122,7 +122,9 @@ def settle_senders(at_most_s: float = 2.0) -> None:
     such a thread asks for the interpreter's lock; if the interpreter ends meanwhile, Python before 3.14 ends the thread
     inside C++, and the process in SIGABRT ("terminate called without an active exception"). Groups that modules of FSDP
     or a mesh refer to keep their threads after ``destroy_process_group``. Nothing is done where there is no /proc."""
-    tasks, asleep, until = Path("/proc/self/task"), 0, time.monotonic() + at_most_s
+    tasks = Path("/proc/self/task")
+    asleep = 0
+    until = time.monotonic() + at_most_s
     while asleep < 3 and time.monotonic() < until:
         time.sleep(0.001)  # the lock is free for whoever asks
         with suppress(OSError):  # a thread has ended meanwhile

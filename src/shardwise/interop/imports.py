@@ -93,7 +93,9 @@ def read_files(
     )
     settings, asked = dict[str, Taken](), dict[str, str]()
     fates: dict[str, list[str]] = {fate: [] for fate in (*FATES, "refused")}
-    decided, notes, problems = set[str](), list[str](), list[Problem]()
+    decided = set[str]()
+    notes = list[str]()
+    problems = list[Problem]()
     for file in files:
         before = dict(settings)
         found = Import(file.entries, world, settings, fates, [], file.notes, asked, decided)

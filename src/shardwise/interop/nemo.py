@@ -10,7 +10,10 @@ from typing import Any
 from shardwise.interop import megatron, shared
 from shardwise.interop.system import Import, Said, System, marks, number, show, word
 
-BRIDGE, HYDRA, AUTOMODEL, RL = "Megatron-Bridge", "NeMo 1", "NeMo Automodel", "NeMo-RL"
+BRIDGE = "Megatron-Bridge"
+HYDRA = "NeMo 1"
+AUTOMODEL = "NeMo Automodel"
+RL = "NeMo-RL"
 KINDS = {"policy.": RL, "step_scheduler.": AUTOMODEL, "distributed.": AUTOMODEL, "trainer.": HYDRA}
 """Which kind of file a section is of."""
 CORE = "policy.megatron_cfg."

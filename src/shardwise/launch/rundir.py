@@ -288,7 +288,9 @@ def _size(directory: Path) -> int:
 def check_offload(directory: Path, plan: Plan) -> None:
     """Check that the disk of ``directory`` has room for what the ranks of this machine keep there. Raises OutputError
     (OUT003)."""
-    place, needed, filed = nearest(directory), plan.estimate.disk_bytes, plan.offload.filed
+    place = nearest(directory)
+    needed = plan.estimate.disk_bytes
+    filed = plan.offload.filed
     if needed > (free := shutil.disk_usage(place).free):
         what = f"offload of {' and '.join(filed)} needs {show_payload(needed)}, {show_payload(free)} free on {place}"
         keys = " ".join(f"offload.{key}=host" for key in filed)

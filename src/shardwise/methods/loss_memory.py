@@ -64,7 +64,9 @@ def forward_tensors(sheet: Sheet, plan: Plan, device: Kind) -> list[Step]:
 
 def loss_bytes(sheet: Sheet, plan: Plan, device: Kind) -> int:
     """The most that the forward pass of the loss holds at a time."""
-    held, alive, most = dict[str, int](), 0, 0
+    held = dict[str, int]()
+    alive = 0
+    most = 0
     for name, size, freed in forward_tensors(sheet, plan, device):
         alive -= sum(held.pop(one, 0) for one in freed)
         alive += size

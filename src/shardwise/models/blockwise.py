@@ -125,7 +125,9 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor, rule: Rule) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """out [b,h,s,e] and lse [b,h,s]. A row that sees nothing is zero, with lse -inf."""
-    tokens, wide, kv_heads = _tokens(q, k, rule), accumulation_dtype(q.dtype), k.shape[1]
+    tokens = _tokens(q, k, rule)
+    wide = accumulation_dtype(q.dtype)
+    kv_heads = k.shape[1]
     blocks, key_blocks = _blocks(q.shape[2]), _blocks(k.shape[2])
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
     for rows in blocks:
@@ -148,9 +150,14 @@ def backward(grad: Tensor, saved: Saved, rule: Rule) -> tuple[Tensor, Tensor, Te
     """Gradients of q, k and v; probabilities are recomputed from lse. Gradients of k and v are summed in fp32 (fp64 for
     fp64)."""
     q, k, v, out, lse = saved
-    tokens, wide, kv_heads, scale = _tokens(q, k, rule), lse.dtype, k.shape[1], _scale(q, rule)
+    tokens = _tokens(q, k, rule)
+    wide = lse.dtype
+    kv_heads = k.shape[1]
+    scale = _scale(q, rule)
     blocks, key_blocks = _blocks(q.shape[2]), _blocks(k.shape[2])
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    grad_q = torch.empty_like(q)
+    grad_k = torch.zeros_like(k, dtype=wide)
+    grad_v = torch.zeros_like(v, dtype=wide)
     for rows in blocks:
         query, outer, result = (_grouped(x[:, :, rows], kv_heads, wide) for x in (q, grad, out))
         norm = lse[:, :, rows].unflatten(1, (kv_heads, -1)).unsqueeze(-1)

@@ -55,7 +55,10 @@ def block_mask(q: Tensor, rule: Rule) -> BlockMask:
     first = (place - far).clamp(min=0)
     last = place if rule.causal else (place + far).clamp(max=count - 1)
     indices = (first[:, None] + place).clamp(max=count - 1)
-    numbers, causal, window = blockwise.numbers(q, rule), rule.causal, rule.window  # not the longest document, which
+    # not the longest document, which
+    numbers = blockwise.numbers(q, rule)
+    causal = rule.causal
+    window = rule.window
     # is another in every batch: what the mask reads is compiled into the kernel
 
     def seen(row: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:

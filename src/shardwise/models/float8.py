@@ -65,7 +65,10 @@ def scales_of(
 ) -> tuple[dict[str, Scales], list[Problem]]:
     """Return the scales of each of the tensors ``there`` that is in float8, of all ``found`` in the files; and what is
     wrong with them."""
-    scales, none, unfit, blocks = dict[str, Scales](), [], [], blocks or (USUAL,)
+    scales = dict[str, Scales]()
+    none = []
+    unfit = []
+    blocks = blocks or (USUAL,)
     for name, entry in there.items():
         if entry.dtype not in KINDS:
             continue

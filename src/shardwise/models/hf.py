@@ -307,7 +307,9 @@ def write_weights(
     written in fp32, whatever the ``dtype``. In float8 linear layers of blocks are, with scales behind them, and the
     rest in bf16."""
     directory.mkdir(parents=True, exist_ok=True)
-    held, fetched, scales = written(spec), {"": torch.empty(0)}, dict[str, Tensor]()
+    held = written(spec)
+    fetched = {"": torch.empty(0)}
+    scales = dict[str, Tensor]()
     coded = {name for name, parts in held.items() if dtype == float8.WRITTEN and float8.is_coded(parts)}
     dtype = torch.bfloat16 if dtype == float8.WRITTEN else dtype
     others = {name: torch.float32 for name, parts in held.items() if is_counted(parts[0][0])}
@@ -339,9 +341,7 @@ def write_weights(
     for file, names in files.items():
         own = {name: shapes[name] for name in names}
         tensorfile.write(directory / file, own, dtype, map(made, names), others)
-    if len(files) > 1:
-        file_of = {name: file for file, names in files.items() for name in names}
-        _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": file_of})
+    _write_index(directory, files, sum(sizes_bytes.values()))
     config = to_hf(without_predictor(spec)) | {**kept.config, "dtype": str(dtype).removeprefix("torch.")}
     if coded:
         matrices = [name for name, shape in shapes.items() if len(shape) == 2]
@@ -351,6 +351,13 @@ def write_weights(
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
     _write_json(directory / "config.json", config)
     return [directory / file for file in files]
+
+
+def _write_index(directory: Path, files: Mapping[str, list[str]], total_bytes: int) -> None:
+    """Write which file has which tensor, where there are several."""
+    if len(files) > 1:
+        file_of = {name: file for file, names in files.items() for name in names}
+        _write_json(directory / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": file_of})
 
 
 def _files(sizes_bytes: Mapping[str, int], most_bytes: int) -> dict[str, list[str]]:

@@ -81,7 +81,9 @@ class Kernel:
         )
 
 
-HOPPER, AMPERE, NEWEST = (9, 0), (8, 0), (12, 1)
+HOPPER = (9, 0)
+AMPERE = (8, 0)
+NEWEST = (12, 1)
 CUDNN = ((HOPPER, HOPPER), ((10, 0), (10, 0)))
 """Where torch prefers cuDNN itself (check_prefer_cudnn_attention in sdp_utils.cpp)."""
 FLEX = Kernel("flex", "rocm", HALF | {"fp32"}, EIGHTS - {8}, window=True, soft_cap=True, odd_length=False, apart=False)

@@ -21,9 +21,14 @@ class LatentAttention(Attention):
 
     def __init__(self, spec: ModelSpec) -> None:
         nn.Module.__init__(self)
-        self.kind, self.head_dim, self.sinks = spec.latent, spec.attention.head_dim, None
+        self.kind = spec.latent
+        self.head_dim = spec.attention.head_dim
+        self.sinks = None
         self.narrows = spec.latent.q_lora_rank is not None
-        kind, d, heads, bias = spec.latent, spec.hidden_size, spec.attention.num_attention_heads, spec.attention
+        kind = spec.latent
+        d = spec.hidden_size
+        heads = spec.attention.num_attention_heads
+        bias = spec.attention
         if kind.q_lora_rank is None:
             self.q = nn.Linear(d, heads * self.head_dim, bias=False)
         else:
@@ -39,7 +44,9 @@ class LatentAttention(Attention):
         """x [b,s,d] -> [b,s,d]; x may be the tokens of a rank, if :meth:`to_heads` makes [b,s,..] of them. The number
         of heads follows from the projections' widths."""
         kind = self.kind
-        still, turned, value = kind.qk_nope_head_dim, kind.qk_rope_head_dim, kind.v_head_dim
+        still = kind.qk_nope_head_dim
+        turned = kind.qk_rope_head_dim
+        value = kind.v_head_dim
         latent, key = self.kv_a(x).split([kind.kv_lora_rank, turned], -1)
         latent = self.kv_a_norm(latent)
         if kind.q_lora_rank is None:

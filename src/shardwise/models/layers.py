@@ -255,7 +255,9 @@ class Part(nn.Module):
 
     def __init__(self, spec: ModelSpec, input_trained: bool = False) -> None:
         super().__init__()
-        self.spec, self.kernel, self.input_trained = spec, "auto", input_trained
+        self.spec = spec
+        self.kernel = "auto"
+        self.input_trained = input_trained
 
 
 class Head(nn.Linear):

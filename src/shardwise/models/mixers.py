@@ -59,7 +59,9 @@ SOFTMAX = Mixer(
 
 
 def _latent_matrices(spec: ModelSpec) -> Matrices:
-    own, kind, d = spec.attention, spec.latent, spec.hidden_size
+    own = spec.attention
+    kind = spec.latent
+    d = spec.hidden_size
     heads, bias = own.num_attention_heads, own.attention_bias
     found: Matrices = {"q": ((heads * own.head_dim, d), False)}
     if kind.q_lora_rank is not None:
@@ -101,7 +103,9 @@ def _latent_wrong(spec: ModelSpec) -> list[tuple[str, str]]:
 
 def _latent_small(spec: ModelSpec, sizes: Numbers) -> dict[str, Any]:
     """Half a head is rotated; values stay narrower than keys where they are."""
-    head_dim, kind, latent = sizes["head_dim"], spec.latent, sizes["hidden_size"] // 2
+    head_dim = sizes["head_dim"]
+    kind = spec.latent
+    latent = sizes["hidden_size"] // 2
     return {
         "kv_lora_rank": latent,
         "q_lora_rank": None if kind.q_lora_rank is None else latent,

@@ -82,7 +82,9 @@ class Stacked(nn.Module):
 
     def __init__(self, experts: int, rows: int, columns: int, *, bias: bool = False, **like: Any) -> None:
         super().__init__()
-        self.experts, self.rows, self.columns = experts, rows, columns
+        self.experts = experts
+        self.rows = rows
+        self.columns = columns
         self.weight = nn.Parameter(torch.empty(experts * rows, columns, **like))
         self.bias = nn.Parameter(torch.empty(experts * rows, **like)) if bias else None
 
@@ -218,7 +220,10 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         own = spec.experts
-        d, f, count, bias = spec.hidden_size, own.expert_size, own.num_experts, own.expert_bias
+        d = spec.hidden_size
+        f = own.expert_size
+        count = own.num_experts
+        bias = own.expert_bias
         self.expert_gate = Stacked(count, f, d, bias=bias)
         self.expert_up = Stacked(count, f, d, bias=bias)
         self.expert_down = Stacked(count, d, f, bias=bias)

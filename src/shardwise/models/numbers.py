@@ -23,7 +23,9 @@ DEEPEST = 32
 def check_numbers(config: dict[str, Any], name: str) -> None:
     """Raises DataError (MOD005) naming every number of a ``config.json`` that is NaN, infinite, beyond :data:`AT_MOST`
     or 64 bits, or zero or negative where that gives no finite result; MOD004 if it is nested beyond reason."""
-    problems, where, left = [], f"config of {name}", [(config, "", 1)]
+    problems = []
+    where = f"config of {name}"
+    left = [(config, "", 1)]
     while left:
         values, path, depth = left.pop()
         if depth > DEEPEST:

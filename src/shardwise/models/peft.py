@@ -227,7 +227,9 @@ def find_adapter(directory: Path, names: Iterable[str], lora: Lora, spec: ModelS
     MissingInputError (CKPT001)."""
     where = str(directory)
     config = _config(directory)
-    found, weights, linears = tensorfile.entries(directory / WEIGHTS), parameter_shapes(spec), _linears(spec)
+    found = tensorfile.entries(directory / WEIGHTS)
+    weights = parameter_shapes(spec)
+    linears = _linears(spec)
     modules, whole = _modules(filter(is_adapter, names), spec), whole_names(lora, spec)
     blocks = _in_blocks(config, lora, linears)
     unserved = _unserved(config, where, blocks=blocks)
@@ -316,7 +318,9 @@ def _parameters_differ(config: Mapping[str, Any], modules: Iterable[str], where:
 def _in_blocks(config: Mapping[str, Any], lora: Lora, linears: Mapping[str, Mapping[str, Sequence[str]]]) -> bool:
     """Return whether the config declares, in its rank and alpha patterns, that stacked layers are stored as
     :func:`write_adapter` stores them."""
-    rank, alpha, given = config.get("r"), config.get("lora_alpha"), config.get("rank_pattern")
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
+    given = config.get("rank_pattern")
     if not (given and isinstance(rank, int) and isinstance(alpha, int | float)):
         return False
     own = replace(lora, rank=rank, alpha=alpha, rslora=bool(config.get("use_rslora")))

@@ -139,7 +139,9 @@ def data_of(recipe: Recipe) -> Data:
     under another, so a model that is trained on brings its own unless the recipe names one. Where the run depends on
     its validation loss, at least a batch of records is held out. Of a run that streams its data, the first portion,
     once it is there."""
-    model, named, train = recipe.model, recipe.data.tokenizer, recipe.train
+    model = recipe.model
+    named = recipe.data.tokenizer
+    train = recipe.train
     data = recipe.data.model_copy(update={"format": PREFERENCE}) if recipe.pairs else recipe.data
     if recipe.judged:
         batch = (train.micro_batch_size or FEW_HELD_OUT) * (train.gradient_accumulation_steps or 1)

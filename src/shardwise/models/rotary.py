@@ -85,7 +85,9 @@ def _reached(positions: Tensor, documents: Tensor | None) -> Tensor:
 def _by_length(spec: ModelSpec, frequencies: Tensor, scaling: RopeScaling, reached: Tensor) -> Tensor:
     """Frequencies [b,s or 1,r/2] for sequences of the length ``reached``: of a larger theta in a longer sequence
     (dynamic, "NTK-aware"), or each divided by a factor of its own, one within the trained range and one beyond it."""
-    dim, trained, reached = spec.rotary_dim, scaling.original_max_position_embeddings, reached.unsqueeze(-1)
+    dim = spec.rotary_dim
+    trained = scaling.original_max_position_embeddings
+    reached = reached.unsqueeze(-1)
     if scaling.kind == "dynamic":
         growth = scaling.factor * reached.clamp_min(trained).to(frequencies.dtype) / trained - (scaling.factor - 1)
         exponents = torch.arange(0, dim, 2, device=frequencies.device).to(frequencies.dtype) / (dim - 2)

@@ -48,7 +48,9 @@ def refuse_config(config: dict[str, Any], name: str, *, ours: bool = False) -> N
 
 
 def _is_such(row: dict[str, str], part: dict[str, Any]) -> bool:
-    kinds, layers, types = row.get("kinds", "").split(), row.get("layers", "").split(), part.get("layer_types")
+    kinds = row.get("kinds", "").split()
+    layers = row.get("layers", "").split()
+    types = part.get("layer_types")
     many = any(type(part.get(key)) is int and part[key] > 1 for key in row.get("counts", "").split())
     given = any(part.get(key) for key in row.get("keys", "").split())
     layered = isinstance(types, list) and any(kind in layers for kind in types)

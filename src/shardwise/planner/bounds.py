@@ -144,7 +144,9 @@ class LowerBounds:
 
     def _computed_s(self, plan: Plan) -> float:
         """Return what, without stages, the plan's micro-batches take, and copies of weights and gradients."""
-        key, batch, through = alike(plan), plan.batch, self._through(plan)
+        key = alike(plan)
+        batch = plan.batch
+        through = self._through(plan)
         device_s, host_s = (self.slower * each for each in (through.device_s, through.host_s))
         if self.cluster.kind == "cuda":
             larger = batch.micro_batch_size, device_s / batch.micro_batch_size, host_s / batch.micro_batch_size

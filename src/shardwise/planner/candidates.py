@@ -45,7 +45,9 @@ def candidates(
         except ConfigError as error:
             if asked:
                 raise
-            problems, legal, dp = list(error.problems), [], 0
+            problems = list(error.problems)
+            legal = []
+            dp = 0
         refused += problems if asked or not pinned else []
         try:
             whole = whole or (batch(recipe.train, dp, own)[2] if legal else 0)
@@ -82,7 +84,9 @@ class Pipelines:
 
     def degrees(self) -> Iterator[StagedDegrees]:
         """All that the devices and the batch allow."""
-        recipe, spec, cluster = self.recipe, self.spec, self.cluster
+        recipe = self.recipe
+        spec = self.spec
+        cluster = self.cluster
         begun = _open(recipe, spec, cluster)
         for staged, ends in techniques.staged(recipe, spec, cluster, begun, pinned=self.pinned):
             layout, schedule = staged.layout, staged.pipeline.spec
@@ -153,7 +157,10 @@ def _with_batches(
     """The plan with every way to cut the step's ``whole`` sequences into micro-batches; and where a pipeline needs more
     of them than any way has, what is wrong. The last stage of a pipeline has larger chunks of the loss from the start,
     since all others wait for it."""
-    layout, seq_len, found, problem = plan.layout, train.seq_len, [], None
+    layout = plan.layout
+    seq_len = train.seq_len
+    found = []
+    problem = None
     most = LARGER_CHUNKS[-1] if layout.pp > 1 and cluster.kind == "cuda" else CHUNK_NUMBERS[cluster.kind]
     # Gradients of several micro-batches stay on the device, or are copied more.
     undivided = techniques.leave_early(plan)

@@ -36,7 +36,9 @@ class LeastMemory:
     def _needed(self, plan: Plan) -> Iterator[float]:
         """Yield shares of the memory that the plan needs. First weights, moments, and gradients or gathered weights:
         most plans of large models need no more to be ruled out."""
-        sizes, state, staged = self.figures.sizes(plan), self.figures.state(plan).held, plan.layout.pp > 1
+        sizes = self.figures.sizes(plan)
+        state = self.figures.state(plan).held
+        staged = plan.layout.pp > 1
         gradients = sizes.gradient_bytes(plan, leave=techniques.leave_at_once(plan))
         gathered = sizes.gathered_bytes(plan)
         memory, fixed = self.figures.cluster.device.memory_bytes, sum(fixed_bytes(plan, self.figures.cluster).values())
@@ -52,7 +54,9 @@ class LeastMemory:
         """Return what the passes of a micro-batch hold."""
         key = plan.batch.micro_batch_size, plan.batch.loss_chunk_tokens, alike(plan)
         if key not in self.known:
-            costed, b, s = self.figures.sheet(plan), plan.batch.micro_batch_size, plan.row_tokens
+            costed = self.figures.sheet(plan)
+            b = plan.batch.micro_batch_size
+            s = plan.row_tokens
             last = costed.blocks[costed.order[-1]]
             order = costed.order if plan.offload.activations == "none" else ()  # of inputs that wait, the last block's
             kept = sum(_kept_bytes(costed.blocks[kind], b, s) for kind in order) or _kept_bytes(last, b, s)
@@ -74,7 +78,9 @@ class LeastMemory:
             count = len(costed.order) if even and len(costed.blocks) < 3 else float("inf")
             self.blocks[key] = tuple(each / count for each in (state, *sizes.block_bytes(plan))), least
         (state_bytes, gathered_bytes, gradient_bytes, summed_bytes), block = self.blocks[key]
-        ranks, each, m = plan.layout.pp, plan.pipeline.stages_per_rank, batch.accumulation
+        ranks = plan.layout.pp
+        each = plan.pipeline.stages_per_rank
+        m = batch.accumulation
         own = [n for number, n in enumerate(plan.pipeline.split) if stage_rank(plan.layout, number) == 0]
         alive, all_blocks = techniques.alive_before(plan), sum(own)
         stay = min(own) if plan.offload.activations == "none" else 1  # of inputs that wait elsewhere, the last block's

@@ -98,7 +98,9 @@ def read_prices(texts: Iterable[str], *clusters: Cluster) -> dict[str, float]:
     serves all of that name, but for those that are named more closely. Raises UsageError (CLI001), also where no GPU of
     ``clusters`` has a price among them."""
     own = list(dict.fromkeys(cluster.device.name for cluster in clusters if cluster.kind != "cpu"))
-    named, prices, wide = " and ".join(map(str, clusters)), dict[str, float](), dict[str, float]()
+    named = " and ".join(map(str, clusters))
+    prices = dict[str, float]()
+    wide = dict[str, float]()
     for text in (part.strip() for given in texts for part in given.split(",")):
         if not own:
             fix = "leave out --price, or name GPUs: --cluster 8xH100"

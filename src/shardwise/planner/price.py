@@ -31,7 +31,9 @@ KEPT_PASSES = 4096
 def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float("inf")) -> Plan:
     """``plan`` of a model with its estimate: that of the kind of rank that is fullest, or of the first that takes more
     than ``most`` of the memory."""
-    found, rates, known = [], rates_of(plan, cluster, own_traits()), _passes()
+    found = []
+    rates = rates_of(plan, cluster, own_traits())
+    known = _passes()
     computes = replace(plan, optim=Optim(), estimate=Estimate(), why={}, model="", cluster="")
     for costed in of_rank_kinds(spec, plan):
         alike = costed.units, costed.order, costed.rank_kind.stages, costed.rank_kind.coordinate("ring"), costed.trained

@@ -125,7 +125,9 @@ def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
     """More devices of the same kind, then larger ones that are as fast. Likewise."""
     if cluster.kind != "cuda":
         return
-    nodes, each, full = cluster.nodes, cluster.devices_per_node, min(NODE, cluster.device.per_node)
+    nodes = cluster.nodes
+    each = cluster.devices_per_node
+    full = min(NODE, cluster.device.per_node)
     sizes = [(nodes + 1, each), (2 * nodes, each), (4 * nodes, each)]
     if nodes == 1 and each < full:
         sizes = [(1, count) for count in (2 * each, 4 * each, 8 * each) if count <= full] + [(2, full), (4, full)]
@@ -200,7 +202,9 @@ def _split_of(plan: Plan, recipe: Recipe, cluster: Cluster) -> Change:
 def _other_machines(cluster: Cluster) -> Iterator[Change]:
     if cluster.kind != "cuda":
         return
-    nodes, each, here = cluster.nodes, cluster.devices_per_node, cluster.device
+    nodes = cluster.nodes
+    each = cluster.devices_per_node
+    here = cluster.device
     full = nodes > 1 or each >= min(NODE, here.per_node)
     size = (nodes + 1, each) if full else (nodes, 2 * each)
     more = replace(cluster.resized(*size), measured=cluster.measured)

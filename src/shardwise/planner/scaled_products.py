@@ -36,7 +36,9 @@ def in_float8(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> 
 def scaled(sheet: Sheet, spec: ModelSpec, plan: Plan) -> Sheet:
     """The sheet of a plan without float8, as the ``plan`` would have it: of a layer's three products the two that are
     not the gradient of its weight, told by their sizes, are in float8."""
-    how, ranks, sizes = division(spec, plan), plan.layout.tp, dict[int, set[tuple[int, ...]]]()
+    how = division(spec, plan)
+    ranks = plan.layout.tp
+    sizes = dict[int, set[tuple[int, ...]]]()
     for name, (rows, columns) in techniques.float8.layers(spec, plan.precision).items():
         used, block = use(f"{name}.weight", how), int(name.split(".")[1])
         own = (rows, columns // ranks) if used == "inputs" else (rows if used == "stream" else rows // ranks, columns)

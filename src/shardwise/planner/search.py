@@ -111,7 +111,9 @@ def explained(search: Search, scale: float = 1.0, others: Sequence[Plan] = ()) -
 
 def reasons(search: Search, scale: float = 1.0, others: Sequence[Plan] = ()) -> Reasons:
     """Why the best plan, likewise."""
-    best, fitting, tried = search.best, search.fitting, bool(search.pipelines)
+    best = search.best
+    fitting = search.fitting
+    tried = bool(search.pipelines)
     share = MARGIN if fits(best) else TIGHT
     beside = [plan for plan in others if fitting and peak_share(plan) <= share]
     return Reasons(search.recipe, search.known, search.all, [*fitting, *beside], best, tried, scale)

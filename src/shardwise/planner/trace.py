@@ -211,7 +211,9 @@ class _Recording:
     """A subject, run with a backward and without one, and the unit that was seen."""
 
     def __init__(self, name: str, subject: _Runnable, naming: _Naming) -> None:
-        self.name, self.subject, self.naming = name, subject, naming
+        self.name = name
+        self.subject = subject
+        self.naming = naming
         trained = any(p.requires_grad for p in subject.parameters.values())
         self.has_backward = trained or (subject.leaf.requires_grad and name != "embedding")
 
@@ -371,7 +373,9 @@ class _Naming:
     def rule(self, name: str, event: RecordedOp) -> Op:
         """The rule of gated delta nets: its products, and of its dims tokens of all heads, key and value; where states
         pass between pieces the ranks too, and how many pieces each has."""
-        backward, over, size = name.endswith("_backward"), OVER_RANKS in name, self.reading
+        backward = name.endswith("_backward")
+        over = OVER_RANKS in name
+        size = self.reading
         (*tokens, heads, key), (*_, value_heads, value) = event.shapes[1 + backward : 3 + backward]
         sizes = key, value, value_heads // heads
         each = products(*sizes, backward=backward) + over * passed(*sizes, backward=backward)

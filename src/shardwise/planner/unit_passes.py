@@ -159,7 +159,9 @@ class Passes:
             yield from self.loss[1]
             if not unit.backward:
                 return
-        local, first, held = _Local(self, unit), unit is self.embedding, _held(unit, later)
+        local = _Local(self, unit)
+        first = unit is self.embedding
+        held = _held(unit, later)
         by_name = {weight.name: weight for weight in unit.weights}
         gradients = {tensor: by_name[weight] for weight, tensor in unit.weight_gradients}
         begin, end = self._experts(unit, unit.backward)

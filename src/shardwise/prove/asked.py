@@ -104,8 +104,12 @@ def prove(asked: Requested, told: dict[str, float]) -> Iterator[str]:
 def _rates(asked: Requested, told: dict[str, float]) -> Iterator[str]:
     """Compare the rates of the first and the last steps, those where the warm-up and the fall begin and end, and others
     between them."""
-    optim, steps, warm = asked.optim, asked.steps, asked.warmup
-    rise, fall, first = asked.rise(), asked.fall(), optim.warmup_from
+    optim = asked.optim
+    steps = asked.steps
+    warm = asked.warmup
+    rise = asked.rise()
+    fall = asked.fall()
+    first = optim.warmup_from
     length = ceil(optim.decay_steps or steps / 10)
     edges = {at + optim.warmup_delay for at in (0, ceil(warm), ceil(warm) + length, steps - length)} | {steps - 1}
     numbers = {*range(0, steps, max(1, steps // LOOKED)), *(edge + by for edge in edges for by in (-2, -1, 0, 1, 2))}

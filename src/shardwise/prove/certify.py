@@ -131,7 +131,9 @@ def certify(
 ) -> tuple[list[Check], dict[str, Smallest]]:
     """Run all proofs; return them, and by proof that failed the smallest layout in which it does. ``tell`` is called
     before each, with how many are done and how many there are; ``show`` after it."""
-    cases, checks, least = subject.cases(effort), list[Check](), dict[str, Smallest]()
+    cases = subject.cases(effort)
+    checks = list[Check]()
+    least = dict[str, Smallest]()
     for done, (proof, rank) in enumerate(cases):
         tell(f"{proof} of rank {rank}" if proof == "drift" else proof, done, len(cases))
         checks.append(run(subject, proof, rank, ranks))
@@ -160,7 +162,9 @@ def drift_ranks(layout: Layout, effort: Effort) -> list[int]:
 def run(subject: Certification, proof: str, rank: int, ranks: Ranks) -> Check:
     """Run one proof. Whatever it raises is a problem of the plan."""
     began = time.perf_counter()
-    case, figures, raised = _case(subject, proof, rank), dict[str, float](), True
+    case = _case(subject, proof, rank)
+    figures = dict[str, float]()
+    raised = True
     try:
         if proof == "drift":
             problems = _drift(subject.spec, subject.plan, rank, figures)

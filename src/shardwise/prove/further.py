@@ -23,7 +23,9 @@ def further(
 ) -> tuple[Shrunk, tuple[Shrunk, ...], tuple[str, ...]]:
     """The small plan, or one with more ranks, and others that together with it take as many of the plan's paths as can
     be, each of at most so many ranks; and of each path that none of them takes its name and why."""
-    others, missing, tried = list[Shrunk](), small.lost, 1
+    others = list[Shrunk]()
+    missing = small.lost
+    tried = 1
     for in_place, axis, degree in product((True, False), AXES, (2, 3, 4)):
         few = small.plan.layout
         fits = few.degree(axis) < degree <= IN_PLACE * few.degree(axis) / few.world or not in_place
@@ -43,7 +45,9 @@ def further(
 
 def alone(plan: Plan, axis: Axis) -> Plan:
     """``plan`` with one rank along all other axes."""
-    layout, kind, staged = plan.layout, plan.cp_kind if axis == "ring" else "ring", axis == "pp"
+    layout = plan.layout
+    kind = plan.cp_kind if axis == "ring" else "ring"
+    staged = axis == "pp"
     few = {axis: layout.degree(axis)}
     if axis in ("ring", "ulysses"):
         few = {"cp": layout.degree(axis), "ulysses": layout.ulysses if axis == "ulysses" else 1}

@@ -124,7 +124,10 @@ def _on_rank(rank: int, world: int, plan: Plan, loop: OwnLoop) -> Trace:
     groups = meshes(plan.layout, "cpu")
     torch.manual_seed(0)
     module = own.parallelize(loop.model_fn(), plan, groups, **loop.arguments)
-    optimizer, losses, norms, gradients = torch.optim.AdamW(module.parameters(), RATE), [], [], {}
+    optimizer = torch.optim.AdamW(module.parameters(), RATE)
+    losses = []
+    norms = []
+    gradients = {}
     for number in range(loop.steps + 1):
         with Widened():
             loss = _loss(module, loop, number, groups.index("batch"), groups.size("batch"))
@@ -142,7 +145,10 @@ def _on_rank(rank: int, world: int, plan: Plan, loop: OwnLoop) -> Trace:
 def _plain(loop: OwnLoop) -> Trace:
     torch.manual_seed(0)
     module = loop.model_fn().double()
-    optimizer, losses, norms, gradients = torch.optim.AdamW(module.parameters(), RATE), [], [], {}
+    optimizer = torch.optim.AdamW(module.parameters(), RATE)
+    losses = []
+    norms = []
+    gradients = {}
     for number in range(loop.steps + 1):
         with Widened():  # recomputation is in backward
             loss = _loss(module, loop, number, 0, 1)

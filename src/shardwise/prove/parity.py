@@ -204,7 +204,10 @@ def _take_steps(
             gradients.update({name: grad / state.scale.value for name, grad in full_gradients(state).items()})
 
     rules = StepRules(plan, groups, optim, MAX_STEPS, finish_of(job.setting.method, plan), enter)
-    losses, norms, pieces, figures = [], [], [], []
+    losses = []
+    norms = []
+    pieces = []
+    figures = []
     for number in range(job.updates):
         shares = share_of_rank(job.batch(number), groups, plan, ahead=spec.predictors > 0)
         batches = [batch.to(device) for batch in shares]
@@ -274,7 +277,10 @@ def plain(job: Workload) -> Trace:
     parameters = plain_parameters(job)
     plain_narrow(model, parameters, job)
     optimizer = plain_optimizer(parameters, job)
-    losses, norms, figures, first = [], [], [], {}
+    losses = []
+    norms = []
+    figures = []
+    first = {}
     for number in range(job.updates):
         optimizer.zero_grad()
         with plain_balance(model) as balance:

@@ -20,7 +20,9 @@ def logits_of(
 ) -> tuple[Tensor, dict[str, float | Tensor]]:
     """The logits [b,s,V] of the next tokens and, where a layer predicts ``further`` ones, by the name under which it is
     reported the mean of its loss."""
-    given, told, targets = dict[str, Tensor](), dict[str, float | Tensor](), None
+    given = dict[str, Tensor]()
+    told = dict[str, float | Tensor]()
+    targets = None
     if further:
         given["following"], targets = further_tokens(batch)
     logits = torch.func.functional_call(model, dict(weights), (batch.ids, batch.positions, mask(batch)), given)

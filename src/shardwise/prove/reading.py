@@ -63,7 +63,9 @@ def few(plan: Plan) -> Batch:
 def prove(read: Read, plan: Plan, figures: dict[str, float]) -> Iterator[str]:
     """Yield a line for each thing that is wrong."""
     count, batch = len(read.windows), few(plan)
-    order, size, ranks = Order(count, read.seed), batch.global_batch_size(plan.layout.dp), plan.layout.dp
+    order = Order(count, read.seed)
+    size = batch.global_batch_size(plan.layout.dp)
+    ranks = plan.layout.dp
     first = order.samples(0, min(count, COUNTED))
     figures["rows"], figures["of ranks"] = len(first), ranks
     if len(np.unique(first)) != len(first) or first.min() < 0 or first.max() >= count:
@@ -112,7 +114,9 @@ def stored(windows: Windows | Packs, number: int) -> StoredRow:
     """Return a row by what the store holds: tokens that follow each other, or whole samples, of which some tokens are
     learnt; and end-of-text."""
     store, length = windows.store, windows.seq_len
-    ids, labels, at = np.full(length, store.eot_id), np.full(length, IGNORE), 0
+    ids = np.full(length, store.eot_id)
+    labels = np.full(length, IGNORE)
+    at = 0
     if isinstance(windows, Windows):
         begin = number * length
         tokens = store.read(begin, begin + length + 1)

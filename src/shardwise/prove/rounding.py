@@ -179,7 +179,9 @@ def _on_rank(rank: int, spec: ModelSpec, plan: Plan, setting: Setting) -> Rounde
         held.append(parity.held(state))
     after, spoil = _weights(state), True
     pieces, moments = held[-1], _moments(state)
-    stats, spoilt, at = step(state, *given(0), rules), [], "a step of which one rank's gradient is not finite"
+    stats = step(state, *given(0), rules)
+    spoilt = []
+    at = "a step of which one rank's gradient is not finite"
     if not stats.skipped:
         spoilt.append(f"{at} is not told as skipped")
     spoilt += [f"{at} changes {name}" for name, digests in parity.held(state).items() if digests != pieces[name]][:1]
@@ -309,7 +311,9 @@ def compare(plan: Plan, found: Rounded, rounded: Rounded, exact: Rounded, update
                 f"gradient norm of step {number}: {known:.9g} expected of the run's own gradients, {norm:.9g} "
                 f"found (relative error {error:.1e}, at most {NORM:g})"
             )
-    updates, blind, allowed = dict[str, tuple[float, float]](), 0, _moments_most(plan)
+    updates = dict[str, tuple[float, float]]()
+    blind = 0
+    allowed = _moments_most(plan)
     for name, right in updated.after.items():
         change, room = right - found.before[name], UPDATES * _unit(plan.precision.weights) * right.abs()
         length = max(float(change.norm()), TINY)

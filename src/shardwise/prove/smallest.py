@@ -40,7 +40,9 @@ class Smallest:
 def smallest(spec: ModelSpec, plan: Plan, outcome: Callable[[ModelSpec, Plan], Outcome]) -> Smallest:
     """Switch off all of a failing case without which it still fails in the same way, and return what is left.
     ``outcome`` is asked of legal cases."""
-    case, left, before = (spec, plan), dict[str, Outcome](), None
+    case = (spec, plan)
+    left = dict[str, Outcome]()
+    before = None
     while case != before:  # what was needed before others were switched off may no longer be
         before, left = case, {}
         for name, off in SWITCHES.items():

@@ -243,7 +243,9 @@ def excerpt(sample: Sample, seq_len: int, vocab_size: int) -> Sample:
     if sample.references is not None:
         kept = 2 * min(len(sample.references), max(1, kept // 2))
     lengths = [min(length, seq_len // max(1, kept)) for length in sample.segments[:kept]]
-    short, at, begin = _empty(seq_len, lengths, sample.masked), 0, 0
+    short = _empty(seq_len, lengths, sample.masked)
+    at = 0
+    begin = 0
     for length, whole in zip(lengths, sample.segments, strict=False):
         learnt = np.flatnonzero(sample.labels[begin : begin + whole] != IGNORE)
         first = int(learnt[0]) - length // 2 if len(learnt) else 0

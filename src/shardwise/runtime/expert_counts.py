@@ -82,7 +82,9 @@ def correct(parts: Sequence[nn.Module], numbers: Tensor, finite: Tensor) -> None
     tokens than the mean of their layer and lowers those of others; nothing where the step was not ``finite``. The host
     waits for a device only where weights are kept on the host."""
     spec = spec_of(parts)
-    routing, layers, experts = spec.experts.sigmoid, layers_of(spec), spec.experts.num_experts
+    routing = spec.experts.sigmoid
+    layers = layers_of(spec)
+    experts = spec.experts.num_experts
     if routing is None or not routing.bias_rate:
         return
     loads = numbers[2 : 2 + len(layers) * experts].view(len(layers), experts)

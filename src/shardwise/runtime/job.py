@@ -93,7 +93,9 @@ class Job:
     def evaluated(self) -> range:
         """The windows of the validation text that are read: without a limit, at most one for every ``TRAINED_EACH``
         that the run trains on, and no fewer than a step's."""
-        limit, windows, batch = self.recipe.evaluate.max_batches, self.held_out, self.plan.batch
+        limit = self.recipe.evaluate.max_batches
+        windows = self.held_out
+        batch = self.plan.batch
         step = batch.global_batch_size(self.plan.layout.dp)
         rows = max(step, step * self.max_steps // TRAINED_EACH)
         if limit is not None:

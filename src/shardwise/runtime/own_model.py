@@ -46,7 +46,9 @@ def save_pretrained(module: nn.Module, directory: str | Path, tokenizer: Saveabl
     becomes one file, model.safetensors, for safetensors' ``load_model``. Every rank calls this at the same point: the
     weights are gathered one after another, and the first rank, which needs host memory for all of them, writes. Raises
     OutputError OUT002 on every rank if the disk fails."""
-    first, state, seen = _first(), dict[str, Tensor](), dict[int, Tensor]()
+    first = _first()
+    state = dict[str, Tensor]()
+    seen = dict[int, Tensor]()
     for name, value in module.state_dict(keep_vars=True).items():
         if id(value) not in seen:
             gathered = whole(value)

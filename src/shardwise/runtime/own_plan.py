@@ -51,7 +51,10 @@ def make_plan(
     kind = degrees.get("cp_kind", "ring")
     _check_words(strategy=strategy, compute=compute, reduce=reduce, recompute=recompute, cp_kind=kind)
     _check_degrees(degrees)
-    me, replicas, tp, cp = processes.process(), degrees.get("replicas"), degrees.get("tp", 1), degrees.get("cp", 1)
+    me = processes.process()
+    replicas = degrees.get("replicas")
+    tp = degrees.get("tp", 1)
+    cp = degrees.get("cp", 1)
     started = degrees.get("processes", me.world_size)
     dp, rest = divmod(started, tp * cp)
     if rest:

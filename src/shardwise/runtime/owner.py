@@ -74,7 +74,10 @@ class Claim:
     then nobody owns the directory, and what this rank has to say of its end may still be written."""
 
     def __init__(self, directory: Path, token: str, number: int | None = None, follows: bool = False) -> None:
-        self.directory, self.token, self.number, self.follows = directory, token, number, follows
+        self.directory = directory
+        self.token = token
+        self.number = number
+        self.follows = follows
         self._done = threading.Event()
         self._held_s = -math.inf
 

@@ -64,7 +64,9 @@ class PipelineRank(Generic[Made]):
     def __init__(
         self, parts: Sequence[nn.Module], line: pp.Line, run: Run, enter: Callable[[str], None] = lambda phase: None
     ) -> None:
-        self.line, self.run, self.enter = line, run, enter
+        self.line = line
+        self.run = run
+        self.enter = enter
         self.parts = {stage.number: part for stage, part in zip(line.rank_kind.stages, parts, strict=True)}
         self.spec, self.last = spec_of(parts), len(line.plan.pipeline.split) - 1
         self.trained = trained_stages(self.spec, line.plan)
@@ -140,7 +142,9 @@ class PipelineRank(Generic[Made]):
 
     def _backward(self, action: Action, *, last: bool) -> None:
         """The whole backward, or the half of it that the stage before waits for."""
-        part, kept, plan = self.parts[action.stage], self.kept[action.stage, action.micro], self.line.plan
+        part = self.parts[action.stage]
+        kept = self.kept[action.stage, action.micro]
+        plan = self.line.plan
         later = self.line.later
         if action.kind == "I" and not self.trained[action.stage]:
             later = None  # no second half follows
@@ -232,7 +236,9 @@ class PipelineRank(Generic[Made]):
         assert not (self.kept or self.posted or self.here), "the list of actions left something undone"
 
     def _wait(self, work: dist.Work, what: str, peer: int) -> None:
-        layout, me, at = self.line.plan.layout, self.line.meshes.rank, self.at
+        layout = self.line.plan.layout
+        me = self.line.meshes.rank
+        at = self.at
         other = me + (peer - self.line.meshes.index("pp")) * (layout.size("stage"))
         self.enter(f"waits {other} {at.stage}.{at.micro}")
         try:

@@ -70,7 +70,10 @@ class Usage:
         if self.ranks == 1:
             self.stop |= asked
             return
-        names, events, self._events, self._open = list(self._parameters), self._events, [], False
+        names = list(self._parameters)
+        events = self._events
+        self._events = []
+        self._open = False
         order = [*crc32("\n".join(events).encode()).to_bytes(4, "little")]
         bits = [int(name in self._used) for name in names]
         told = torch.tensor([*bits, int(asked), *order, *(255 - byte for byte in order)], dtype=torch.uint8)

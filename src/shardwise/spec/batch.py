@@ -18,7 +18,9 @@ def batch(train: Train, dp: int, devices: int = 1) -> tuple[int, int, int]:
     largest that divides a rank's share and holds at most ``TOKENS_PER_MICRO_BATCH`` tokens a device. Micro alone:
     accumulation is 1.
     """
-    micro, accumulation, whole = train.micro_batch_size, train.gradient_accumulation_steps, train.global_batch_size
+    micro = train.micro_batch_size
+    accumulation = train.gradient_accumulation_steps
+    whole = train.global_batch_size
     if whole is None and (micro is not None or accumulation is not None):
         micro = micro or _largest(0, train.seq_len, devices)
         accumulation = accumulation or 1
@@ -62,7 +64,9 @@ def _largest(share: int, seq_len: int, devices: int) -> int:
 
 
 def _contradiction(train: Train, dp: int) -> ConfigError:
-    micro, accumulation, whole = train.micro_batch_size, train.gradient_accumulation_steps, train.global_batch_size or 0
+    micro = train.micro_batch_size
+    accumulation = train.gradient_accumulation_steps
+    whole = train.global_batch_size or 0
     product = (micro or 1) * (accumulation or 1) * dp
     terms = [f"micro {micro}" if micro else "", f"accumulation {accumulation}" if accumulation else "", f"dp {dp}"]
     both = bool(micro and accumulation)

@@ -220,7 +220,9 @@ def _check_added(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Proble
 
 def _check_intervals(recipe: Recipe, place: Callable[[str], str]) -> Iterator[Problem]:
     """Yield what is wrong with how often it saves and validates, and with what depends on the validation loss."""
-    save, evaluate, data = recipe.checkpoint, recipe.evaluate, recipe.data
+    save = recipe.checkpoint
+    evaluate = recipe.evaluate
+    data = recipe.data
     for steps, every, key, per_epoch in (
         ("checkpoint.save_steps", save.save_steps, "checkpoint.saves_per_epoch", save.saves_per_epoch),
         ("evaluate.eval_steps", evaluate.eval_steps, "evaluate.evals_per_epoch", evaluate.evals_per_epoch),

@@ -130,7 +130,9 @@ class _Composer:
 
     def _value(self, event: Any, path: KeyPath) -> Any:
         """Return the value that begins with ``event``, at ``path``."""
-        name, line, before = self.document.name, _line(event), self.nodes
+        name = self.document.name
+        line = _line(event)
+        before = self.nodes
         aliased = isinstance(event, events.AliasEvent)
         if aliased and event.anchor not in self.anchors:
             raise ValueError(f"line {line}: alias *{event.anchor} refers to nothing before it")

@@ -39,7 +39,9 @@ def _driver_gpus(library: str, prefix: str, count_function: str) -> list[Gpu]:
         driver = ctypes.CDLL(library)
     except OSError:
         return []
-    count, device, memory = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+    count = ctypes.c_int()
+    device = ctypes.c_int()
+    memory = ctypes.c_size_t()
     name, parts = ctypes.create_string_buffer(256), (ctypes.c_int(), ctypes.c_int())
     if driver[prefix + "Init"](0) or driver[count_function](ctypes.byref(count)):
         return []

@@ -185,7 +185,9 @@ def hops(seen: tuple[tuple[bool, ...], ...], rank: int) -> tuple[Hop, ...]:
     """The hops of a rank, of which the last brings gradients home and no keys. ``seen`` is what :func:`needs` says."""
     ring, found = len(seen), list[Hop]()
     for step in range(1, ring + 1):
-        owner, after, before = (rank - step) % ring, (rank + 1) % ring, (rank - 1) % ring
+        owner = (rank - step) % ring
+        after = (rank + 1) % ring
+        before = (rank - 1) % ring
         computes, held = step < ring and seen[rank][owner], (rank - step + 1) % ring  # whose keys it holds until now
         goes_on = step < ring and seen[after][held]
         returns = step > 1 and seen[rank][held] and not goes_on  # what it has summed for them goes home

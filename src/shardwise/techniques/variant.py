@@ -74,7 +74,9 @@ class Traced:
         """Return the unit with the ``tokens`` of a micro-batch split over the ``ranks`` of an axis, for which ``prime``
         and the symbol ``t`` stand already: between units a rank has its own ``n`` of the stream, as many as others or
         rounded up."""
-        atoms, rules, batch = dict(self.variant.atoms), self.variant.rules, self.variant.plan.batch
+        atoms = dict(self.variant.atoms)
+        rules = self.variant.rules
+        batch = self.variant.plan.batch
         if tokens % ranks:
             batch = replace(batch, micro_batch_size=ODD_ROWS)
             atoms |= {"b": ODD_ROWS, "n": -(-ODD_ROWS * batch.seq_len // prime)}

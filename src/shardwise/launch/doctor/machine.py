@@ -22,7 +22,9 @@ from shardwise.spec.units import columns, show_bytes
 
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED_BYTES, LEAST_FILES, LEAST_DISK_BYTES = 2**30, 4096, 10 * 2**30
+LEAST_SHARED_BYTES = 2**30
+LEAST_FILES = 4096
+LEAST_DISK_BYTES = 10 * 2**30
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ class StepClock(Folding):
 
     def __init__(self, rates: Rates, network: Network, hidden: float = 0.0) -> None:
         super().__init__()
-        self.rates, self.network, self.hidden = rates, network, hidden
+        self.rates = rates
+        self.network = network
+        self.hidden = hidden
         self.now = Elapsed()
         self.at: dict[Hashable, tuple[float, str]] = {}  # when a mark is reached, and the axis last sent along
         self.axis: dict[str, str] = {}

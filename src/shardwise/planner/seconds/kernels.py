@@ -69,7 +69,9 @@ def durations(unit: Unit, direction: str, rates: Rates, b: int, s: int) -> tuple
     if rates.blocks != "fused" and not (rates.blocks == "compiled" and unit.name == "block"):
         return _unfused(_Ops(ops), unit.window, rates, (b, s))
     runs = [*_runs(ops)]
-    found, inside, kept = [NOTHING] * len(ops), {i for run in runs for i in run}, _outlive(unit, direction)
+    found = [NOTHING] * len(ops)
+    inside = {i for run in runs for i in run}
+    kept = _outlive(unit, direction)
     for i, op in enumerate(ops):
         if i not in inside:
             found[i] = _of(op, unit.window, rates, (b, s))

@@ -118,7 +118,9 @@ class Network:
 
     def node_rate(self, kind: str) -> float:
         """Return the bytes a second that pass a rank inside a node."""
-        cluster, device, known = self.cluster, self.cluster.device, shipped()
+        cluster = self.cluster
+        device = self.cluster.device
+        known = shipped()
         if cluster.kind == "cpu":
             return cluster.link_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S
         bus = device.allreduce_bytes_per_s if kind == "all_reduce" else device.ring_bytes_per_s

@@ -215,7 +215,9 @@ def _filled(groups: int, m: int, n: int, multiprocessors: int) -> float:
 def _beside(cluster: Cluster) -> dict[str, Any]:
     """Return the rates of a process's host, of the way there and of the disk: its share of a node's, or as it was
     measured beside the others."""
-    known, ranks, measured = shipped(), cluster.devices_per_node, cluster.measured or Measured()
+    known = shipped()
+    ranks = cluster.devices_per_node
+    measured = cluster.measured or Measured()
     written = measured.disk_bytes_per_s or (cluster.disk_bytes_per_s or DISK_BYTES_PER_S) / ranks
     times = 1.0 if cluster.disk_bytes_per_s and not measured.disk_bytes_per_s else READ_TIMES
     found: dict[str, Any] = {"disk_bytes_per_s": (measured.disk_read_bytes_per_s or times * written, written)}
@@ -239,7 +241,10 @@ def _same(rates: Rates) -> Rates:
 
 
 def _made(plan: Plan, cluster: Cluster, traits: Traits) -> Rates:
-    known, device, dtype, cuda = shipped(), cluster.device, plan.precision.compute, cluster.kind == "cuda"
+    known = shipped()
+    device = cluster.device
+    dtype = plan.precision.compute
+    cuda = cluster.kind == "cuda"
     blocks: Blocks = traits.blocks or ("compiled" if plan.compile else "eager")
     launch_s = known["launch_s"] if cuda else CPU_LAUNCH_S
     launch_s = cluster.measured.launch_s if cluster.measured else launch_s

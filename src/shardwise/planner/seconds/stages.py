@@ -94,7 +94,9 @@ def _stage_times(
     """Return the times of one stage, from three micro-batches: the first, one that is like most, and the last.
     ``waits``: the first comes from another rank."""
     halved = plan.pipeline.spec.splits_backward and trained
-    parts, passes, after_s = list[list[float]](), list[Elapsed](), list[float]()
+    parts = list[list[float]]()
+    passes = list[Elapsed]()
+    after_s = list[float]()
     begun = clock.now.copy()
     if waits:
         step.weights.before_waiting(step.names)

@@ -214,7 +214,9 @@ def optimizer(costed: Sheet, plan: Plan, rates: Rates, *, unfused: bool = False)
     moments. Where it is no fused kernel it reads or writes a number more often, and gradients are scaled in memory,
     as they are on the host. From NVMe each number is read and written. What the device updates, it does while the host
     updates the rest."""
-    updated, weight, spec = techniques.updated(costed, plan), BYTES[plan.precision.weights], plan.optim.spec
+    updated = techniques.updated(costed, plan)
+    weight = BYTES[plan.precision.weights]
+    spec = plan.optim.spec
     moment = spec.kept * (1 if spec.packed else BYTES[plan.optim.moments or plan.precision.weights])
     once = weight + 2 * weight + 2 * moment + weight  # the norm reads gradients first
     moved = once if spec.fused and not unfused else weight * spec.passes

@@ -38,7 +38,9 @@ CHUNK_BYTES = 16 << 20
 MANIFEST, STATE = "manifest.json", "state.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'","manifest":', b"}\n"
+_HEAD = b'{"sha256":"'
+_MIDDLE = b'","manifest":'
+_TAIL = b"}\n"
 
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -122,12 +124,17 @@ def train_again(run: Path) -> str:
 
 def chunk_hashes(blocks: Iterable[memoryview]) -> FileRecord:
     """The record of the bytes of ``blocks``, one after another."""
-    chunks, hasher, filled, total = [], xxhash.xxh3_128(), 0, 0
+    chunks = []
+    hasher = xxhash.xxh3_128()
+    filled = 0
+    total = 0
     for block in blocks:
         while len(block):
             part = block[: CHUNK_BYTES - filled]
             hasher.update(part)
-            filled, total, block = filled + len(part), total + len(part), block[len(part) :]
+            filled = filled + len(part)
+            total = total + len(part)
+            block = block[len(part) :]
             if filled == CHUNK_BYTES:
                 chunks.append(hasher.hexdigest())
                 hasher, filled = xxhash.xxh3_128(), 0

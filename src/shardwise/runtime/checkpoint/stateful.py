@@ -96,7 +96,9 @@ class Objects:
                 fix = "an object with both; a fact goes to save(step, name=fact)"
                 raise DataError(Problem("CKPT020", what, name, fix))
             encode(each.state_dict(), name)
-        self.objects, self.per_rank, self.optimizer = objects, frozenset(per_rank), optimizer
+        self.objects = objects
+        self.per_rank = frozenset(per_rank)
+        self.optimizer = optimizer
 
     def collect(self, host_group: HostGroup) -> dict[str, Any]:
         """The states as JSON; whole on the first rank. Those of each rank are gathered, so all ranks call this."""

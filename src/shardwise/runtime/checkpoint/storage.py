@@ -307,7 +307,9 @@ def lay_out(plan: SavePlan, rank: int, world_size: int) -> list[ShardFile]:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         placed, begin = [], 0
         for item in sorted(items, key=lambda item: -_dtype(item).itemsize):
-            chunk, name, end = _data(item).chunk, item.index.fqn, begin + _item_bytes(item)
+            chunk = _data(item).chunk
+            name = item.index.fqn
+            end = begin + _item_bytes(item)
             if name in header:  # several slices of one tensor in one file need names of their own
                 name += f"@{','.join(map(str, chunk.offsets))}"
             header[name] = {"dtype": NAMES[_dtype(item)], "shape": list(chunk.sizes), "data_offsets": [begin, end]}

@@ -66,7 +66,9 @@ LEAST_TOKENS = 8_192
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pinned: bool = True) -> Iterator[Plan]:
     """Yield the plan with the pinned degree; else with 1, and where rows are long with all that leave each rank
     ``LEAST_TOKENS``. The kind is the one that is asked for, else each that the heads allow."""
-    asked, length, others = recipe.parallel.cp, recipe.train.seq_len, cluster.world // plan.layout.tp // plan.layout.pp
+    asked = recipe.parallel.cp
+    length = recipe.train.seq_len
+    others = cluster.world // plan.layout.tp // plan.layout.pp
     degrees = [1]
     if length >= 2 * LEAST_TOKENS and not _apart(spec):
         degrees = [n for n in divisors(max(1, others)) if n <= length // LEAST_TOKENS and length % (2 * n) == 0]
@@ -160,7 +162,9 @@ def _odd(spec: ModelSpec, tp: int, ranks: int) -> str:
 def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
     """Say how keys come round a ring, what a window leaves of them, and which heads and pieces ranks do not share
     evenly."""
-    layout, rows, ring = plan.layout, WholeRows(plan.batch.seq_len), plan.layout.ring
+    layout = plan.layout
+    rows = WholeRows(plan.batch.seq_len)
+    ring = plan.layout.ring
     windows = {kind.window for kind in layer_kinds(spec)[0]}
     heads = max(1, spec.attention.num_key_value_heads // layout.tp)
     seen = {needs(rows, 1, ring, True, window) for window in windows if plan.cp_kind != "gather"}
@@ -204,12 +208,12 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Tr
 def _exchanging(made: Traced, spec: ModelSpec, plan: Plan) -> tuple[int, Traced]:
     """Return the ranks that stand for those that exchange heads, and a model whose heads they can share. Where these
     are fewer than ranks, each goes to ``m`` of them. As elsewhere, a rank's single head is no symbol."""
-    model, ranks, tp = made.variant.model, plan.layout.ulysses, made.variant.plan.layout.tp
-    atoms, rules, few = (
-        dict(made.variant.atoms),
-        made.variant.rules,
-        spec.attention.num_key_value_heads < plan.layout.tp,
-    )
+    model = made.variant.model
+    ranks = plan.layout.ulysses
+    tp = made.variant.plan.layout.tp
+    atoms = dict(made.variant.atoms)
+    rules = made.variant.rules
+    few = spec.attention.num_key_value_heads < plan.layout.tp
     used = 1 if few else spec.attention.num_key_value_heads // plan.layout.tp
     if used >= ranks:
         heads, group = atoms.pop("K"), model.attention.num_attention_heads // model.attention.num_key_value_heads
@@ -284,7 +288,9 @@ def _pass_states(module: GatedDeltaNet, plan: Plan, meshes: Meshes) -> None:
     from shardwise.models.delta import conv_silu
     from shardwise.techniques.cp.delta_states import conv_silu_over_ranks, gated_delta_over_ranks
 
-    sums, rule, layout = module.convolve, module.recur, plan.layout
+    sums = module.convolve
+    rule = module.recur
+    layout = plan.layout
 
     def cut(mask: MaskSpec) -> tuple[Any, ...]:
         return mask.bounds, str(meshes.groups["cp"].group_name), mask.row_length, layout.ring, layout.ulysses
@@ -310,7 +316,10 @@ def _share_rows(module: MoE, meshes: Meshes) -> None:
     already."""
     from shardwise.distributed.collectives import summed
 
-    own, beside, ranks, group = module.rows_of, module.over_rows, meshes.size("cp"), meshes.groups["cp"]
+    own = module.rows_of
+    beside = module.over_rows
+    ranks = meshes.size("cp")
+    group = meshes.groups["cp"]
 
     def rows_of(x: Tensor) -> RowPlaces:
         return own(x)._replace(ranks=ranks)

@@ -283,7 +283,9 @@ def convolve(x: Tensor, weight: Tensor, *cut: Any) -> tuple[Tensor, Tensor]:
 def convolve_backward(grad: Tensor, x: Tensor, weight: Tensor, tail: Tensor, *cut: Any) -> tuple[Tensor, Tensor]:
     """Compute what :func:`conv_silu_over_ranks_backward` returns, operation by operation."""
     pieces, tokens = Pieces(*cut), weight.shape[-1] - 1
-    line, own, rest = _here(pieces, x.shape[0]), pieces.cut(x), pieces.cut(grad).clone()
+    line = _here(pieces, x.shape[0])
+    own = pieces.cut(x)
+    rest = pieces.cut(grad).clone()
     of_first = torch.cat([torch.zeros_like(tail), rest[:, :tokens]], 1)
     first, starts = torch.cat([tail, own[:, :tokens]], 1), _documents(line, tokens, 2 * tokens, x.device)
     of_first, of_weight = delta.conv_silu_backward(of_first, first, weight, starts)

@@ -47,7 +47,9 @@ class RingExchange:
     """An exchange of the keys of one rank at a time, of ``count`` rows of a micro-batch."""
 
     def __init__(self, group: Group, rows: WholeRows, count: int, sees: Sees) -> None:
-        self.group, self.rank, self.steps = group, dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.steps = dist.get_world_size(group)
         self.place = self.steps, self.rank
         self.hops = hops(needs(rows, count, self.steps, sees.causal, sees.window), self.rank)
 
@@ -87,8 +89,12 @@ class GatherExchange:
     """An exchange of the keys of all ranks at once."""
 
     def __init__(self, group: Group, rows: WholeRows, count: int) -> None:
-        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        self.rows, self.steps, self.place = rows, 2, (self.ranks, self.rank)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self.rows = rows
+        self.steps = 2
+        self.place = (self.ranks, self.rank)
         self.alike = [TokenRun(0, count)] if rows.bounds is None else [TokenRun(row, row + 1) for row in range(count)]
 
     def keys(self, own: Tensor) -> Iterator[tuple[int, Tensor | None]]:

@@ -58,7 +58,9 @@ class AttentionBytes:
     def of(cls, op: Op, at: At) -> AttentionBytes:
         heads, tokens, _, head_dim, key_heads, value_dim = (number(dim, (at.b, at.s)) for dim in op.dims)
         wide, keys = max(4, at.width), key_heads * tokens * (head_dim + value_dim)
-        queries, outputs, rows = heads * tokens * head_dim, heads * tokens * value_dim, heads * tokens
+        queries = heads * tokens * head_dim
+        outputs = heads * tokens * value_dim
+        rows = heads * tokens
         sizes = (queries * at.width, outputs * at.width, keys * at.width)
         return cls(*sizes, queries * wide, outputs * wide, keys * wide, rows * wide)
 
@@ -89,7 +91,10 @@ def steps(one: AttentionBytes, at: At) -> list[RingStep]:
             RingStep(ALL, keys, sums),
             RingStep(ALL, 0, 0, 0, sums + one.key_sums),
         ]
-    found, owner, here, passing = list[RingStep](), rank, True, 0
+    found = list[RingStep]()
+    owner = rank
+    here = True
+    passing = 0
     for hop in _hops(at):
         coming = one.keys * (hop.keys_from is not None)
         found.append(RingStep(owner, one.keys * here, one.key_sums * (here and owner != rank), coming, passing))
@@ -114,7 +119,9 @@ def forward(op: Op, at: At) -> Within:
 def backward(op: Op, at: At) -> Within:
     """Return what backward holds (gradients of queries, of its own keys, of those that it computes with, and those on
     their way) and sends."""
-    one, held, before = AttentionBytes.of(op, at), HeldBytes(), 0
+    one = AttentionBytes.of(op, at)
+    held = HeldBytes()
+    before = 0
     held.add(one.query_sums * one.apart, one.keys, one.key_sums)
     *computing, last = steps(one, at)
     for place, step in enumerate(computing):

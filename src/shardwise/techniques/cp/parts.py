@@ -55,7 +55,9 @@ def parts(rows: WholeRows, count: int, ring: tuple[int, int], other: int, sees: 
 
 def _of_rows(rows: WholeRows, alike: TokenRun, ring: tuple[int, int], other: int, sees: Sees) -> list[KernelCall]:
     """Return the calls of a kernel for rows whose documents are the same."""
-    mine, ends, found = held(rows, alike.start, ring[0])[ring[1]], rows.ends(alike.start), list[KernelCall]()
+    mine = held(rows, alike.start, ring[0])[ring[1]]
+    ends = rows.ends(alike.start)
+    found = list[KernelCall]()
     coming = placed(held(rows, alike.start, ring[0])[other]) if other != ALL else _gaps(mine, rows.length)
     for queries, at in placed(mine):
         for keys, there in coming:

@@ -77,7 +77,9 @@ _RULE = (
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *cut: Any) -> tuple[Tensor, Tensor]:
     """Compute what :func:`attention_over_ranks` returns, operation by operation."""
-    rule, count, wide = CutRule(*cut), q.shape[0], accumulation_dtype(q.dtype)
+    rule = CutRule(*cut)
+    count = q.shape[0]
+    wide = accumulation_dtype(q.dtype)
     exchange = rule.exchange(count)
     out = torch.zeros_like(q if k.shape == v.shape else _as_wide_as(v, q), dtype=wide)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)

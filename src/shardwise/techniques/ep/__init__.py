@@ -79,7 +79,9 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster | None = None) -> list[P
         return []
     if not spec.experts:
         return [Problem("PLAN027", f"{spec.name} has no experts", "parallel.ep", "`parallel.ep=1`")]
-    problems, could, axes = [], ranks, "dp_shard x cp x tp"
+    problems = []
+    could = ranks
+    axes = "dp_shard x cp x tp"
     if not plan.sharded:  # ddp can arrange its replicas as the experts need them
         could, axes = ranks * layout.dp_replicate, "dp x cp x tp"
     legal = [str(n) for n in divisors(gcd(spec.experts.num_experts, could))]
@@ -182,7 +184,9 @@ def _cut(module: nn.Module, meshes: Meshes) -> None:
 
     from shardwise.distributed.slices import local
 
-    mesh, ranks, index = meshes.expert_mesh("ep"), meshes.size("ep"), meshes.index("ep")
+    mesh = meshes.expert_mesh("ep")
+    ranks = meshes.size("ep")
+    index = meshes.index("ep")
     for word, parameter in list(module.named_parameters(recurse=False)):
         rows = parameter.shape[0] // ranks
         piece = local(parameter.detach()).narrow(0, index * rows, rows).contiguous()

@@ -179,7 +179,9 @@ def _odd(spec: ModelSpec, precision: Precision) -> list[str]:
 def _cut(spec: ModelSpec, plan: Plan) -> dict[str, str]:
     """Why tensor parallelism would change results, by the layer's name: ranks would find maxima of parts of blocks, or
     of parts of a sum; of rows that are cut they tell each other the greatest."""
-    ranks, how, found = plan.layout.tp, division(spec, plan), dict[str, str]()
+    ranks = plan.layout.tp
+    how = division(spec, plan)
+    found = dict[str, str]()
     if ranks == 1:
         return found
     named = one_of_each({f"{name}.weight": shape for name, shape in layers(spec, plan.precision).items()})
@@ -217,7 +219,9 @@ def _of_device(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
     """Yield why the devices, or torch as it is installed here, cannot multiply so; a CPU emulates it."""
     if cluster.kind == "cpu":
         return
-    device, scales, key = cluster.device, plan.precision.scales, "precision.products"
+    device = cluster.device
+    scales = plan.precision.scales
+    key = "precision.products"
     blocks = scales == "block"
     able = [one for one in devices().values() if _able(one.capability, blocks=False)]
     if not _able(device.capability, blocks=False):

@@ -169,7 +169,9 @@ def allocate_waiting(part: nn.Module, plan: Plan, device: torch.device, director
     from shardwise.distributed.slices import local
     from shardwise.techniques.offload.weights import StagedBlocks, WaitingWeights
 
-    trained, file, blocks = plan.offload.optimizer != "none", None, [block for _, block in numbered(part)]
+    trained = plan.offload.optimizer != "none"
+    file = None
+    blocks = [block for _, block in numbered(part)]
     if plan.offload.weights == "nvme":
         each = ([p for p in block.parameters() if trained or not p.requires_grad] for block in blocks)
         sizes = [[local(parameter.detach()).nbytes for parameter in waiting] for waiting in each]

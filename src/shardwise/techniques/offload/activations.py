@@ -95,7 +95,9 @@ class _Input:
     and from there is at the end of what is ``pending`` in the thread. ``before``: that of the block before it."""
 
     def __init__(self, x: Tensor, before: _Input | None) -> None:
-        self.like, self.shape, self.before = x.new_empty(0), x.shape, before
+        self.like = x.new_empty(0)
+        self.shape = x.shape
+        self.before = before
         self.here: Tensor | None = x
         self.room: Tensor | None = None
         self.place: Place | None = None

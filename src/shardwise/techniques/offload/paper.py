@@ -102,7 +102,9 @@ class ComingWeights(Between):
     blocks that wait there or in a file."""
 
     def __init__(self, log: EventLog, sheet: Sheet, plan: Plan) -> None:
-        self.log, self.stays, self.in_file = log, plan.layout.pp == 1, plan.offload.weights == "nvme"
+        self.log = log
+        self.stays = plan.layout.pp == 1
+        self.in_file = plan.offload.weights == "nvme"
         self.waiting, self.read = waiting(sheet, plan), list[int]()  # read: since the backward before, in a file
         self.readers = ["gather"] * plan.sharded
         backward = [bool(block.backward) for block in sheet.blocks]

@@ -43,7 +43,9 @@ class StreamedAdamW(Optimizer):
         give: Callable[[nn.Parameter, int, Tensor], None],
     ) -> None:
         super().__init__(groups, defaults)
-        self.places, self.rooms, self.give = places, rooms, give
+        self.places = places
+        self.rooms = rooms
+        self.give = give
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
         for parameter, (_, *moments_at) in places.items():
@@ -55,7 +57,9 @@ class StreamedAdamW(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.found_inf is not None and not bool(self.found_inf == 0):
             return
-        blocks, lock, failed = self._blocks(), threading.Lock(), list[BaseException]()
+        blocks = self._blocks()
+        lock = threading.Lock()
+        failed = list[BaseException]()
 
         def work(room: Room) -> None:
             torch.set_num_threads(1)

@@ -141,7 +141,9 @@ def held(
     the ``moments`` of these, with a count of 4 bytes a weight. On NVMe gradients and counts stay in memory, and the
     blocks that are on their way. ``flying``: of each stage, how many forwards are in flight at most, whose inputs
     wait."""
-    outside, found, waits = plan.offload, Counter[tuple[Tier, str]](), waiting(sheet, plan)
+    outside = plan.offload
+    found = Counter[tuple[Tier, str]]()
+    waits = waiting(sheet, plan)
     moved, back = trained(elsewhere(sheet), plan), returning(sheet, plan)
     wide, exact = BYTES[plan.precision.weights], sum(one.exact for one in waits)
     if outside.optimizer == "host":
@@ -205,7 +207,9 @@ def moved(sheet: Sheet, plan: Plan) -> Moved:
     """Return what is copied in a step on the sheet's kind of rank: of inputs of blocks, each way, and of weights from
     the host, of each block for its forward, and for its backward, but for the last where it stays. From NVMe updated
     weights come while others are read."""
-    left, back, late = list[Copy](), list[Copy](), not return_beside(plan)
+    left = list[Copy]()
+    back = list[Copy]()
+    late = not return_beside(plan)
     if plan.offload.optimizer != "none":
         left = [Copy("device", "host", trained(elsewhere(sheet), plan).numbers * BYTES[plan.precision.weights])]
         home = returning(sheet, plan)

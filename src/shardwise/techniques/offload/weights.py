@@ -88,7 +88,9 @@ class WaitingWeights:
     ``places``. ``copied`` counts bytes by (from, to); ``rooms`` is all memory of the host."""
 
     def __init__(self, *, trained: bool, stays: bool = True, file: StagedBlocks | None = None) -> None:
-        self.trained, self.stays, self.file = trained, stays, file
+        self.trained = trained
+        self.stays = stays
+        self.file = file
         self.places: dict[Tensor, tuple[Scratch, int]] = {}
         self.copied: Counter[tuple[str, str]] = Counter()
         self.rooms: list[Tensor] = file.rooms if file else []

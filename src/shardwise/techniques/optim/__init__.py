@@ -207,7 +207,9 @@ def _state_bytes(
 ) -> tuple[int, int]:
     """Count the bytes of one unit; ``keeps``: bytes of the moments of an element, of matrices of linear layers and of
     everything else, but of ``packed`` weights."""
-    weights, moments, own = 0, 0, {weight.name for weight, _ in _matrices(unit)}
+    weights = 0
+    moments = 0
+    own = {weight.name for weight, _ in _matrices(unit)}
     for weight in unit.weights:
         weights += weight.local_numel(rank_kind, padded=True) * BYTES[weight.dtype]
         if weight.trained:
@@ -354,7 +356,9 @@ def learning_rate(optim: OptimSection, step: int, max_steps: int) -> float:
     Below 1, ``warmup_steps`` is a share of ``max_steps``, rounded up. The warm-up reaches the full rate at its last
     step, or where it begins at ``warmup_from``, at the step after it.
     """
-    schedule, low, high = SCHEDULES[optim.schedule], optim.min_learning_rate, optim.learning_rate
+    schedule = SCHEDULES[optim.schedule]
+    low = optim.min_learning_rate
+    high = optim.learning_rate
     warmup = math.ceil(optim.warmup_steps * max_steps) if optim.warmup_steps < 1 else optim.warmup_steps
     step = max(0, step - optim.warmup_delay)
     if step < warmup:

@@ -61,7 +61,9 @@ class Factored(Optimizer):
     def _update(self, parameter: nn.Parameter, group: Group) -> Iterator[Tensor]:
         """Update a parameter. What it yields is to be summed, in place, over the ranks that hold other rows."""
         assert parameter.grad is not None
-        state, numel, eps = self.state[parameter], parameter.numel(), torch.finfo(parameter.dtype).eps
+        state = self.state[parameter]
+        numel = parameter.numel()
+        eps = torch.finfo(parameter.dtype).eps
         weight, grad, rows = (_matrix(local(each)) for each in (parameter.detach(), parameter.grad, state[ROWS]))
         columns, count = local(state[COLUMNS]) if COLUMNS in state else None, numel // grad.shape[1]
         wide, t = torch.promote_types(grad.dtype, torch.float32), state["step"].double() + 1

@@ -159,7 +159,9 @@ def rounds(weights: Sequence[Weight], group: str, layout: Layout, rank: int) -> 
             rows = weight.matrix[0]
             waiting += [(costs[weight], weight, place, number) for number in range(start // rows, -(-stop // rows))]
     waiting.sort()
-    found, ranks, begun = list[Round](), layout.size(group), 0
+    found = list[Round]()
+    ranks = layout.size(group)
+    begun = 0
     while begun < len(waiting):
         each = min(AT_ONCE, max(1, ROUND_ELEMENTS // prod(waiting[begun][1].matrix)))
         own, back = waiting[begun : begun + each * ranks], len(found) % 2
@@ -194,7 +196,9 @@ class OnPaper(NamedTuple):
 def on_paper(weights: tuple[tuple[Weight, int], ...], layout: Layout, rank: int, width: int) -> OnPaper:
     """Return an update of so many weights of each kind by a rank, in numbers of ``width`` bytes."""
     each = [weight for weight, count in weights for _ in range(count)]
-    sent, multiplied, most = list[Collective](), list[tuple[int, int]](), 0
+    sent = list[Collective]()
+    multiplied = list[tuple[int, int]]()
+    most = 0
     for group in DEALT_OVER:
         for dealt in rounds(each, group, layout, rank):
             multiplied += [each[one.weight].matrix for one in dealt[:: layout.size(group)]]

@@ -90,7 +90,9 @@ class Muon(Optimizer):
 
     def __init__(self, groups: list[Group], optim: OptimSection, plan: Plan) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
-        self.momentum, self.nesterov, self.adjust = optim.momentum, optim.nesterov, optim.adjust_lr_fn
+        self.momentum = optim.momentum
+        self.nesterov = optim.nesterov
+        self.adjust = optim.adjust_lr_fn
         self.dtype = torch.float64 if plan.precision.weights == "fp64" else torch.bfloat16
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
@@ -175,7 +177,9 @@ class Exchange:
     make of the whole. ``ranks``: those of the group; ``owned``: by rank, the places of its matrices in the round."""
 
     def __init__(self, dealt: Round, weights: Sequence[Weight], group: str, meshes: Meshes) -> None:
-        self.dealt, self.group, self.layout = dealt, group, meshes.layout
+        self.dealt = dealt
+        self.group = group
+        self.layout = meshes.layout
         self.me, self.process_group = meshes.rank, meshes.groups[group]
         self.weights = [weights[one.weight] for one in dealt]
         self.is_gathered = is_gathered(dealt, weights, group, self.layout)

@@ -124,8 +124,12 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if spec.hf_model is not None:
         what = f"{spec.name} runs in transformers' own modules, which are not cut into stages"
         return [Problem("PLAN023", what, "parallel.pp", "`parallel.pp=1`: the batch, or weights, are divided instead")]
-    kind, name, each = PIPELINES[asked.schedule], asked.schedule, asked.stages_per_rank
-    stages, blocks, problems = ranks * each, spec.num_hidden_layers, []
+    kind = PIPELINES[asked.schedule]
+    name = asked.schedule
+    each = asked.stages_per_rank
+    stages = ranks * each
+    blocks = spec.num_hidden_layers
+    problems = []
     found = {one.name: one for one in illegal(name, ranks, each, plan.batch.accumulation)}
     if wrong := found.get("stages_per_rank"):
         others = [other for other in PIPELINES if not illegal(other, ranks, each, plan.batch.accumulation)]

@@ -138,7 +138,9 @@ def _refuse(problems: Sequence[Illegal]) -> None:
 def _numbered(turns: Iterable[Turn]) -> list[Action]:
     """Return computations with their micro-batches: forward takes those of a stage in order, and so does backward,
     whole or in parts. W completes the I that has waited longest."""
-    begun, waiting, order = Counter[tuple[bool, int]](), list[Action](), list[Action]()
+    begun = Counter[tuple[bool, int]]()
+    waiting = list[Action]()
+    order = list[Action]()
     for kind, stage in turns:
         if kind == "W":
             oldest = next(action for action in waiting if stage in (action.stage, ANY))

@@ -46,7 +46,10 @@ class Program:
         """Return when each rank is done; and, in one list, when each rank begins and then when each computation ends,
         in the order of the code. ``takes``: of each kind, its seconds, and how long before its end what it gives is
         there."""
-        clock, at, free, ends = [*begin_s], [0.0] * self.places, [0.0] * self.channels, [*begin_s]
+        clock = [*begin_s]
+        at = [0.0] * self.places
+        free = [0.0] * self.channels
+        ends = [*begin_s]
         for rank, kind, source, target in self.code:
             if kind >= 0:
                 seconds, after = takes[kind]
@@ -112,7 +115,10 @@ class _Code:
             yield found
 
     def _order(self, steps: list[list[Coded]]) -> None:
-        code, made, come, ended = self.code, self.made, self.come, len(steps)
+        code = self.code
+        made = self.made
+        come = self.come
+        ended = len(steps)
         latest, done = [*range(len(steps))], [0] * len(steps)  # latest: of each rank the number of its last end
         waiting = [(deque[int](), deque[int]()) for _ in self.channels]
         awake = dict.fromkeys(range(len(steps)))

@@ -97,7 +97,9 @@ def least_step_s(
     micro-batch has come to it, all that it computes, and until the last has left the ranks before it; or the way of its
     micro-batches to the last stage and back, of which only some are under way at a time. ``passes_s``: of a forward and
     of a backward, up to each block and to the end. ``message_s``: from a rank to the next."""
-    layout, schedule, most = plan.layout, plan.pipeline.spec, 0.0
+    layout = plan.layout
+    schedule = plan.pipeline.spec
+    most = 0.0
     stages, (f, b) = stages_of(plan.pipeline.split), passes_s
     for rank in range(layout.pp):
         own = {n: blocks for n, blocks in enumerate(stages) if stage_rank(layout, n) == rank}
@@ -115,7 +117,9 @@ def least_step_s(
 
 def alive_before(plan: Plan) -> int:
     """Return how many forwards the first rank of a pipeline has done at some time before it does a backward."""
-    schedule, ranks, m = plan.pipeline.spec, plan.layout.pp, plan.batch.accumulation
+    schedule = plan.pipeline.spec
+    ranks = plan.layout.pp
+    m = plan.batch.accumulation
     whole = m * plan.pipeline.stages_per_rank
     if schedule.alive is None:
         return whole

@@ -64,7 +64,9 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
     asked, each = recipe.parallel, cluster.devices_per_node
     own = grouped(cluster, plan)
     for strategy, degrees in layouts(recipe, own, plan.layout.cp, pinned=pinned):
-        why, again, ahead = dict(plan.why), asked.reshard_after_forward, asked.backward_prefetch
+        why = dict(plan.why)
+        again = asked.reshard_after_forward
+        ahead = asked.backward_prefetch
         each_batch = asked.sync_each_batch is not False
         if pinned and (asked.strategy != "auto" or cluster.world == 1):
             why["shard.strategy"] = "pinned" if asked.strategy != "auto" else "derived: one process"
@@ -86,7 +88,9 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan, *, pi
 
 
 def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
-    asked, layout, shard = recipe.parallel, plan.layout, plan.shard
+    asked = recipe.parallel
+    layout = plan.layout
+    shard = plan.shard
     strategy = "auto" if layout.size("loss") == 1 else asked.strategy
     zero3 = shard.strategy == "zero3"
     again, ahead = (asked.reshard_after_forward, asked.backward_prefetch) if zero3 else (None, None)

@@ -127,8 +127,13 @@ class Sizes(NamedTuple):
         is computed, when the last block's backward begins, for which its forward may have run again, and when the
         gradients of that block, or of its experts before them, have been copied to be reduced. By then what the head
         has gathered and added up may be gone. ``gradients``: of a rank; they may leave ``early``."""
-        strategy, precision, several = plan.shard.strategy, plan.precision, plan.batch.accumulation > 1
-        block, experts, each_time, stays = self.last_block, self.last_experts, strategy == "zero3", _stays(plan)
+        strategy = plan.shard.strategy
+        precision = plan.precision
+        several = plan.batch.accumulation > 1
+        block = self.last_block
+        experts = self.last_experts
+        each_time = strategy == "zero3"
+        stays = _stays(plan)
         head = added = 0  # of the gradients of other micro-batches, the head's and those of the block's experts
         ahead, again = 0, False  # again: to those of other micro-batches they are added first
         if strategy == "ddp":

@@ -29,7 +29,9 @@ class StrategyWeights(Weights):
     """The rules that strategies have in common. ``gradients``: is told of gradients that are whole."""
 
     def __init__(self, log: EventLog, sheet: Sheet, plan: Plan, gradients: Gradients) -> None:
-        self.log, self.plan, self.gradients = log, plan, gradients
+        self.log = log
+        self.plan = plan
+        self.gradients = gradients
         self.tied = sheet.tied
         ends = sheet.embedding.weights[:1] if sheet.tied else sheet.head.weights[-1:]
         self.output = ends[0] if ends else None
@@ -65,7 +67,10 @@ class Unreduced:
     FSDP2 still has the one of the ``last`` weight in hand while the others' sum arrives."""
 
     def __init__(self, log: EventLog, plan: Plan, group: Hashable, last: str) -> None:
-        self.log, self.plan, self.group, self.last = log, plan, group, last
+        self.log = log
+        self.plan = plan
+        self.group = group
+        self.last = last
         self.made: dict[str, int] = {}  # how many numbers each has
         self.kept: dict[str, int] = {}  # in which tensor it is
 
@@ -115,7 +120,9 @@ class Gathers:
     """The gathered weights of the groups of a plan, and the buffers that they are copied out of."""
 
     def __init__(self, log: EventLog, sheet: Sheet, plan: Plan) -> None:
-        self.log, self.plan, self.groups = log, plan, groups(sheet, plan)
+        self.log = log
+        self.plan = plan
+        self.groups = groups(sheet, plan)
         self.resharded = plan.shard.reshard_after_forward if plan.shard.strategy == "zero3" else False
         order: list[UnitName] = ["embedding", *range(len(sheet.order)), "head"]
         self.before = dict(zip(order[1:], order, strict=False))

@@ -152,5 +152,7 @@ def _as(parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
 
     if not isinstance(parameter, DTensor):
         return piece
-    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    mesh = parameter.device_mesh
+    placements = parameter.placements
+    shape = parameter.shape
     return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())

@@ -104,7 +104,10 @@ def _group(weights: tuple[Tensor, ...], plan: Plan, rank_kind: RankKind) -> Unit
     precision = plan.precision
     padded = {weight.name: weight.local_numel(rank_kind, padded=True) for weight in weights}
     trained = [weight for weight in weights if weight.trained]
-    gathers, regathers, gradients, kept = [], [], [], 0
+    gathers = []
+    regathers = []
+    gradients = []
+    kept = 0
     for over, call in _calls(weights, plan):
         k = int(plan.shard.reshard_after_forward) or 1 if over.group == "fsdp" else 1  # ranks that keep a copy
         sizes = [(padded[w.name] * over.ranks, BYTES[w.used_as]) for w in call]

@@ -126,7 +126,9 @@ def _names(spec: ModelSpec, adapted: bool) -> list[str]:
 def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
     """A rank's part of the unit: whether each has all tokens, or its own (as many on all, or rounded up), and whether
     key heads are fewer than ranks. ``t`` is the ranks and ``n`` a rank's own tokens; other symbols are of one rank."""
-    ranks, b, s = plan.layout.tp, plan.batch.micro_batch_size, plan.row_tokens
+    ranks = plan.layout.tp
+    b = plan.batch.micro_batch_size
+    s = plan.row_tokens
     made = _own_sizes(made, spec, plan, rank_kind)
     made = made.told(atoms=(*made.variant.atoms, ("t", RANKS))).bound(t=ranks)
     made = made.spread(b * s, ranks, RANKS) if plan.sequence_parallel else made
@@ -136,7 +138,9 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Tr
 def _own_sizes(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
     """The numbers of one rank, and a model of which each of ``RANKS`` has the variant's part. As for a whole model, a
     rank's single head is no symbol: of it torch makes fewer copies."""
-    ranks, model, is_block = plan.layout.tp, made.variant.model, made.variant.what == "block"
+    ranks = plan.layout.tp
+    model = made.variant.model
+    is_block = made.variant.what == "block"
     heads, key_heads = spec.attention.num_attention_heads, spec.attention.num_key_value_heads
     few, (start, stop) = key_heads < ranks, rank_kind.part(spec.vocab_size, "tp")
     held, group = key_heads if few else key_heads // ranks, heads // max(ranks, key_heads)
@@ -252,7 +256,10 @@ def _cut(part: nn.Module, plan: Plan, meshes: Meshes) -> None:
     from torch import nn
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh, ranks, made, how = meshes.mesh("tp"), meshes.size("tp"), {}, division(spec_of([part]), plan)
+    mesh = meshes.mesh("tp")
+    ranks = meshes.size("tp")
+    made = {}
+    how = division(spec_of([part]), plan)
     for name, parameter in list(part.named_parameters(remove_duplicate=False)):
         if is_counted(name):
             continue
@@ -341,7 +348,9 @@ def _logits(part: nn.Module, hidden: Tensor, finish: Callable[[Tensor, Tensor], 
 
 def _share(module: nn.Linear, layer: str, spec: ModelSpec, plan: Plan, meshes: Meshes) -> LayerShare:
     """The part of the layer with which this rank multiplies."""
-    ranks, index, used = meshes.size("tp"), meshes.index("tp"), use(f"{layer}.weight", division(spec, plan))
+    ranks = meshes.size("tp")
+    index = meshes.index("tp")
+    used = use(f"{layer}.weight", division(spec, plan))
     heads = own_rows(layer, spec.attention.num_key_value_heads, spec.attention.head_dim, ranks, index)
     rows, columns = module.out_features, module.in_features
     if layer.rpartition(".")[2] in ROW_PRODUCTS:

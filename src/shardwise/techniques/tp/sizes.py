@@ -33,7 +33,9 @@ def travels_alone(size_bytes: int, plan: Plan) -> bool:
 
 def odd(spec: ModelSpec, plan: Plan, ranks: int) -> list[str]:
     """Return why sizes of the model cannot be divided among the ranks, a reason for each."""
-    heads, key_heads, ids = spec.attention.num_attention_heads, spec.attention.num_key_value_heads, spec.vocab_size
+    heads = spec.attention.num_attention_heads
+    key_heads = spec.attention.num_key_value_heads
+    ids = spec.vocab_size
     found = []
     if heads % ranks:
         found.append(f"{ranks} does not divide its {heads} query heads")
