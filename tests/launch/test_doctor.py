@@ -46,6 +46,7 @@ from shardwise.techniques.offload.scratch import Scratch
 from shardwise.techniques.offload.sizes import BLOCK_BYTES
 from tests.launch import doctor_ranks
 from tests.launch.test_local import alive, until
+from tests.said import shows
 
 H100S = parse_cluster("2x8xH100")
 GOOD = Measured(
@@ -140,7 +141,7 @@ def test_a_disk_that_takes_no_file_has_no_rate(ranks: RankPool, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "a file").touch()
     assert ranks.run(doctor_ranks.on_disk, tmp_path / "a file", world=2) == [(0.0, 0.0)] * 2
-    assert any("no file can be written" in text for text in said(replace(GOOD, disk_bytes_per_s=0.0)))
+    assert any(shows(text, "no file", "written") for text in said(replace(GOOD, disk_bytes_per_s=0.0)))
 
 
 def test_the_disk_is_read_as_offload_reads_it_and_no_page_cache_helps(
@@ -230,31 +231,25 @@ def test_a_good_machine_is_left_alone_and_each_fault_is_told() -> None:
     }
     for start, measured in faults.items():
         [text] = said(measured)
-        assert text.startswith(start) and "that it should be; " in text
+        assert text.startswith(start) and "should be; " in text
     [text] = said(faults["copied to the device"])
     assert "25.0 GB/s is 40% of the 63.0 GB/s" in text
     [text] = said(GOOD, (1.0, 1.0, 1.6, 1.0))
-    assert text.startswith("rank 2 takes 1.6 times as long")
+    assert text.startswith("rank 2 ") and shows(text, "1.6 times", "as long")
     [text] = said(GOOD, (1.0, 1.0), (0.99, 0.6))
-    assert text.startswith("rank 1 was on a core for 60% of the time")
+    assert text.startswith("rank 1 ") and shows(text, "core", "60% of the time")
 
 
 def test_the_table_has_a_line_for_everything() -> None:
     lines = table(list(compare(H100S, GOOD)))
     text = "\n".join(lines)
-    assert re.search(r"products in bf16, best: 8,192 x 8,192 by 8,192 x 8,192 +733.0 TFLOP/s +794.2 TFLOP/s +92%", text)
-    for name in (
-        "attention in bf16",
-        "next to no work",
-        "2.0 GiB",
-        "copied to",
-        "over the network",
-        "in a node",
-    ):
+    shape = "8,192 x 8,192"
+    assert shows(text, "products in bf16", f"{shape} by {shape} ", "733.0 TFLOP/s", "794.2 TFLOP/s", "92%")
+    for name in ("attention in bf16", "no work", "2.0 GiB", "copied to", "over the network", "in a node"):
         assert name in text
-    assert re.search(r"weights updated in the host's memory, by each rank +12.0 GB/s +-\n", text)
-    assert re.search(r"written to the disk, by each rank +2.0 GB/s +-\n", text)
-    assert re.search(r"read from the disk, by each rank +6.0 GB/s +-$", text)
+    assert re.search(r"^weights .*host's memory.* 12\.0 GB/s +-$", text, re.MULTILINE)
+    assert re.search(r"^written .*disk.* 2\.0 GB/s +-$", text, re.MULTILINE)
+    assert re.search(r"^read from .*disk.* 6\.0 GB/s +-$", text.splitlines()[-1])
     bare = replace(GOOD, host_bytes_per_s=0.0, disk_bytes_per_s=0.0, disk_read_bytes_per_s=0.0)
     on_cpus = [line.what for line in compare(parse_cluster("2xCPU"), bare)]
     assert not any(word in what for what in on_cpus for word in ("copied", "host", "disk"))
@@ -276,7 +271,7 @@ def test_this_machine_is_described(tmp_path: Path) -> None:
     assert machine.open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert 0 < machine.free_bytes <= machine.memory_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     text = "\n".join(machine_lines(machine, parse_cluster("2xCPU")))
-    assert machine.host in text and "torch " in text and "ranks     1 x 2 on CPU" in text
+    assert machine.host in text and "torch " in text and shows(text, "ranks", "1 x 2", "CPU")
 
 
 def test_obstacles(tmp_path: Path) -> None:
@@ -290,7 +285,7 @@ def test_obstacles(tmp_path: Path) -> None:
     )
     assert list(obstacles(machine, H100S)) == []
     for change, words in {
-        "shared_free_bytes": "64.0 MiB of shared memory",
+        "shared_free_bytes": "64.0 MiB of shared",
         "open_files": "1,024 open files",
         "disk_free_bytes": "1.0 GiB of disk",
     }.items():
@@ -299,7 +294,7 @@ def test_obstacles(tmp_path: Path) -> None:
         assert text.startswith(words)
     assert list(obstacles(replace(machine, open_files=resource.RLIM_INFINITY), H100S)) == []
     [text] = obstacles(replace(machine, gpus=()), H100S)
-    assert "install a torch for CUDA" in text
+    assert "torch for CUDA" in text
     assert "driver 580.1" in "\n".join(machine_lines(machine, H100S))
 
 

@@ -11,6 +11,7 @@ from shardwise.launch import local
 from shardwise.launch.launchers import Ended, Launch, launch
 from shardwise.spec.launchers import LAUNCHERS, launcher_of
 from shardwise.spec.load import load_recipe
+from tests.said import refusal
 
 
 @pytest.mark.parametrize(
@@ -21,9 +22,8 @@ def test_the_first_that_can_is_taken(name: str, nodes: int, taken: str) -> None:
 
 
 def test_one_that_starts_ranks_here_is_refused_for_several_machines() -> None:
-    with pytest.raises(
-        ConfigError, match=r"CFG008.*`run.launcher: local` starts ranks on this machine.*`run.nodes` is 2"
-    ) as told:
+    values = "`run.launcher: local`", "this machine", "`run.nodes` is 2"
+    with pytest.raises(ConfigError, match=refusal("CFG008", *values)) as told:
         launcher_of("local", 2)
     assert "run.launcher=torchrun" in told.value.problems[0].fix
     with pytest.raises(ConfigError, match=r"run\.launcher.*one of auto, local, torchrun"):

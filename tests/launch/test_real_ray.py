@@ -22,6 +22,7 @@ import pytest
 from shardwise.cli.app import main
 from tests.cli.test_face import WORDS
 from tests.runtime.small_run import write_text
+from tests.said import shows
 
 pytestmark = [pytest.mark.prove, pytest.mark.skipif(find_spec("ray") is None, reason="no ray here")]
 
@@ -92,7 +93,7 @@ def test_it_is_submitted_followed_and_stopped(cluster: Path, capfd: pytest.Captu
     write_text(Path("text"))
     words = ["launch", *WORDS, "--on", "ray", "--cluster", "2x1xCPU", "--run", "mine", "--port", str(free_port())]
     assert main([*words, "train.max_steps=3", "evaluate.max_batches=1", "--submit"]) == 0
-    assert "submitted: job mine of ray, run mine" in capfd.readouterr().out
+    assert shows(capfd.readouterr().out, "submitted: job mine", "ray", "run mine")
     until(lambda: job(capfd)["ended"], 600)
     subprocess.run(["ray", "job", "logs", "mine"])
     told = capfd.readouterr().out

@@ -19,6 +19,7 @@ import pytest
 from shardwise.cli.app import main
 from tests.cli.test_face import WORDS
 from tests.runtime.small_run import write_text
+from tests.said import shows
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 PLACE = os.environ["PATH"] + ":/usr/sbin"
@@ -117,7 +118,7 @@ def test_it_is_submitted_followed_and_stopped(slurm: Path, capfd: pytest.Capture
     assert "JOB002" in told.err and "invalid partition" in told.err and "`sinfo -s`" in told.err
     assert said("squeue", "--noheader", "--states=all") == ""
     assert main([*words, "--with=--partition=all --overcommit"]) == 0
-    assert "submitted: job 1 of slurm, run mine" in capfd.readouterr().out
+    assert shows(capfd.readouterr().out, "submitted: job 1", "slurm", "run mine")
     assert main([*words]) == 73 and "JOB003" in capfd.readouterr().err
     log = Path("runs/mine/metrics.jsonl")
     until(lambda: log.exists() and len(log.read_text().splitlines()) > 3, 200)

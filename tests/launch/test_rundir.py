@@ -19,6 +19,7 @@ from shardwise.runtime.faults.outcome import Exit, clear_exit, write_exit
 from shardwise.spec.load import dump_recipe, load_recipe
 from shardwise.spec.plan import Estimate, Offload, Plan
 from tests.bad_input.test_damaged_runs import make
+from tests.said import shows
 
 
 def refused(error: ShardwiseError) -> tuple[str, int, str, str]:
@@ -60,13 +61,11 @@ def test_another_recipes_run_is_never_touched(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "optim.learning_rate=1")
     with pytest.raises(OutputError) as caught:
         rundir.check_standing(tmp_path / "a", load_recipe(None), resume=False)
-    assert refused(caught.value) == (
-        "OUT001",
-        73,
-        f'{tmp_path / "a"} holds run "a" at step 400, of another recipe: '
-        f"optim.learning_rate {load_recipe(None).optim.learning_rate} (was 1.0)",
-        "`--resume`, or another `--run` or `--out`; nothing is overwritten",
-    )
+    code, exit_code, what, fix = refused(caught.value)
+    rate = load_recipe(None).optim.learning_rate
+    assert (code, exit_code) == ("OUT001", 73) and what.endswith(f": optim.learning_rate {rate} (was 1.0)")
+    assert shows(what, tmp_path / "a", 'run "a"', "step 400", "another recipe")
+    assert shows(fix, "`--resume`", "`--run`", "`--out`", "nothing is overwritten")
     assert rundir.check_standing(tmp_path / "a", load_recipe(None), resume=True) == 400
 
 
@@ -77,7 +76,9 @@ def test_its_own_unfinished_run_goes_on_and_a_finished_one_does_not(tmp_path: Pa
     write_exit(tmp_path / "a", Exit("done", 0, "done"))
     with pytest.raises(OutputError) as caught:
         rundir.check_standing(tmp_path / "a", same, resume=False)
-    assert refused(caught.value)[2] == f'{tmp_path / "a"} holds run "a" at step 20, finished'
+    code, exit_code, what, _ = refused(caught.value)
+    assert (code, exit_code) == ("OUT001", 73) and shows(what, tmp_path / "a", 'run "a"', "step 20", "finished")
+    assert "recipe" not in what
 
 
 def test_a_run_goes_on_with_other_settings_but_not_with_its_data_in_another_order(tmp_path: Path) -> None:
@@ -113,20 +114,17 @@ def test_a_run_that_is_finished_has_nothing_to_do(tmp_path: Path) -> None:
     same = load_recipe(None, ["train.max_steps=20"])
     assert rundir.nothing_to_do(run, same) is None  # it was stopped before its end
     write_exit(run, Exit("done", 0, "done", step=20))
-    said = f"nothing to do: {run} was finished at step 20; for more, give a larger train.max_steps"
-    assert rundir.nothing_to_do(run, same) == said
+    said = rundir.nothing_to_do(run, same)
+    assert shows(said, "nothing to do", run, "finished", "step 20", "larger train.max_steps")
     assert rundir.nothing_to_do(run, load_recipe(None, ["train.max_steps=20", "parallel=zero3"])) == said
     for longer in ("train.max_steps=21", "train.num_epochs=3"):
         assert rundir.nothing_to_do(run, load_recipe(None, [longer])) is None
     shorter = load_recipe(None, ["train.max_steps=19"])
     with pytest.raises(DataError) as caught:
         rundir.check_standing(run, shorter, resume=True)
-    assert refused(caught.value) == (
-        "CKPT024",
-        65,
-        "the run is at step 20, and would end at step 19",
-        "`train.max_steps=21` or more, or a new run with another `--run`",
-    )
+    code, exit_code, what, fix = refused(caught.value)
+    assert (code, exit_code) == ("CKPT024", 65) and shows(what, "is at step 20", "end at step 19")
+    assert shows(fix, "`train.max_steps=21`", "or more", "another `--run`")
     clear_exit(run)
     write_exit(run, Exit("done", 0, "done", step=22))  # whose last checkpoint could not be saved
     assert rundir.nothing_to_do(run, same) is None
@@ -147,12 +145,10 @@ def test_more_steps_do_not_move_a_run_that_stopped_early(tmp_path: Path) -> None
     run.mkdir()
     stopped_early(run, 20, stale=2)
     (run / "recipe.yaml").write_text(dump_recipe(load_recipe(None, ["train.max_steps=50", *keys])))
-    said = (
-        f"nothing to do: {run} stopped early at step 20, as its last 2 validations found no lower loss; "
-        "for more, give a larger evaluate.early_stopping_patience"
-    )
+    values = run, "stopped early", "step 20", "last 2 validations", "larger evaluate.early_stopping_patience"
     for steps in (50, 99):
-        assert rundir.nothing_to_do(run, load_recipe(None, [f"train.max_steps={steps}", *keys])) == said
+        said = rundir.nothing_to_do(run, load_recipe(None, [f"train.max_steps={steps}", *keys]))
+        assert shows(said, "nothing to do", *values)
     patient = load_recipe(None, ["train.max_steps=50", "evaluate.eval_steps=1", "evaluate.early_stopping_patience=3"])
     assert rundir.nothing_to_do(run, patient) is None
 
@@ -163,15 +159,16 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
         rundir.check_standing(tmp_path / "a", load_recipe(None), resume=True)
     code, exit_code, what, _ = refused(caught.value)
     assert (code, exit_code) == ("CKPT001", 66)
-    assert what == f"no checkpoint in {tmp_path / 'a'} (looked for checkpoints/step-*)"
+    assert shows(what, "no checkpoint", tmp_path / "a", "checkpoints/step-*)")
 
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path, reason in ((tmp_path / "file", "it is a file"), (tmp_path / "file" / "x", "part of the path is a file")):
+    for path, subject in ((tmp_path / "file", "it"), (tmp_path / "file" / "x", "the path")):
         with pytest.raises(OutputError) as caught:
             rundir.check_writable(path)
-        assert refused(caught.value)[:3] == ("OUT002", 73, f"cannot write {path}: {reason}")
+        code, exit_code, what, _ = refused(caught.value)
+        assert (code, exit_code) == ("OUT002", 73) and shows(what, f"{path}:", subject, "is a file")
     with pytest.raises(OutputError) as caught:
         rundir.check_writable(tmp_path / ("x" * 300))
     assert "too long" in refused(caught.value)[2]
@@ -183,7 +180,7 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
         (errno.EROFS, "read-only file system"),
         (errno.ENOSPC, "no space left"),
         (errno.EACCES, "permission denied"),
-        (errno.EDQUOT, "over the disk quota"),
+        (errno.EDQUOT, "disk quota"),
     ],
 )
 @pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])
@@ -196,7 +193,8 @@ def test_each_step_of_the_probe_counts(
     monkeypatch.setattr(*((os, "fsync") if call == "fsync" else (Path, call)), fail)
     with pytest.raises(OutputError) as caught:
         rundir.check_writable(tmp_path / "run")
-    assert refused(caught.value)[:3] == ("OUT002", 73, f"cannot write {tmp_path / 'run'}: {reason}")
+    code, exit_code, what, _ = refused(caught.value)
+    assert (code, exit_code) == ("OUT002", 73) and shows(what, f"{tmp_path / 'run'}:", reason)
     assert not list(tmp_path.rglob(".probe*"))
 
 
@@ -301,7 +299,7 @@ def test_a_disk_without_room_for_what_is_offloaded_is_told_before_anything_start
         rundir.check_offload(tmp_path / "not" / "yet", much)
     [problem] = raised.value.problems
     assert problem.code == "OUT003" and "offload.directory=" in (problem.fix or "")
-    assert problem.what.startswith("offload of optimizer and activations needs 1,000,000.0 TB, ")
+    assert shows(problem.what, "offload", "optimizer and activations", "1,000,000.0 TB")
     assert (problem.fix or "").endswith(", or `offload.optimizer=host offload.activations=host`")
 
 

@@ -202,5 +202,5 @@ def test_no_cut_by_tensor_parallelism_changes_it(ranks: RankPool, kind: str) -> 
 
 def test_a_block_that_is_divided_is_refused(ranks: RankPool) -> None:
     """Where no plan was checked: in a loop of one's own."""
-    with pytest.raises(RankFailure, match="columns are cut into 150, which is no multiple of 256"):
+    with pytest.raises(RankFailure, match=r"150,.* no multiple of 256"):
         ranks.run(moment_ranks.divided, world=2)
