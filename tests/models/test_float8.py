@@ -153,7 +153,8 @@ def test_what_is_written_is_rounded_once(shape: tuple[int, int]) -> None:
 def test_what_is_written_is_what_transformers_reads(tmp_path: Path, kind: str) -> None:
     """The matrices of blocks in float8, and with their scales what each was within half a unit of the format; all else
     in bf16. Read again, and by transformers, they have the same values, and written again too."""
-    latent = LATENT | HEADS | {"attention_bias": False, "head_dim": 8} if kind == "deepseek_v3" else {"head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    latent = LATENT | HEADS | {"attention_bias": False, "head_dim": 8} if kind == "deepseek_v3" else heads
     ours = random_model(read_spec(config_of(kind, 1) | WIDE | latent, "test"), 1)
     assert not float8.unwritable(ours.spec, hf.written(ours.spec))
     hf.write_weights(tmp_path / "one", ours.spec, ours.state_dict().__getitem__, E4M3)

@@ -7,21 +7,21 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 3_329,
-    "models": 5_745,
-    "data": 3_644,
-    "distributed": 505,
-    "methods": 471,
-    "techniques": 8_173,
-    "planner": 4_279,
-    "runtime": 6_141,
-    "prove": 3_429,
-    "launch": 1_463,
-    "interop": 2_469,
-    "cli": 3_432,
+    "spec": 3_351,
+    "models": 5_434,
+    "data": 3_657,
+    "distributed": 512,
+    "methods": 473,
+    "techniques": 8_466,
+    "planner": 4_402,
+    "runtime": 6_470,
+    "prove": 3_476,
+    "launch": 1_866,
+    "interop": 2_104,
+    "cli": 4_205,
 }
 """Lines of code by package: docs/decisions/0013, what later decisions gave for each feature, 0029, which took 454
-away, and 0030 to 0037: a sum of 41,547. One is raised only by taking from another."""
+away, and 0030 to 0039: a sum of 44,416. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

@@ -47,6 +47,8 @@ INSIDE = (
     "techniques/share.py",
     "techniques/tally.py",
 )
+WIDE_EXPERTS = 4096
+"""On a GPU experts are multiplied one after another: narrower ones stay in the compute dtype, unless layers are named."""
 MULTIPLES: Mapping[Scales, int] = {"block": FLOAT8_BLOCK, "row": 16}
 """What divides the rows and columns of a weight that is multiplied by with these scales: torch's kernel for rows asks
 for whole 16 bytes."""
@@ -105,6 +107,9 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
         if odd := tuple(dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in _odd(spec, settings))):
             exclude += odd
             reason += f"; of {', '.join(odd)} {MULTIPLES[asked.scales]} is no divisor of a size"
+        if cluster.kind == "cuda" and 0 < spec.experts.expert_size < WIDE_EXPERTS:
+            exclude += ("*.expert_*",)
+            reason += f"; experts narrower than {WIDE_EXPERTS:,} lose more by a launch for each than they gain"
     settings = dataclasses.replace(plan.precision, products=asked.products, scales=asked.scales, exclude=exclude)
     scales = "pinned" if "scales" in asked.model_fields_set else "default: as exact under every layout as on one device"
     why = {"precision.products": "pinned", "precision.scales": scales, "precision.exclude": reason}
