@@ -48,7 +48,7 @@ INSIDE = (
     "techniques/tally.py",
 )
 WIDE_EXPERTS = 4096
-"""On a GPU experts are multiplied one after another: narrower ones stay in the compute dtype, unless layers are named."""
+"""On a GPU experts are multiplied one after another: narrower ones stay as they are, unless layers are named."""
 MULTIPLES: Mapping[Scales, int] = {"block": FLOAT8_BLOCK, "row": 16}
 """What divides the rows and columns of a weight that is multiplied by with these scales: torch's kernel for rows asks
 for whole 16 bytes."""
