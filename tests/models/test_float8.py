@@ -149,7 +149,10 @@ def test_what_is_written_is_rounded_once(shape: tuple[int, int]) -> None:
     assert torch.equal(theirs.codes.float(), stored.float()) and torch.equal(theirs.scales, scales)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize(
+    "kind",
+    [*(pytest.param(kind, marks=pytest.mark.prove) for kind in ("deepseek_v3", "qwen3_moe")), "llama"],
+)
 def test_what_is_written_is_what_transformers_reads(tmp_path: Path, kind: str) -> None:
     """The matrices of blocks in float8, and with their scales what each was within half a unit of the format; all else
     in bf16. Read again, and by transformers, they have the same values, and written again too."""
@@ -163,11 +166,10 @@ def test_what_is_written_is_what_transformers_reads(tmp_path: Path, kind: str) -
     inner = [name for name, value in held.items() if value.dtype == E4M3]
     assert len(inner) >= 6 and not any(re.search("norm|embed|lm_head|gate.weight", name) for name in inner)
     for name in inner:
-        found = meant(held[name], held[f"{name}_scale_inv"], 128, 128)
         unit = held[f"{name}_scale_inv"].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-        rows, columns = found.shape
+        found = held[name].double() * unit
         off, exact = (found - plain[name].double()).abs(), plain[name].double().abs()
-        assert (off <= torch.maximum(exact / 16, unit[:rows, :columns] * 2.0**-10)).all(), name
+        assert (off <= torch.maximum(exact / 16, unit * 2.0**-10)).all(), name
     spec = load_spec(str(tmp_path / "one"))
     assert shows(spec.stored, "float8", "scale", "128 x 128")
     read = dict(hf.read_weights(tmp_path / "one", everything(spec), spec))

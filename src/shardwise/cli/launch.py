@@ -36,7 +36,7 @@ NAMED = ("run.name=", "run.out=")
 
 @dataclass
 class Options(Foreign):
-    """Print the job that trains a recipe on several machines: for Slurm, Kubernetes, SkyPilot, Ray or ssh.
+    """Print or submit the job that trains a recipe on several machines: Slurm, Kubernetes, Ray and others.
 
     With --submit it is submitted. The job asks for the machines of the plan, and its comments say what it needs. Any
     key of the recipe may follow as key=value or --key value.

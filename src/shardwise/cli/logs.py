@@ -15,7 +15,7 @@ from shardwise.launch.jobs import client
 
 @dataclass
 class Options(Common):
-    """Show what a run says that was submitted with `shardwise launch --submit`; of several nodes, the first."""
+    """Show what a submitted run says (`shardwise launch --submit`); of several nodes, the first."""
 
     name: JobName
     on: On = None

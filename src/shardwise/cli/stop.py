@@ -16,7 +16,7 @@ from shardwise.launch.jobs import client
 
 @dataclass
 class Options(Common):
-    """Stop a run that was submitted with `shardwise launch --submit`; it saves first.
+    """Stop a submitted run, which saves first (`shardwise launch --submit`).
 
     Where a job keeps its name after its end (Kubernetes, Ray), one that has ended is removed.
     """
