@@ -276,13 +276,17 @@ def _gather_ahead(part: nn.Module, plan: Plan) -> None:
     from shardwise.models.moe import Experts
 
     embedding, head = ends(part)
-    leading = [unit[0] for unit in (embedding, *([block] for block in blocks(part)), head or [part]) if unit]
+    last = head or [part] * (plan.layout.pp == 1)  # of a stage without a head nothing runs before its last block
+    leading = [unit[0] for unit in (embedding, *([block] for block in blocks(part)), last) if unit]
     sharded = [module for module in leading if isinstance(module, FSDPModule)]
     for module in part.modules():
         if isinstance(module, FSDPModule):
             itself: list[FSDPModule] = [module]
             module.set_modules_to_backward_prefetch(itself)
+    comes_later = plan.layout.pp > 1 and plan.offload.weights != "none"
     for number, module in enumerate(sharded):
+        if comes_later and head and module is head[0]:
+            continue  # the last block's weights are brought when its own backward begins
         before = sharded[max(0, number - plan.shard.backward_prefetch) : number][::-1]
         ahead: list[FSDPModule] = [each for one in before for each in one.modules() if isinstance(each, FSDPModule)]
         if ahead:
