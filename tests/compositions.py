@@ -15,17 +15,28 @@ from shardwise.prove import regimes
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.plan import Lora, Optim, Plan, Precision, Remat
 from shardwise.techniques.pp.actions import SCHEDULES
-from tests.drift import test_compile, test_drift, test_float8, test_hf_models, test_lora, test_pp, test_tp
+from tests.drift import (
+    test_compile,
+    test_drift,
+    test_float8,
+    test_frozen_float8,
+    test_hf_models,
+    test_lora,
+    test_pp,
+    test_tp,
+)
 from tests.models.hf_models import spec_of
 from tests.parity import cases, float8s, mixtures, offloading, pairwise, pipes, rings, test_muon
 from tests.parity import test_dpo as parity_dpo
 from tests.parity import test_float8 as parity_float8
+from tests.parity import test_float8_gather as parity_gather
 from tests.parity import test_fp32_bf16 as parity_types
 from tests.parity import test_frozen as parity_frozen
+from tests.parity import test_frozen_float8 as parity_float8s
 from tests.parity import test_lora as parity_lora
 from tests.parity import test_tp_compile as parity_compile
 from tests.prove import test_certify
-from tests.prove.pairs import COMPILED, EXACT, ROWS, Row, with_all
+from tests.prove.pairs import COMPILED, ROWS, Row, with_all
 from tests.prove.planted_sizes import FAULTS
 from tests.techniques import test_float8 as float8
 
@@ -57,6 +68,7 @@ FEATURES: dict[str, Holds] = {
     "LoRA": lambda spec, plan: plan.lora is not None,
     "DoRA": lambda spec, plan: plan.lora is not None and plan.lora.dora,
     "4 bits": lambda spec, plan: plan.lora is not None and plan.lora.nf4,
+    "8 bits": lambda spec, plan: plan.lora is not None and plan.lora.float8,
     "frozen": lambda spec, plan: bool(plan.frozen),
     "DPO": lambda spec, plan: plan.loss == "dpo",
     "tied": lambda spec, plan: spec.tie_word_embeddings,
@@ -70,6 +82,7 @@ FEATURES: dict[str, Holds] = {
     "offload": lambda spec, plan: plan.offload.optimizer != "none",
     "Muon": lambda spec, plan: plan.optim.name == "muon",
     "float8": lambda spec, plan: plan.precision.products == "float8",
+    "codes": lambda spec, plan: plan.precision.gather == "float8",
 }
 """What a plan and its model may have."""
 MEANING = {
@@ -83,12 +96,14 @@ MEANING = {
     "full": "full recomputation",
     "accumulation": "several micro-batches without a pipeline",
     "4 bits": "frozen weights in NF4 (QLoRA)",
+    "8 bits": "frozen weights in float8 (lora.frozen: float8)",
     "frozen": "model.frozen",
     "tied": "one weight for the embedding and the output layer",
     "modules": "dtypes of their own for some modules (precision.modules)",
     "HF modules": "a model that runs in transformers' own modules",
     "offload": "the optimizer on the host",
     "float8": "products of linear layers in float8 (precision.products)",
+    "codes": "weights in float8 that zero3 gathers as their codes (precision.gather)",
 }
 
 
@@ -103,6 +118,7 @@ EXCLUSIVE = (
     ("Ulysses", "gather"),
     ("selective", "full"),
     ("bf16", "fp16"),
+    ("4 bits", "8 bits"),
     ("8-bit moments", "bf16 moments", "Muon"),
     ("accumulation", *SCHEDULES),
     ("experts", "HF modules"),
@@ -168,6 +184,9 @@ def sources() -> list[Source]:
         (float8s.spec_of(lora), float8s.plan_of(*case, lora))
         for *case, lora in ((*case, parity_float8.TRAINED[trained]) for *case, trained in parity_float8.CASES)
     ]
+    gathered = [parity_gather.row(*case) for case in parity_gather.CASES]
+    gathered.append((float8s.SPEC, parity_gather.COMPILED))
+    gathered += [(float8s.EXPERTS, parity_gather.of_experts(layout)) for layout in parity_gather.SPREAD]
     hf = spec_of("gpt2")
     modules = [(hf, _dense(s, 2, remat=Remat(r), accumulation=4)) for s, r in (("ddp", "full"), ("zero3", "selective"))]  # type: ignore[arg-type]
     modules.append((hf, replace(_dense("zero3", 2, remat=Remat("full"), accumulation=4), lora=Lora(2, 4.0))))
@@ -180,20 +199,21 @@ def sources() -> list[Source]:
         Source("tests/parity/test_ep_pairwise.py", [(case.spec, case.plan) for case in mixtures.CASES]),
         Source("tests/parity/test_offload.py", [(case.spec, case.plan) for case in offloading.CASES], of="offload"),
         Source("tests/parity/test_lora.py", adapters),
+        Source("tests/parity/test_frozen_float8.py", [*(parity_float8s.TWO | parity_float8s.FOUR).values()]),
         Source("tests/parity/test_frozen.py", frozen),
         Source("tests/parity/test_dpo.py", pairs),
         Source("tests/parity/test_hf_models.py", modules),
         Source("tests/parity/test_muon.py", [test_muon.planned(case) for case in test_muon.CASES], of="Muon"),
         Source("tests/parity/test_float8.py", narrow, of="float8"),
+        Source("tests/parity/test_float8_gather.py", gathered, of="codes"),
         Source("tests/techniques/test_float8.py", [(float8.SPEC, plan) for plan in float8.COMPILED], of="float8"),
         Source("tests/parity/test_tp_compile.py", [(spec, replace(plan, compile=True)) for spec, plan in compiled]),
         Source("tests/parity/test_fp32_bf16.py", bf16),
         Source("tests/prove/test_certify.py", list(test_certify.COMPOSITIONS.values())),
         Source("tests/prove/test_pairs.py", [with_all(*names) for names in ROWS], without=MOMENTS),
-        Source("tests/prove/test_pairs.py", [with_all(*names) for names in EXACT], without=MOMENTS),
         Source("tests/prove/test_pairs.py", [with_all(*names) for names in COMPILED]),
         *_drift(),
-        Source("tests/prove/test_pairs.py", [with_all(*names) for names in (*ROWS, *EXACT)], drift=True),
+        Source("tests/prove/test_pairs.py", [with_all(*names) for names in ROWS], drift=True),
     ]
 
 
@@ -216,6 +236,7 @@ def _drift() -> Iterator[Source]:
             (spec, test_lora.lora_plan(sharding, lora, *test_lora.GRID[(number + turn) % len(test_lora.GRID)]))
         )
     yield Source("tests/drift/test_lora.py", adapted, drift=True)
+    yield Source("tests/drift/test_frozen_float8.py", [*test_frozen_float8.PLANS.values()], drift=True)
     tensor = [
         (test_tp.SPEC, test_tp.plan_of(sharding, sequence, precision=precision, remat=remat))
         for sharding, precision, remat, sequence in product(
@@ -242,6 +263,8 @@ def _drift() -> Iterator[Source]:
     compiled = [(test_compile.SPEC, replace(test_compile.plan_of(*case), compile=True)) for case in test_compile.QUICK]
     narrow = [(test_float8.SPEC, test_float8.plan_of(*case)) for case in test_float8.CASES]
     yield Source("tests/drift/test_float8.py", narrow, drift=True, of="float8")
+    gathered = [test_float8.gathered_case(*case) for case in test_float8.IN_CODES]
+    yield Source("tests/drift/test_float8.py", gathered, drift=True, of="codes")
     yield Source("tests/drift/test_compile.py", compiled, drift=True)
     spread = [(case.spec, replace(case.plan, precision=BF16)) for case in mixtures.CASES]
     yield Source("tests/drift/test_ep.py", spread, drift=True)

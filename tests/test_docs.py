@@ -99,8 +99,9 @@ OURS = [
     one._replace(text=m[1]) for one in commands() if (m := re.match(r"(?:torchrun .* -m )?shardwise (.*)", one.text))
 ]
 OTHERS = [one for one in commands() if "shardwise " not in one.text]
-NEEDS = r"cluster\.yaml|Qwen/|long-8b|8b-long|mixtral"
-"""What a reader has and this directory has not, the Hub's, and plans of which each takes some ten seconds."""
+NEEDS = r"cluster\.yaml|Qwen/|long-8b|8b-long|mixtral|RUN/profile"
+"""What a reader has and this directory has not (machines, a profiled run), the Hub's, and plans of which each takes
+some ten seconds."""
 QUICK = {
     one.text: one
     for one in OURS
@@ -164,7 +165,7 @@ def understood(words: str) -> tuple[str, dict[str, Any]]:
 def test_a_command_is_understood(command: Text, place: Path) -> None:
     """Its options, the keys and values of its recipe, its machines."""
     name, options = understood(command.text)
-    if name not in ("generate", "schema", "export", "runs", "compare"):
+    if name not in ("generate", "schema", "export", "runs", "board", "compare"):
         words = sort_words(options.get("arguments", options.get("words", [])), several="system" in options)
         if words.more or str(words.path) in THEIRS:
             assert all(foreign(path) for path in words.files if path.exists())

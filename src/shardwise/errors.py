@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says where no more can be written: the disk, a quota, or the size of a file (``ulimit -f``)."""
@@ -33,6 +33,8 @@ NO_MEMORY = (
 """Texts of errors that mean that memory ran out: torch's on a CPU; CUDA's, from its driver; those of cuBLAS, cuDNN and
 cuSOLVER, which allocate workspaces; NCCL's, which allocates outside torch ("Failed to CUDA calloc"); and the system's,
 below ``ulimit -v`` also of libraries that are loaded and threads that are started."""
+_OF_THE_HOST = ("can't allocate memory", "annot allocate memory", "Unable to allocate", "MemoryError")
+_OF_A_LIMIT = ("failed to map segment", "can't start new thread")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,14 @@ def no_memory(error: BaseException) -> str | None:
         if any(mark in line for mark in NO_MEMORY):
             return ("NCCL: " if "NCCL error" in str(error) else "") + line.strip()[:160]
     return first_line(error) if isinstance(error, MemoryError) else None
+
+
+def lacked(what: str) -> Literal["", "device", "host"]:
+    """Return whose memory ran out by the text of a MEM001: empty where it was a limit on processes or addresses, of
+    which nothing that is trained would need less."""
+    if any(mark in what for mark in _OF_A_LIMIT):
+        return ""
+    return "host" if any(mark in what for mark in _OF_THE_HOST) else "device"
 
 
 class UsageError(ShardwiseError):

@@ -13,7 +13,8 @@ from shardwise.errors import OutputError
 from shardwise.launch.rundir import owned
 from shardwise.runtime import owner
 from shardwise.runtime.faults.outcome import Exit, read_exit, write_exit
-from shardwise.runtime.metrics.log import Lines, keep_until
+from shardwise.runtime.metrics.json_lines import Lines
+from shardwise.runtime.metrics.log import keep_until
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -71,7 +72,10 @@ def test_a_file_of_a_run_that_is_listed(kind: str, name: str, capsys: pytest.Cap
 @pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "events.jsonl", "run.json", "report.md"])
 def test_a_file_of_a_run_that_is_compared(kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     run_with(name, kind)
-    code = main(["compare", "runs/a", "runs/a"])
+    (other := Path("runs/b")).mkdir()
+    (other / "recipe.yaml").write_text("train: {max_steps: 20}\n")
+    (other / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    code = main(["compare", "runs/a", "runs/b"])
     assert code == (66 if name == "recipe.yaml" and kind != "larger than" else 0)
     assert "BUG001" not in capsys.readouterr().err
 

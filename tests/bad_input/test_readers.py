@@ -27,7 +27,6 @@ import safetensors.torch
 import torch
 
 from bench.accuracy.score import rows_of, score
-from shardwise.cli.run_files import read_history
 from shardwise.cli.runs import Options as Runs
 from shardwise.cli.runs import run as list_runs
 from shardwise.data import prepare, remote, store, tokens
@@ -51,8 +50,10 @@ from shardwise.runtime.checkpoint.save import RunCheckpoints, read
 from shardwise.runtime.faults.heartbeat import DIRECTORY, LAYOUT, MAGIC, read_pages
 from shardwise.runtime.faults.outcome import read_exit
 from shardwise.runtime.job import read_run
-from shardwise.runtime.metrics.log import Lines, keep_until
+from shardwise.runtime.metrics.json_lines import Lines
+from shardwise.runtime.metrics.log import keep_until
 from shardwise.runtime.reference import read_scores
+from shardwise.runtime.report.run_files import read_history
 from shardwise.runtime.state import RunFacts
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.cluster_file import dump_cluster, load_cluster

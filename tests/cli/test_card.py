@@ -11,8 +11,8 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 
 from shardwise.cli.app import main
 from shardwise.cli.card import card_of, push, write_card
-from shardwise.cli.run_files import read_history
 from shardwise.errors import UnavailableError
+from shardwise.runtime.report.run_files import read_history
 from tests.said import refusal
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from shardwise.cli.app import main
 from shardwise.spec.load import dump_recipe
 from shardwise.spec.recipe import Recipe
+from tests.pages.parsed import SVG, Parsed, faults
 from tests.said import refuses, shows
 
 
@@ -170,10 +173,11 @@ def test_steps_that_were_not_finite_are_no_losses(tmp_path: Path, capsys: pytest
         file.write('{"step": 5, "loss": null, "tokens_per_s": 1.0, "seconds": 1.0}\n')
     with (a / "events.jsonl").open("a") as file:
         file.write('{"event": "validation", "step": 5, "nats_per_token": null}\n')
-    found = told(capsys, str(a), str(a))
+    b = copytree(a, tmp_path / "b")
+    found = told(capsys, str(a), str(b))
     assert found["runs"][0]["last_loss"] == pytest.approx(4.6) and found["losses"][-1][0] == 4
     assert found["runs"][0]["last_validation"] == {"step": 5, "nats_per_token": None}
-    assert main(["compare", str(a), str(a)]) == 0
+    assert main(["compare", str(a), str(b)]) == 0
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
@@ -208,7 +212,7 @@ def test_losses_that_are_not_of_the_same_thing(tmp_path: Path, capsys: pytest.Ca
     for run, data, tokenizer in zip(runs, ("x", "y", "x", "x"), ("t", "t", "u", "t"), strict=True):
         (run / "run.json").write_text(json.dumps({"data": data, "tokenizer": tokenizer}))
     a, b, c, d = map(str, runs)
-    assert told(capsys, a, a)["warnings"] == []
+    assert told(capsys, a, str(copytree(a, tmp_path / "e")))["warnings"] == []
     assert "the data differ" in told(capsys, a, b)["warnings"][0]
     assert "the tokenizers differ" in told(capsys, a, c)["warnings"][0]
     assert "(pretrain and sft)" in told(capsys, a, d)["warnings"][0]
@@ -237,3 +241,64 @@ def test_it_is_quick_and_loads_no_torch(pair: tuple[str, str]) -> None:
         assert main(["compare", *pair]) == 0
         took_s.append(time.process_time() - begun)
     assert min(took_s) < 0.5
+
+
+def test_a_page_of_runs_has_their_curves_and_every_figure(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "both.html"
+    third = str(write_run(tmp_path / "<script>c", 15, 0.15))
+    for runs in (pair, (*pair, third)):
+        assert main(["compare", *runs, "--html", str(page)]) == 0
+        text, found = capsys.readouterr().out, page.read_text(encoding="utf-8")
+        assert faults(found) == [] and "<script" not in found
+        told = " ".join(Parsed(found).words.lower().split())
+        cells = [cell.strip().lower() for line in text.splitlines() for cell in re.split(" {2,}", line)]
+        assert not [cell for cell in cells if cell not in told]
+        loss, *_ = Parsed(found).pictures()
+        points = [len(each.get("points", "").split()) for each in loss.iter(f"{SVG}polyline")]
+        assert points[:2] == [20, 10] and len(points) == 2 * len(runs)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_page_of_one_run(finished: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of one that was killed, which wrote no report."""
+    run, page = write_run(tmp_path / "one", 20, 0.1, finished), tmp_path / "one.html"
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "checkpoint failed", "step": 7, "what": "no room <b>"}) + "\n")
+    for _ in range(2):
+        assert main(["compare", str(run), "--html", str(page)]) == 0
+    found = page.read_text(encoding="utf-8")
+    assert faults(found) == []
+    told = " ".join(Parsed(found).words.split())
+    cells = [cell.strip() for line in capsys.readouterr().out.splitlines() for cell in re.split(" {2,}", line)]
+    assert len(cells) > 20 and not [cell for cell in cells if cell not in told]
+    assert shows(told, "checkpoint failed", 7, "no room <b>") and ("not finished" in told) != finished
+    loss, *others = Parsed(found).pictures()
+    assert [len(each.get("points", "").split()) for each in loss.iter(f"{SVG}polyline")] == [20, 2] and len(others) == 5
+    assert main(["compare", str(run), "--html", str(page), "--json"]) == 0
+    assert [one["steps"] for one in json.loads(capsys.readouterr().out)["runs"]] == [20]
+
+
+def test_a_run_that_is_named_twice_is_refused(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = pair
+    assert main(["compare", a, b, f"{a}/../a"]) == 2
+    assert refuses(capsys.readouterr().err, "CLI001", a, where="RUN")
+
+
+def test_a_page_of_runs_that_cannot_be_written(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *pair, "--html", f"{pair[0]}/metrics.jsonl"]) != 0
+    assert refuses(capsys.readouterr().err, "OUT001", "metrics.jsonl", where="--html")
+
+
+def test_what_is_secret_in_a_url_is_shown_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in the text nor in the page nor for programs, of two runs or of three, and in lists of paths."""
+    page, url = tmp_path / "page.html", "https://user:sekret@host.example/{}.jsonl?token=qx77"
+    paths: tuple[Any, ...] = (url.format("x"), [url.format("y"), url.format("z")], "text.txt")
+    runs = [str(write_run(tmp_path / f"r{n}", 4, 0.1, data={"path": path})) for n, path in enumerate(paths)]
+    for some in (runs[:2], runs):
+        for more in ([], ["--json"]):
+            assert main(["compare", *some, "--html", str(page), *more]) == 0
+            for text in (capsys.readouterr().out, page.read_text(encoding="utf-8")):
+                assert "host.example/x.jsonl" in text and "host.example/z.jsonl" in text
+                assert "sekret" not in text and "qx77" not in text

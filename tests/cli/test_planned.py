@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.cli.length import Asked
-from shardwise.cli.planned import Planned, planned
+from shardwise.cli.planned import Planned, planned, schedule_of
 from shardwise.cli.render import change_lines, same_split
 from shardwise.launch.worker import state_directory
 from shardwise.models.lookup import load_spec
@@ -68,3 +68,15 @@ def test_what_earlier_runs_taught_is_in_every_figure_of_a_page() -> None:
         fastest = min(seconds(plan).step_s for plan in answer.plans if fits(plan))
         assert f"{step} a step" in said and show_seconds(fastest) in said
     assert [each.change for each in bare.alternatives] == [each.change for each in taught.alternatives]
+
+
+def test_the_schedule_is_as_long_as_the_passes_of_the_step() -> None:
+    """On several nodes too, of which all wait for the slowest."""
+    recipe = load_recipe(None, ["model.path=meta-llama/Llama-3.1-8B", "parallel.pp=4", "train.global_batch_size=8"])
+    cluster = parse_cluster("4x1xH100")
+    answer = planned(recipe, load_spec(recipe.model.path), cluster, Asked(), here=False)
+    told = seconds(answer.best)
+    passes_s = told.step_s - told.optimizer_s - told.host_s - told.exposed_s.get("control", 0.0)
+    assert schedule_of(answer).makespan_s == pytest.approx(
+        passes_s, rel=1e-4
+    )  # what comes once, around all passes, is not drawn

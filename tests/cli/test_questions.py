@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from shardwise.cli.app import main
+from shardwise.cli.deadline import Curve
+from shardwise.cli.questions import PlanRow
 from shardwise.errors import ConfigError
 from shardwise.models.lookup import load_spec
 from shardwise.planner.comparison import seconds
+from shardwise.planner.length import Length
 from shardwise.planner.search import Search
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.devices import rented
@@ -134,6 +137,23 @@ def test_the_least_of_one_gpu_that_holds_it(ask: Any) -> None:
     check_least(ONE_B, TUNED, "T4", found)
 
 
+@pytest.mark.prove
+def test_what_one_gpu_refuses_another_may_serve(ask: Any) -> None:
+    """A larger GPU without float8 says nothing of a smaller one that has it, and stands in no row with it."""
+    found = ask(f"--model={ONE_B}", *BATCH, "precision.products=float8", "--smallest")
+    least = {name: row["machines"][""] for row in found["rows"] for name in row["devices"]}
+    one = {"nodes": 1, "devices_per_node": 1}
+    assert least["H200-SXM"] == least["H100-SXM-80GB"] == least["H100-PCIe"] == one
+    assert {name for name, machines in least.items() if machines} == {"H200-SXM", "H100-SXM-80GB", "H100-PCIe"}
+    assert set(least) == rented() and sum(len(row["devices"]) for row in found["rows"]) == len(rented())
+
+
+def test_a_node_of_the_least_is_as_large_as_that_of_the_machines(ask: Any) -> None:
+    found = ask(f"--model={SEVENTY_B}", *BATCH, "--smallest", "--cluster", "2x4xA100-80GB")
+    each = [machines["devices_per_node"] for machines in found["rows"][0]["machines"].values() if machines]
+    assert each and max(each) == 4
+
+
 def check_least(model: str, words: list[str], gpu: str, found: Any) -> None:
     """Under the keys that the answer names, with offload and without, and of a fine-tune with adapters and without,
     whole searches find a plan that fits on its machines, and none on half or a quarter of them."""
@@ -194,6 +214,59 @@ def check_not_taken(model: str, words: list[str], machines: str, pins: list[str]
         sent = [one.bytes for one in plans[1].estimate.traffic if one.axis == axis and one.category != "control"]
         assert size == pytest.approx(sum(sent) * tokens[0] / tokens[1])
     assert found["same"] is False
+
+
+def test_what_has_no_price_ties_with_nothing(ask: Any, capfd: Any) -> None:
+    words = [f"--model={ONE_B}", *BATCH, "--compare", "8xH100,8xH200,4xB200", "--price"]
+    found = ask(*words, "B200=100")
+    assert found["least"]["dollars"] == "4xB200" and found["ties"]["dollars"] == [] != found["ties"]["seconds"]
+    assert main(["plan", *words, "B200=100"]) == 0
+    assert shows(capfd.readouterr().out, "the cheapest", "with a price: 4xB200\n")
+
+
+PINNED = [
+    (EIGHT_B, "8xH100", ["parallel.tp=8", "recompute.mode=full", "train.micro_batch_size=1"]),
+    (SEVENTY_B, "8x8xH100", ["parallel.sequence_parallel=false", "parallel.pp=4", "parallel.stages_per_rank=2"]),
+    (MIXTURE, "2x8xH200", ["parallel.strategy=zero3", "parallel.ep=8", "offload.optimizer=host"]),
+]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("model", "machines", "pins"), PINNED)
+def test_what_pins_cost(model: str, machines: str, pins: list[str], ask: Any) -> None:
+    check_pins(model, machines, pins, ask)
+
+
+def test_what_two_pins_cost(ask: Any) -> None:
+    check_pins(ONE_B, "4xA100", ["parallel.strategy=zero3", "recompute.mode=full"], ask)
+
+
+def check_pins(model: str, machines: str, pins: list[str], ask: Any) -> None:
+    """Each row is the plan that a search finds without that line of the recipe, and what it saves is of the time."""
+    found = ask(f"--model={model}", *BATCH, *pins, "--cluster", machines, "--pins")
+    left = [pins, *([other for other in pins if other != pin] for pin in pins), []]
+    names = ["as it is", *(f"without {pin}" for pin in pins), "without any"]
+    cluster, steps = parse_cluster(machines), list[float]()
+    for name, row, kept in zip(names, found["rows"], left, strict=True):
+        plan = by_hand(model, [*BATCH, *kept], cluster)
+        same(row, plan, cluster)
+        assert row["name"] == name
+        steps.append(seconds(plan).step_s)
+    assert found["rows"][0]["fits"] == "fits"
+    for name, row, step in zip(names[1:], found["rows"][1:], steps[1:], strict=True):
+        saved = 1 - step / steps[0] if row["fits"] == "fits" else None
+        assert found["saved"][name] == pytest.approx(saved), "the batch is the same"
+
+
+def test_the_words_on_pins(capfd: pytest.CaptureFixture[str]) -> None:
+    words = [f"--model={ONE_B}", *BATCH, "--cluster", "4xA100", "--pins"]
+    assert main(["plan", *words, "parallel.tp=4", "parallel.schedule=1f1b"]) == 0
+    out = capfd.readouterr().out
+    table, _, told = out.partition("\n\nwithout")
+    assert [line[:12] for line in table.splitlines()[3:]] == ["as it is    ", *["without para"] * 2, "without any "]
+    assert "parallel.tp=4 a token takes" in told and "schedule" not in told, "what costs nothing is not told of"
+    assert main(["plan", *words]) == 2
+    assert refuses(capfd.readouterr().err, "CLI001", "pins nothing", where="--pins", fix="parallel.tp=8")
 
 
 SWEPT = [
@@ -321,6 +394,9 @@ def fewest_gpus(row: dict[str, Any]) -> int:
             "--budget 50k",
         ),
         (["--budget", "9k"], "CLI001", "--budget", "--deadline 14d"),
+        (["--deadlin", "14d"], "CLI001", "the command line", "`--deadline`"),
+        (["--whynot=tp=2"], "CLI001", "the command line", "`--why-not`"),
+        (["--deadline", "1min", "--cluster", "H100", "--tokens", "100T"], "CLI001", "--deadline", "fewer --tokens"),
         (["--sweep", "optim.name=3"], "CLI001", "--sweep", "--sweep train.seq_len=4k..128k"),
         (["--sweep", "train.sq_len=4k"], "CFG001", "--sweep", "`train.seq_len`"),
         (["--sweep", "seq_len=8k..4k"], "CLI001", "--sweep", "--sweep train.seq_len=1..8"),
@@ -337,6 +413,7 @@ def fewest_gpus(row: dict[str, Any]) -> int:
         (["--smallest", "--cluster", "2xCPU"], "CLI001", "--cluster", "--cluster H100"),
         (["--smallest", "--compare", "8xH100,8xH200"], "CLI001", "--smallest", "leave out one"),
         (["--smallest", "parallel.tp=3"], "PLAN001", "parallel.tp", "one of"),
+        (["--smallest", "--cluster", "A100", "precision.products=float8"], "PLAN012", "precision.products", "compute"),
         (["--compare", "8xH10,8xH200"], "CLU002", "--compare", "did you mean"),
         (["--compare", "8xH100"], "CLI001", "--compare", "--compare 8xH100,8xH200"),
         (["--compare", "8xH100,,8xH200"], "CLI001", "--compare", "--compare 8xH100,8xH200"),
@@ -420,6 +497,14 @@ def test_the_words_on_a_sweep(capfd: pytest.CaptureFixture[str]) -> None:
     assert shows(out, "\nparallel.tp=2: tp 2", "not divide") and shows(out.splitlines()[-1], "it fits", "none")
     assert main([*words, "lora=8"]) == 0
     assert shows(capfd.readouterr().out.splitlines()[-1], "it fits", "each")
+
+
+def test_a_run_whose_length_is_not_known_is_not_in_time() -> None:
+    cluster = parse_cluster("8xH100")
+    unknown = PlanRow("unknown", cluster, Plan(), Length("--tokens", 1, 1))
+    at_once = PlanRow("at once", cluster, Plan(), Length("--tokens", 1, 1, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0))
+    found = Curve(60.0, 1.0, [unknown, at_once], {})
+    assert found.meeting == found.surely == found.affordable == [at_once]
 
 
 def test_the_words_on_a_deadline(capfd: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,7 @@ WIDE = MODEL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
             ["parallel.tp=2", "lora.rank=4", "lora.frozen=nf4", "compile=true"],
             "PLAN018",
             "nf4 .*compiled blocks",
-            "false, or `lora.frozen: bf16`",
+            "false, or `lora.frozen: float8`",
         ),
     ],
     ids=["devices", "zero", "heads", "key heads", "intermediate", "gpt2", "moments", "nf4", "compiled nf4"],

@@ -34,7 +34,15 @@ def test_train_generate_export_resume(
     assert json.loads(capfd.readouterr().out) == {"run": "runs/a", "exit_code": 0}
     lines = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    for name in ("recipe.yaml", "plan.yaml", "report.md", "run.json", "hf/config.json", "checkpoints/step-00000003"):
+    for name in (
+        "recipe.yaml",
+        "plan.yaml",
+        "report.md",
+        "report.html",
+        "run.json",
+        "hf/config.json",
+        "checkpoints/step-00000003",
+    ):
         assert (Path("runs/a") / name).exists(), name
 
     assert main(["generate", "runs/a", "--prompt", "def ", "--tokens", "4", "--json"]) == 0

@@ -202,7 +202,7 @@ def test_ranks_of_torchrun_are_refused_while_another_start_lives(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The other one is the process that started this one. Rank 1 waits for rank 0, which torchrun sees fail."""
-    other = replace(owner._me("other"), pid=os.getppid(), started=owner._started(os.getppid()))
+    other = replace(owner.me("other"), pid=os.getppid(), started=owner._started(os.getppid()))
     Path("runs/a/.owner-5").write_bytes(owner._text(other, 0))
     before = sorted(Path("runs/a").iterdir())
     monkeypatch.setenv("RANK", "0")

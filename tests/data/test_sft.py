@@ -188,7 +188,7 @@ def test_what_is_bad_is_named_by_its_line(
 def test_bad_samples_may_be_passed_over(sft: Callable[..., Prepared]) -> None:
     prepared = sft([{"messages": ASKED}, {"messages": ASKED[:1]}, {"messages": ASKED}], on_bad_sample="skip")
     assert prepared.train.split.documents == 2 and prepared.manifest.counts == {"bad": 1, "CHAT002": 1}
-    with pytest.raises(DataError, match=refusal("DATA002", "0 documents", "1 file", 0, 1)):
+    with pytest.raises(DataError, match=refusal("DATA002", "0 documents", "1 file", "0 are too long", "1 are bad")):
         sft([{"messages": ASKED[:1]}], on_bad_sample="skip")
 
 

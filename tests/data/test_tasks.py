@@ -10,7 +10,8 @@ import pytest
 
 from shardwise.data.tasks import check_tasks, expected, questions, scorer
 from shardwise.errors import DataError
-from shardwise.spec.recipe import EvaluationTask, Recipe
+from shardwise.spec.evaluation_task import EvaluationTask
+from shardwise.spec.recipe import Recipe
 
 LINES = [{"prompt": "2 + 2 = ", "answer": "4"}, {"messages": [{"role": "user", "content": "hi"}], "answer": "hello"}]
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.config import ModelSpec, model_spec
-from shardwise.planner.price import price
+from shardwise.planner.price import along_pipeline, price
 from shardwise.prove.drift import drift
 from shardwise.prove.fake_run import measure
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Offload, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.techniques.events import EventLog
+from shardwise.techniques.shard.paper import Gathers
 from tests.covering import pairwise
 
 # Sizes that 8 and 512 do not divide, so that padding is at work.
@@ -169,6 +171,34 @@ def test_each_unit_gathered_ahead_is_a_blocks_weights_more(tied: bool) -> None:
         assert not one.differences() and abs(one.peak_error) < 1e-4
     for peaks in ([one.measured.peak_bytes for one in found], [one.predicted.peak_bytes for one in found]):
         assert peaks == [peaks[0] + number * block_bytes for number in range(3)]
+
+
+IN_STAGES = Plan(
+    Layout(pp=2, dp_shard=4), Batch(1, 2, 64), Shard("zero3"), Precision("bf16"), pipeline=Pipeline("1f1b", 1, (4, 4))
+)
+SMALL_STAGES = replace(SPEC, num_hidden_layers=8)
+FROM_HOST = replace(IN_STAGES, remat=Remat("full"), offload=Offload("host", weights="host"))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("plan", "ahead"),
+    [(IN_STAGES, 2), (FROM_HOST, 2), (replace(FROM_HOST, layout=Layout(dp_shard=8)), 40)],
+    ids=("stages", "stages, host", "host"),
+)
+def test_peaks_of_what_is_gathered_ahead_in_stages_and_from_the_host(plan: Plan, ahead: int) -> None:
+    spec = model_spec("ahead", 512, 1024, 8192, 8, 8, 8, 128)
+    found = drift(spec, replace(plan, shard=replace(plan.shard, backward_prefetch=ahead)), plan.layout.world - 1)
+    assert not found.differences() and abs(found.peak_error) < 1e-6
+
+
+@pytest.mark.parametrize(("plan", "ahead"), [(IN_STAGES, [3]), (FROM_HOST, [])], ids=("here", "host"))
+def test_a_head_gathers_nothing_ahead_of_what_comes_later(plan: Plan, ahead: list[int]) -> None:
+    """The last of four blocks, unless it is brought from the host when its own backward begins."""
+    *_, sheet = along_pipeline(SMALL_STAGES, plan)
+    gathers = Gathers(EventLog(), sheet, plan)
+    gathers.begin_backward("head")
+    assert gathers.buffers == ahead
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

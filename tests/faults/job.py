@@ -65,6 +65,8 @@ def plan(strategy: str = "zero3", world: int = 2) -> Plan:
         return Plan(Layout(dp_shard=world, ep=2), batch, Shard("zero3"))
     if strategy == "hsdp":
         return Plan(layout=Layout(dp_replicate=2, dp_shard=world // 2), batch=batch, shard=Shard("zero3"))
+    if strategy == "ddp":
+        return Plan(layout=Layout(dp_replicate=world), batch=batch, shard=Shard("ddp"))
     return Plan(layout=Layout(dp_shard=world), batch=batch, shard=Shard(strategy))  # type: ignore[arg-type]
 
 

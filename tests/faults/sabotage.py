@@ -293,6 +293,22 @@ def nccl_stands_in(rank: int, directory: Path) -> None:
     guard.ABANDONED_S = 1.0
 
 
+def hold_the_lock(rank: int, directory: Path, who: int, step: int) -> None:
+    """In ``step`` rank ``who`` keeps Python's lock for ever, in a regular expression: no thread of it runs any more."""
+    import re
+
+    from shardwise.runtime import loop
+
+    true = loop.launch
+
+    def launch(state: Any, *args: Any) -> Any:
+        if rank == who and state.step + 1 == step and mark(directory, "lock"):
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        return true(state, *args)
+
+    loop.launch = launch
+
+
 def kill_at_begin(rank: int, directory: Path, who: int) -> None:
     """Rank ``who`` dies once the run has its identity, before it has built anything."""
     from shardwise.runtime import begin
@@ -307,3 +323,91 @@ def kill_at_load(rank: int, directory: Path, who: int) -> None:
 
     if rank == who:
         checkpoint.fill = lambda *args: die(directory, "load")  # type: ignore[assignment]
+
+
+def busy(rank: int, directory: Path, who: int, step: int) -> None:
+    """From ``step`` on rank ``who`` needs six times as long for each block, which is more than what else runs on the
+    same cores may add to others: a loop keeps it busy."""
+    import time
+
+    from shardwise.models.decoder import Block
+    from shardwise.runtime import loop
+
+    true, true_launch, at = Block.forward, loop.launch, [0]
+
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        begun_s = time.perf_counter()
+        out = true(self, *args, **named)
+        end_s = begun_s + 6 * (time.perf_counter() - begun_s)
+        while rank == who and at[0] >= step and time.perf_counter() < end_s:
+            mark(directory, "busy")
+        return out
+
+    def launch(state: Any, *args: Any) -> Any:
+        at[0] = state.step + 1
+        return true_launch(state, *args)
+
+    Block.forward, loop.launch = forward, launch  # type: ignore[method-assign]
+
+
+def connected_late(rank: int, directory: Path) -> None:
+    """Two ranks are connected as more than 64 are: when they first talk."""
+    from shardwise.runtime import world
+
+    true = world._connect_late
+
+    def connect_late() -> None:
+        mark(directory, "late")
+        true()
+
+    world.CONNECTED_RANKS, world._connect_late = 1, connect_late
+
+
+def flip_bit(rank: int, directory: Path, who: int, step: int, where: str) -> None:
+    """From ``step`` on one bit is wrong on rank ``who``: of the gradient of a block's input, in every backward
+    (``gradient``) or in one alone, of a comparison (``once``); or, after that step's update, of the first ``weight`` or
+    ``moment`` that other ranks have too. It is one that rounding does not take away again."""
+    import torch
+
+    from shardwise.distributed.slices import local, replication
+    from shardwise.models.decoder import Block
+    from shardwise.runtime import check_bits, loop
+
+    if rank != who:
+        return
+    launch, forward, accumulate, at = loop.launch, Block.forward, check_bits.accumulate, [0]
+    compares = [where == "gradient"]
+
+    def flip(tensor: Any) -> Any:
+        mark(directory, where)
+        local(tensor).detach().view(-1).view(torch.int32)[3] ^= 1 << 22
+        return tensor
+
+    def launching(state: Any, *args: Any) -> Any:
+        at[0] = state.step + 1
+        launched = launch(state, *args)
+        if at[0] == step and where in ("weight", "moment"):
+            kind, ranks = "model." if where == "weight" else "optim.exp_avg.", args[2].meshes.size("stage")
+            held = [one for name, one in state.tensors().items() if name.startswith(kind)]
+            flip(next(one for one in held if replication(one, ranks) > 1))
+        return launched
+
+    def comparing(*args: Any) -> Any:
+        compares[0] = where == "gradient" or (at[0] >= step and mark(directory, "comparing"))
+        try:
+            return accumulate(*args)
+        finally:
+            compares[0] = where == "gradient"
+
+    def wrong(gradient: Any) -> Any:
+        if at[0] < step or not compares[0] or where not in ("gradient", "once"):
+            return gradient
+        compares[0] = where == "gradient"
+        return flip(gradient.clone())
+
+    def through(self: Any, hidden: Any, *args: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            hidden.register_hook(wrong)
+        return forward(self, hidden, *args, **named)
+
+    loop.launch, Block.forward, check_bits.accumulate = launching, through, comparing  # type: ignore[method-assign]

@@ -76,6 +76,18 @@ def test_where_nccl_says_nothing_the_watch_ends_the_run(make: Make, action: str)
 
 
 @pytest.mark.prove
+def test_a_rank_that_keeps_the_lock_of_the_interpreter_is_named_and_ended(make: Make) -> None:
+    """None of its threads runs, its watch included: the other rank reads on its page where it is."""
+    job = make("locked")
+    codes = job.train(job.write(run={"timeout_s": TIMEOUT_S}), sabotage=("hold_the_lock", 1, KILL))
+    assert job.fired("lock") and codes == [1, -signal.SIGKILL]
+    [problem] = job.ended().problems
+    assert problem["code"] == "HANG001" and problem["what"].startswith("rank 1 (host ")
+    assert shows(problem["where"], "rank 1", "is still", "phase count", f"step {KILL}")
+    assert job.saved() == [SAVE]
+
+
+@pytest.mark.prove
 def test_after_a_hang_the_run_goes_on(make: Make, whole: Job) -> None:
     job = make("hang-resumed")
     words = job.write(run={"timeout_s": TIMEOUT_S})

@@ -23,6 +23,16 @@ def test_the_same_job_twice_is_the_same_bitwise(make: Make, whole: Job) -> None:
 
 
 @pytest.mark.prove
+def test_ranks_that_are_connected_late_train_alike(make: Make, whole: Job) -> None:
+    """As more than 64 are: also what was killed then goes on, to the same bits."""
+    job = make("late")
+    assert job.train(job.write(), {1: f"backward:{KILL}:1"}, sabotage=("connected_late",))[1] == KILLED
+    assert job.train(job.write(), sabotage=("connected_late",)) == [0, 0]
+    assert job.fired("late")
+    job.same_as(whole)
+
+
+@pytest.mark.prove
 def test_another_seed_is_told_apart(make: Make, whole: Job) -> None:
     """The other control: what the comparison looks at does change when the run does."""
     job = make("seed")

@@ -171,6 +171,21 @@ def test_a_request_to_one_rank_stops_all_of_them(make: Make, whole: Job, number:
 
 
 @pytest.mark.prove
+def test_a_request_that_a_stopped_rank_cannot_follow_ends_as_a_hang(make: Make) -> None:
+    """Not after the ten minutes in which ranks may save: the other rank waits for it as long as it always would."""
+    job = make("launcher-silent")
+    launcher = Launcher(job, job.write(run={"timeout_s": 10.0}), f"data:{KILL}:1:SIGSTOP")
+    launcher.until(lambda: job.fired(f"data-{KILL}-1") and stopped(launcher.ranks()[1]))
+    ranks = launcher.ranks()
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait(90.0) == 1, launcher.said()
+    assert refuses(launcher.said(), "HANG001", "rank 1", fix="--resume")
+    assert gone(ranks, 0.0) and job.saved() == [SAVE]
+    found = job.ended()
+    assert found.kind == "hang" and found.restartable
+
+
+@pytest.mark.prove
 def test_a_second_ctrl_c_stops_at_once(make: Make, whole: Job) -> None:
     """The first cannot be followed, for a rank sleeps; the second does not wait for it. Nothing that was saved is
     harmed."""

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.interop.imports import Imported, foreign, read_files
-from shardwise.interop.system import FATES, table
+from shardwise.interop.system import FATES, READ, lines_of, table
 from shardwise.interop.systems import SYSTEMS
 from shardwise.spec.keys import keys_of
 from shardwise.spec.load import dump_settings, load_recipe, read_settings, recipe_schema
@@ -177,6 +177,29 @@ def test_tables_name_keys_that_there_are(name: str) -> None:
         assert row.fate in (*FATES, "read"), key
         assert row.fate != "kept" or row.ours in leaves, key
         assert row.fate != "refused" or row.say, f"{name}: {key} is refused without a reason"
+
+
+def test_settings_name_keys_that_there_are() -> None:
+    """Ours are keys of a recipe, and theirs are read by a table of a system; a way of reading that is misspelt would
+    be found only where such a key comes up."""
+    leaves = keys_of(recipe_schema()).leaves
+    ways = ("number", "count", "some", "degree", "switch", "on", "text", "refused")
+    for row in lines_of("settings"):
+        assert row["reads"] in ways or "=" in row["reads"], row
+        assert row["reads"] == "refused" or leaves.keys() >= {*row["ours"].split()}, row
+        for key in row["keys"].split():
+            rows = [known for system in SYSTEMS if (known := system.row(key)) is not None]
+            assert any(known.fate in READ or row["reads"] == "refused" for known in rows), key
+
+
+def test_a_degree_of_another_file_is_not_deepspeeds(tmp_path: Path) -> None:
+    """Accelerate's context parallelism is a ring; only DeepSpeed's own key makes it Ulysses."""
+    split = "parallelism_config: {parallelism_config_cp_size: 2}\n"
+    sharded = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}, "bf16": {"enabled": True}}
+    found = values(imported(tmp_path, ACCELERATE + split, sharded, TRL))
+    assert found["parallel.cp"] == 2 and "parallel.cp_kind" not in found
+    found = values(imported(tmp_path, sharded | {"sequence_parallel_size": 2}, TRL))
+    assert found["parallel.cp"] == 2 and found["parallel.cp_kind"] == "ulysses"
 
 
 def test_recipes_of_ours_are_not_taken_for_another_systems() -> None:

@@ -93,12 +93,15 @@ class Alone(Clock):
         return value
 
 
-def scaled(rank: int, world: int) -> tuple[list[Product], list[tuple[tuple[int, ...], ...]]]:
-    """What is measured of products in float8, of a device that has them, and the codes and scales that these get."""
+def scaled(rank: int, world: int, able: str) -> tuple[list[Product], list[tuple[tuple[int, ...], ...]]]:
+    """What is measured of products in float8, of a device that is ``able`` to multiply with one kind of scales or
+    both, and the codes and scales that these get."""
     seen: list[tuple[tuple[int, ...], ...]] = []
 
     def multiplied(first: CodedMatrix, second: CodedMatrix, dtype: torch.dtype) -> torch.Tensor:
         seen.append(tuple(tuple(each.shape) for one in (first, second) for each in (one.codes, one.scales)))
+        if able == "row" and second.rows > 1:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
         return first.values(dtype) @ second.values(dtype).t()
 
     with (

@@ -40,6 +40,8 @@ def main(directory: Path, deed: str) -> int:
     if rank() == 0 and deed == "killed":
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
+    if rank() == 0 and deed.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[deed])
     if deed == "killed":
         write_exit(directory, Exit("peer_lost", 1, "Connection closed by peer", rank=rank()))
     time.sleep(60)

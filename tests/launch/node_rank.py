@@ -22,12 +22,21 @@ def main(directory: Path, deed: str) -> int:
         time.sleep(0.01)
     if deed == "fine":
         return 0
+    if deed == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (directory / f"deaf-{local}").touch()
+        while not (directory / f"deaf-{1 - int(local)}").exists():
+            time.sleep(0.01)
+        if local == "0":
+            os.kill(os.getppid(), signal.SIGTERM)
     if local == "0" and deed == "fail":
         return 78
     if local == "0" and deed == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if deed == "asked" and local == "0":
         os.kill(os.getppid(), signal.SIGTERM)
+    if deed == "warned" and local == "0":  # by Slurm
+        os.kill(os.getppid(), signal.SIGUSR1)
     if deed == "save" and local == "0":
         os.kill(os.getppid(), signal.SIGTERM)
     end = time.monotonic() + 20

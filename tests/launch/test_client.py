@@ -5,11 +5,14 @@ their sources."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
-import time
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +23,7 @@ import pytest
 from shardwise.cli.app import main
 from shardwise.launch.jobs.table import KINDS
 from tests.cli.test_face import WORDS
+from tests.launch.waiting import until
 from tests.said import refuses, shows
 
 SAYS = '#!/bin/bash\necho "$(basename $0) $*" >> {there}/calls\n'
@@ -35,7 +39,8 @@ get) [ -e {there}/listed ] && cat {there}/listed || echo '{"items": []}';;
 logs) echo "job mine-1 says";;
 esac
 """
-SKY = r"""case "$2" in
+SKY = r"""[ "$2" = launch ] && [ -e {there}/state ] && { cat {there}/state >&2; exit 1; }
+case "$2" in
 launch) cp "${@: -1}" {there}/job; printf 'Useful\nManaged Job ID: \e[36m5\e[0m\n';;
 queue) [ -e {there}/listed ] && cat {there}/listed || echo '[]';;
 logs) echo "job 5 says";;
@@ -49,7 +54,8 @@ trap 'echo stopped >> {there}/calls; kill $waits; exit 143' TERM
 echo "ssh says"; sleep 60 & waits=$!
 wait $waits
 """
-RAY = r"""case "$2" in
+RAY = r"""[ "$2" = submit ] && [ -e {there}/state ] && { cat {there}/state >&2; exit 1; }
+case "$2" in
 submit) for word; do case "$word" in --working-dir=*) cp "${word#*=}/job.py" {there}/job;; esac; done; echo Next steps;;
 list) echo 'INFO cli.py:42 -- Job submission server address: http://head:8265'
 [ -e {there}/listed ] && cat {there}/listed || echo 'INFO cli.py:600 -- []';;
@@ -250,6 +256,16 @@ REFUSALS = [
     ("jobset", "", 'refused: no matches for kind "JobSet" in version', ["JobSet"], "`--on kubernetes` needs neither"),
     ("kubernetes", "", "The connection to the server localhost:8080 was refused", ["8080"], "kubectl cluster-info"),
     ("kubernetes", "", "Error (Forbidden): refused: jobs is forbidden", ["forbidden"], "kubectl auth can-i"),
+    ("ray", "", "Failed to connect to Ray at address: http://head:8265", ["connect"], "RAY_API_SERVER_ADDRESS"),
+    ("ray", "", "401 Unauthenticated: no token", ["401"], "RAY_AUTH_TOKEN"),
+    ("skypilot", "", "No cloud is enabled", ["cloud"], "`sky check`"),
+    ("skypilot", "", "No resource satisfying H100:8", ["resource"], "`sky show-gpus`"),
+    ("skypilot", "", "Volume shardwise not found", ["Volume"], "`sky volumes apply`"),
+    ("slurm", "--comment=mine", "", ["`--comment=mine`", "found"], "leave it out"),
+    ("slurm", "--partition=gpu --job-name mine", "", ["`--job-name`"], "leave it out"),
+    ("slurm", "-Jmine", "", ["`-Jmine`"], "leave it out"),
+    ("ray", "--submission-id=other", "", ["`--submission-id=other`"], "leave it out"),
+    ("skypilot", "--name other", "", ["`--name`"], "leave it out"),
     ("ssh", "one", "", ["2 hosts", 1], "--submit --with 'HOST1 HOST2 ...'"),
     ("ssh", "one away", "", ["resolve hostname away"], "`ssh HOST`"),
 ]
@@ -261,7 +277,7 @@ def test_what_is_refused(
 ) -> None:
     if state:
         (there / "state").write_text(state)
-    assert launch(kind, "--submit", f"--with={more}") == (2 if more == "one" else 69)
+    assert launch(kind, "--submit", f"--with={more}") == (2 if "leave" in fix or more == "one" else 69)
     told = capfd.readouterr()
     assert refuses(told.err, "JOB002", *values, fix=fix) and told.out == ""
     assert not (there / "job").exists() and not Path("runs").exists()
@@ -280,7 +296,7 @@ def test_a_job_that_nobody_knows(there: Path, capfd: Any) -> None:
         assert main([command, "other", "--on", "slurm"]) == 66
         told = capfd.readouterr().err
         assert "JOB004" in told and "one of these: mine.1" in told
-    assert main(["stop", "mine.1"]) == 2 and "`--on` says" in capfd.readouterr().err
+    assert main(["stop", "mine.1"]) == 2 and "`--on`" in capfd.readouterr().err
     assert calls(there, "scancel") == []
 
 
@@ -306,14 +322,14 @@ def test_over_ssh_it_goes_on_alone(there: Path, capfd: Any) -> None:
     try:
         seen = [line for line in calls(there, "ssh") if "test -x" in line]
         assert [line.split(" -- ")[1].split()[0] for line in seen] == ["one", "two"]
-        wait_for(lambda: Path("runs/mine.1/ssh.log").read_text().count("ssh says") == 2)
+        until(lambda: Path("runs/mine.1/ssh.log").read_text().count("ssh says") == 2)
         assert launch("ssh", *hosts) == 73 and "JOB003" in capfd.readouterr().err
         assert main(["runs", "--on", "ssh"]) == 0
         assert capfd.readouterr().out.splitlines()[1].split() == ["mine.1", str(pid), "running", "-"]
         assert main(["logs", "mine.1", "--on", "ssh"]) == 0 and "ssh says" in capfd.readouterr().out
         assert main(["stop", "mine.1", "--on", "ssh"]) == 0
-        wait_for(lambda: calls(there, "stopped") == ["stopped", "stopped"])
-        wait_for(lambda: subprocess.run(["ps", "-p", str(pid), "-o", "stat="], capture_output=True).stdout[:1] in b"Z")
+        until(lambda: calls(there, "stopped") == ["stopped", "stopped"])
+        until(lambda: subprocess.run(["ps", "-p", str(pid), "-o", "stat="], capture_output=True).stdout[:1] in b"Z")
         assert main(["runs", "--on", "ssh", "--json"]) == 0
         assert json.loads(capfd.readouterr().out.partition("\n")[2])[0]["ended"]
         assert main(["stop", "mine.1", "--on", "ssh"]) == 0 and "has ended" in capfd.readouterr().out
@@ -321,8 +337,121 @@ def test_over_ssh_it_goes_on_alone(there: Path, capfd: Any) -> None:
         subprocess.run(["kill", "-KILL", "--", f"-{pid}"], capture_output=True)
 
 
-def wait_for(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+def test_names_that_are_alike_are_told_apart(there: Path, capfd: Any) -> None:
+    """Slurm lists runs by their own names: another's is no reason to refuse one, and a word that several could be meant
+    by is refused with these."""
+    row = "{}|{}|shardwise|None|{}|/log|\n"
+    alike = [row.format("18", "RUNNING", "mine-1"), row.format("mine-1", "RUNNING", "19")]
+    (there / "listed").write_text("".join(alike))
+    assert launch("slurm", "--submit") == 0
+    (there / "listed").write_text("".join([*alike, row.format("17", "RUNNING", "mine.1")]))
+    capfd.readouterr()
+    for name, found in (("mine.1", "17"), ("mine-1", "18"), ("17", "17"), ("19", "mine-1")):
+        assert main(["stop", name, "--on", "slurm"]) == 0
+        assert f"job {found}" in capfd.readouterr().out.splitlines()[-1]
+    before = len(calls(there))
+    assert main(["stop", "Mine_1", "--on", "slurm"]) == 66
+    assert refuses(capfd.readouterr().err, "JOB004", "Mine_1", "18", "mine-1", "17", "mine.1", fix="id")
+    (there / "listed").write_text(row.format("18", "RUNNING", "mine-1") + row.format("17", "FAILED", "mine.1"))
+    assert main(["stop", "Mine_1", "--on", "slurm"]) == 66
+    assert refuses(capfd.readouterr().err, "JOB004", "Mine_1", "18", "mine-1", "17", "mine.1")
+    (there / "listed").write_text(row.format("20", "FAILED", "mine.1") + row.format("21", "PENDING", "mine.1") * 2)
+    assert main(["stop", "mine.1", "--on", "slurm"]) == 66 and "JOB004" in capfd.readouterr().err
+    assert not any("scancel" in line for line in calls(there)[before:])
+
+
+def test_a_job_whose_run_is_not_known_for_certain_shows_none(there: Path, capfd: Any) -> None:
+    """Kubernetes has a run's name in letters of its own: of two directories it may be either's."""
+    for name in ("mine.1", "other"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "recipe.yaml").write_text("train: {max_steps: 9}\n")
+        Path("runs", name, "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n')
+
+    def step() -> str:
+        assert main(["runs", "--on", "kubernetes"]) == 0
+        return str(capfd.readouterr().out.splitlines()[1].split()[3])
+
+    (there / "listed").write_text(objects(ready=1))
+    assert step() == "4/9"
+    Path("runs/other").rename("runs/mine-1")
+    assert step() == "-"
+    assert launch("kubernetes", "--submit") == 73
+    assert refuses(capfd.readouterr().err, "JOB003", "mine-1", "Running")
+    (there / "listed").write_text("17|RUNNING|shardwise|None|mine.1|/log|\n")
+    Path("runs/mine-1/metrics.jsonl").write_text('{"step": 7, "loss": 2.0}\n')
+    assert main(["runs", "--on", "slurm"]) == 0 and "4/9" in capfd.readouterr().out
+
+
+def test_a_log_with_nothing_in_it_is_said_in_words(there: Path, capfd: Any) -> None:
+    queue = "17|PENDING|shardwise|None|mine.1|{}|\n"
+    for log in ("", there / "nowhere", there / "empty"):
+        (there / "empty").touch()
+        (there / "listed").write_text(queue.format(log))
+        assert main(["logs", "mine.1", "--on", "slurm"]) == 0
+        told = capfd.readouterr()
+        assert told.out == "" and shows(told.err, 17, "PENDING") and str(log) in told.err
+    (there / "listed").write_text(queue.format(""))
+    assert main(["logs", "mine.1", "--on", "slurm", "--follow"]) == 0 and "PENDING" in capfd.readouterr().err
+
+
+def test_a_log_that_comes_later_is_followed(there: Path) -> None:
+    (there / "listed").write_text(f"17|PENDING|shardwise|None|mine.1|{there}/later|\n")
+    words = [sys.executable, "-m", "shardwise", "logs", "mine.1", "--on", "slurm", "--follow"]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, start_new_session=True, **streams) as follows:
+        try:
+            assert follows.stderr and "later" in follows.stderr.readline()
+            (there / "later").write_text("step 1\n")
+            assert follows.stdout and follows.stdout.readline() == "step 1\n"
+        finally:
+            os.killpg(follows.pid, signal.SIGKILL)
+
+
+def test_what_programs_read(there: Path, capfd: Any) -> None:
+    (there / "listed").write_text(queued("RUNNING", "None")(there))
+    assert main(["stop", "mine.1", "--on", "slurm", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (told["id"], told["name"], told["done"]) == ("17", "mine.1", "asked to stop")
+    (there / "listed").write_text(queued("FAILED", "None")(there))
+    assert main(["stop", "mine.1", "--on", "slurm", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (told["id"], told["state"], told["done"]) == ("17", "FAILED", "has ended")
+    assert main(["logs", "mine.1", "--on", "slurm", "--json"]) == 2
+    assert json.loads(capfd.readouterr().out)["error"]["problems"][0]["code"] == "CLI001"
+
+
+def test_ray_stops_a_job_without_saving(there: Path, capfd: Any) -> None:
+    (there / "listed").write_text(details("RUNNING"))
+    assert main(["stop", "mine-1", "--on", "ray"]) == 0
+    assert shows(capfd.readouterr().out, "without saving", "mine-1")
+
+
+def test_a_log_of_ssh_alone_is_no_job(there: Path, capfd: Any) -> None:
+    """It is what a start leaves that came to nothing; and a log that was removed leaves a job that has ended."""
+    Path("runs/mine.1").mkdir(parents=True)
+    Path("runs/mine.1/ssh.log").touch()
+    assert main(["runs", "--on", "ssh"]) == 0 and "no jobs" in capfd.readouterr().out
+    Path("runs/mine.1/ssh.log").rename("runs/mine.1/ssh.pid")
+    Path("runs/mine.1/ssh.pid").write_text("123 elsewhere")
+    assert main(["runs", "--on", "ssh"]) == 0
+    assert capfd.readouterr().out.splitlines()[1].split()[:3] == ["mine.1", "123@elsewhere", "ended"]
+
+
+def test_what_runs_over_ssh_is_neither_started_twice_nor_stopped_from_elsewhere(there: Path, capfd: Any) -> None:
+    Path("runs/mine.1").mkdir(parents=True)
+    with Path("runs/mine.1/ssh.log").open("w") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        assert launch("ssh", "--submit", "--with=one two") == 73
+        assert refuses(capfd.readouterr().err, "JOB003", "mine.1", "runs", fix="another `--run`")
+        assert not Path("runs/mine.1/ssh.pid").exists()
+        Path("runs/mine.1/ssh.pid").write_text("123 elsewhere")
+        assert main(["stop", "mine.1", "--on", "ssh"]) == 69
+        assert refuses(capfd.readouterr().err, "JOB002", "123@elsewhere", fix="behind the @")
+
+
+def test_words_about_the_directory_stay_where_they_belong(there: Path, capfd: Any) -> None:
+    assert launch("kubernetes", "--submit", "--out", "my runs", "--with=--namespace=a --context 'b --out c'") == 0
+    told = [shlex.split(line) for line in capfd.readouterr().out.splitlines()[1:]]
+    more = "--with=--namespace=a --context 'b --out c'"
+    assert told[0][1:] == ["shardwise", "runs", "my runs", "--on", "kubernetes", more]
+    assert told[2][1:] == ["shardwise", "stop", "mine.1", "--on", "kubernetes", "--out", "my runs", more]

@@ -86,14 +86,19 @@ def test_operations_read_what_was_made_last_and_products_come_in_three_forms(ran
 
 def test_products_in_float8_are_measured_from_codes(ranks: RankPool) -> None:
     """Each kind of scales, of m x k by k x n; only where the device has them, which no CPU does."""
-    ((products, seen),) = ranks.run(doctor_ranks.scaled, world=1)
+    ((products, seen),) = ranks.run(doctor_ranks.scaled, "both", world=1)
     assert [(one.dtype, one.m, one.n, one.k) for one in products] == [
         (f"float8 {scales}", 256, 384, 128) for scales in ("block", "row")
     ]
     assert all(one.seconds > 0 for one in products)
     assert seen == [((256, 128), (256, 1), (384, 128), (rows, 1)) for rows in (3, 384)]
-    for name, served in (("H100", ["block", "row"]), ("B200", ["row"]), ("A100", []), ("V100", [])):
+    for name, served in (("H100", ["block", "row"]), ("B200", ["mx", "row"]), ("A100", []), ("V100", [])):
         assert float8.scales_on(parse_cluster(f"1x{name}").device.capability) == served
+
+
+def test_products_that_this_torch_refuses_are_not_measured(ranks: RankPool) -> None:
+    ((products, seen),) = ranks.run(doctor_ranks.scaled, "row", world=1)
+    assert [one.dtype for one in products] == ["float8 row"] and len(seen) == 2
 
 
 def test_what_was_measured_of_float8_is_told_and_planned_with() -> None:

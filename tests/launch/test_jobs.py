@@ -22,8 +22,9 @@ from shardwise.launch.jobs.table import KINDS
 from shardwise.spec.emit import Verbatim, emit
 from shardwise.spec.load import load_recipe
 from tests.cli.test_face import WORDS
+from tests.launch.waiting import until
 from tests.runtime.small_run import write_text
-from tests.said import refuses
+from tests.said import refuses, shows
 
 OBJECTS = ("kubernetes", "jobset", "kubeflow")
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes_1_37.json").read_text())
@@ -383,13 +384,6 @@ def test_a_password_in_a_job_is_warned_of(written: Written, capsys: pytest.Captu
         assert ("may be secret" in capsys.readouterr().err) == warned
 
 
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(
     ("code", "warned", "again"),
     [
@@ -425,6 +419,40 @@ def test_ssh_ends_all_when_one_fails(written: Written, tmp_path: Path) -> None:
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
     done = subprocess.run(["bash", "job.sh", "one"], env=environment, capture_output=True, timeout=20)
     assert done.returncode == 2 and b"2 hosts, and 1 given" in done.stderr
+
+
+STAYS = "run.on_loss=replan"
+
+
+def test_ssh_ends_none_where_those_that_are_left_go_on(written: Written, tmp_path: Path) -> None:
+    """The code is that of the last that ends."""
+    Path("job.sh").write_text(written("ssh", STAYS))
+    for first, last in ((1, 0), (0, 75)):
+        one = f'#!/bin/bash\ncase "$*" in *NODE_RANK=1*) exit {first};; esac\nsleep 1; exit {last}\n'
+        done = subprocess.run(["bash", "job.sh", "one", "two"], env=tools(tmp_path, ssh=one), timeout=20, check=False)
+        assert done.returncode == last
+
+
+@pytest.mark.parametrize("kind", ["jobset", "kubeflow"])
+def test_a_pod_that_failed_is_started_again_alone_where_the_others_go_on(kind: str, written: Written) -> None:
+    assert job_spec(written(kind))["backoffLimit"] == 0
+    assert job_spec(written(kind, STAYS))["backoffLimit"] == 6
+
+
+def test_slurm_starts_nodes_that_outlive_a_lost_one(written: Written, tmp_path: Path) -> None:
+    text = written("slurm", STAYS)
+    assert "no-kill" in directives(text) and directives(text)["ntasks-per-node"] == "1"
+    assert "no-kill" not in directives(written("slurm")) and shows(text, "srun", "--no-kill", "--wait=0")
+    shows_all, srun = tmp_path / "shows", '#!/bin/bash\nshift 3\nSLURM_NODEID=1 exec "$@"\n'
+    shows_all.write_text(SHOWS)
+    shows_all.chmod(0o755)
+    run = text.replace(sys.executable, str(shows_all))
+    done = subprocess.run(["bash", "-c", run], env=tools(tmp_path, srun=srun), capture_output=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    (said,) = Path(".").glob("said-*")
+    places = said.read_text().splitlines()
+    assert {"PET_NNODES=2", "PET_NODE_RANK=1", "PET_NPROC_PER_NODE=2", "PET_MASTER_ADDR=n1"} <= {*places}
+    assert "PET_RDZV_ID=7-0" in places and not [line for line in places if line.startswith(("RANK", "WORLD"))]
 
 
 def test_ssh_hears_all_that_end_at_once(written: Written, tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,8 @@ from shardwise.errors import Problem
 from shardwise.launch import local
 from shardwise.launch.local import run_ranks
 from shardwise.launch.worker import LAUNCHER, STORE
-from shardwise.runtime.faults.outcome import read_exit
+from shardwise.runtime.faults.outcome import Exit, read_exit
+from tests.launch.waiting import until
 from tests.said import shows
 from tests.traps import set_traps, sprung
 
@@ -29,14 +28,6 @@ RANK = "tests.launch.fake_rank"
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'src'}")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-
-
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait; fail after ``seconds``."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come true in time"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -87,6 +78,25 @@ def test_the_cause_is_told_once_where_the_disk_is_full(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "phase", "whose"),
+    [
+        ("CUDA out of memory. Tried to allocate 2 GiB", "forward", "device"),
+        ("DefaultCPUAllocator: can't allocate memory", "forward", "host"),
+        ("can't start new thread", "forward", ""),
+        ("CUDA out of memory. Tried to allocate 2 GiB", "", ""),
+    ],
+)
+def test_whose_memory_ran_out_is_told_of_ranks_that_train(
+    said: str, phase: str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = {"code": "MEM001", "what": f"out of memory while training: {said}"}
+    told = Exit("memory", 1, "out of memory", 1, phase=phase, problems=[problem])
+    monkeypatch.setattr(local, "read_exit", lambda _: told)
+    ended = run_ranks([str(tmp_path), "full"], 2, tmp_path, module=RANK)
+    assert (ended.exit_code, ended.ran_out) == (1, whose)
+
+
+@pytest.mark.parametrize(
     ("kills", "values", "fix"),
     [
         ((4, 5), ("exit code 137", "memory ran out", "3.0 GiB"), "train.micro_batch_size=1"),
@@ -102,7 +112,7 @@ def test_a_rank_that_was_killed_is_named_by_the_signal_and_not_by_what_others_sa
     monkeypatch.setattr(local, "total_memory_bytes", lambda: 3 * 2**30)
     ended = run_ranks([str(tmp_path), "killed"], 2, tmp_path, module=RANK)
     assert ended.exit_code == 1 and ended.problem is not None
-    assert ended.problem.code == "RUN004"
+    assert ended.problem.code == "RUN004" and ended.ran_out == ("host" if kills == (4, 5) else "")
     assert shows(ended.problem.what, f"rank 0 (pid {pids(tmp_path)[0]})", "SIGKILL", *values)
     assert ended.problem.what.endswith("SIGKILL") is not bool(values)
     assert ended.problem.fix.startswith(fix)
@@ -110,6 +120,16 @@ def test_a_rank_that_was_killed_is_named_by_the_signal_and_not_by_what_others_sa
     assert f"`shardwise train {tmp_path}` goes on" in ended.problem.fix  # there is no checkpoint
     outcome = read_exit(tmp_path)
     assert outcome is not None and (outcome.kind, outcome.rank, outcome.restartable) == ("crash", 0, True)
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT"])
+def test_a_rank_that_crashes_is_named_by_its_signal_and_not_taken_for_one_without_memory(
+    tmp_path: Path, name: str
+) -> None:
+    ended = run_ranks([str(tmp_path), name], 2, tmp_path, module=RANK)
+    assert ended.exit_code == 1 and ended.problem is not None and ended.problem.code == "RUN004"
+    assert shows(ended.problem.what, f"rank 0 (pid {pids(tmp_path)[0]})", name)
+    assert "memory" not in str(ended.problem)
 
 
 def test_a_disk_that_refuses_the_outcome_hides_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

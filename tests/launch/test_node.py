@@ -33,6 +33,8 @@ def test_it_is_known_by_the_variables_of_torchrun(given: None, monkeypatch: pyte
     monkeypatch.delenv("PET_MASTER_PORT")
     monkeypatch.setenv("PET_RDZV_ID", "start-7")
     assert this_node(["train"]) == Node(4, 2, 8, "a-0.a", 29500, "start-7")
+    monkeypatch.setenv("PET_NNODES", "1:4")
+    assert this_node(["train"]) == Node(4, 2, 8, "a-0.a", 29500, "start-7", 1)
     monkeypatch.setenv("PET_NNODES", "1")
     assert this_node(["train"]) is None
 
@@ -40,7 +42,9 @@ def test_it_is_known_by_the_variables_of_torchrun(given: None, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "value", "values"),
     [
-        ("NNODES", "1:4", ["`PET_NNODES` is 1:4"]),
+        ("NNODES", "5:4", ["`PET_NNODES` is 5:4"]),
+        ("NNODES", "0:4", ["PET_NNODES:", "whole number", "from 1"]),
+        ("NNODES", "1:4:4", ["`PET_NNODES` is 1:4:4"]),
         ("NODE_RANK", "", ["`PET_NODE_RANK` is not set"]),
         ("NODE_RANK", "4", ["below 4", "PET_NNODES"]),
         ("NPROC_PER_NODE", "gpu", ["PET_NPROC_PER_NODE:", "whole number", "1 to 1024"]),
@@ -88,13 +92,18 @@ def test_ranks_are_told_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize(("deed", "code"), [("save", 75), ("fail", 78), ("asked", 143)])
+@pytest.mark.parametrize(("deed", "code"), [("save", 75), ("fail", 78), ("asked", 143), ("warned", 138)])
 def test_it_ends_with_the_code_of_its_ranks(
     deed: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """75 where they have saved; else that of the first that failed; of ranks that were ended before they could, 143."""
     assert ended(tmp_path, deed, monkeypatch) == code
-    assert shows(capfd.readouterr().err, "SIGTERM: saving", "stopping") == (deed != "fail")
+    assert shows(capfd.readouterr().err, ": saving", "stopping") == (deed != "fail")
+
+
+def test_ranks_that_do_not_end_when_asked_have_not_ended_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.launch.local.SAVE_AND_STOP_S", 0.3)
+    assert ended(tmp_path, "hang", monkeypatch) == 143
 
 
 def test_a_killed_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

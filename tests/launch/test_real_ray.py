@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,17 +20,11 @@ import pytest
 
 from shardwise.cli.app import main
 from tests.cli.test_face import WORDS
+from tests.launch.waiting import until
 from tests.runtime.small_run import write_text
 from tests.said import shows
 
 pytestmark = [pytest.mark.prove, pytest.mark.skipif(find_spec("ray") is None, reason="no ray here")]
-
-
-def until(true: Callable[[], object], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.5)
 
 
 def processes() -> Iterator[psutil.Process]:

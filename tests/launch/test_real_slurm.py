@@ -8,8 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 
 from shardwise.cli.app import main
 from tests.cli.test_face import WORDS
+from tests.launch.waiting import until
 from tests.runtime.small_run import write_text
 from tests.said import shows
 
@@ -55,13 +55,6 @@ SCONTROL = '#!/bin/bash\n[ "$2" = hostnames ] && echo localhost || exec /usr/bin
 """The nodes' names are known to Slurm alone; ranks find the first by its name."""
 
 
-def until(true: Callable[[], object], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.2)
-
-
 def said(*words: str) -> str:
     return subprocess.run(words, capture_output=True, text=True).stdout
 
@@ -90,7 +83,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     try:
-        until(lambda: said("sinfo", "--noheader", "--format=%t %D").split() == ["idle", "2"])
+        until(lambda: said("sinfo", "--noheader", "--format=%t %D").split() == ["idle", "2"], 60)
         yield tmp_path
     finally:
         subprocess.run(["scancel", "--user=root", "--signal=KILL", "--full"], capture_output=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from shardwise.errors import DataError, MissingInputError, OutputError, ShardwiseError
-from shardwise.launch import rundir
+from shardwise.launch import rundir, writable
 from shardwise.runtime.checkpoint import commit
 from shardwise.runtime.checkpoint.manifest import STATE, Manifest
 from shardwise.runtime.faults.outcome import Exit, clear_exit, write_exit
@@ -166,11 +166,11 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, subject in ((tmp_path / "file", "it"), (tmp_path / "file" / "x", "the path")):
         with pytest.raises(OutputError) as caught:
-            rundir.check_writable(path)
+            writable.check_writable(path)
         code, exit_code, what, _ = refused(caught.value)
         assert (code, exit_code) == ("OUT002", 73) and shows(what, f"{path}:", subject, "is a file")
     with pytest.raises(OutputError) as caught:
-        rundir.check_writable(tmp_path / ("x" * 300))
+        writable.check_writable(tmp_path / ("x" * 300))
     assert "too long" in refused(caught.value)[2]
 
 
@@ -192,14 +192,14 @@ def test_each_step_of_the_probe_counts(
 
     monkeypatch.setattr(*((os, "fsync") if call == "fsync" else (Path, call)), fail)
     with pytest.raises(OutputError) as caught:
-        rundir.check_writable(tmp_path / "run")
+        writable.check_writable(tmp_path / "run")
     code, exit_code, what, _ = refused(caught.value)
     assert (code, exit_code) == ("OUT002", 73) and shows(what, f"{tmp_path / 'run'}:", reason)
     assert not list(tmp_path.rglob(".probe*"))
 
 
 def test_a_directory_that_can_be_written_keeps_nothing_of_the_probe(tmp_path: Path) -> None:
-    rundir.check_writable(tmp_path / "runs" / "a")
+    writable.check_writable(tmp_path / "runs" / "a")
     assert list((tmp_path / "runs" / "a").iterdir()) == []
 
 

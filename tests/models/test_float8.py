@@ -23,6 +23,7 @@ from shardwise.models.config import ModelSpec
 from shardwise.models.decoder import Decoder
 from shardwise.models.hf_names import Location
 from shardwise.models.lookup import load_spec, read_spec
+from shardwise.models.predictor import with_predictor
 from shardwise.models.stored import StoredParameter, StoredRows
 from shardwise.techniques.float8 import codes
 from tests.models import hf_models
@@ -161,7 +162,9 @@ def test_what_is_written_is_what_transformers_reads(tmp_path: Path, kind: str) -
     ours = random_model(read_spec(config_of(kind, 1) | WIDE | latent, "test"), 1)
     assert not float8.unwritable(ours.spec, hf.written(ours.spec))
     hf.write_weights(tmp_path / "one", ours.spec, ours.state_dict().__getitem__, E4M3)
-    hf.write_weights(tmp_path / "plain", ours.spec, ours.state_dict().__getitem__)
+    hf.write_weights(
+        tmp_path / "plain", ours.spec, ours.state_dict().__getitem__, torch.bfloat16
+    )  # what training codes
     plain, held = (load_file(tmp_path / name / hf.SINGLE) for name in ("plain", "one"))
     inner = [name for name, value in held.items() if value.dtype == E4M3]
     assert len(inner) >= 6 and not any(re.search("norm|embed|lm_head|gate.weight", name) for name in inner)
@@ -169,6 +172,7 @@ def test_what_is_written_is_what_transformers_reads(tmp_path: Path, kind: str) -
         unit = held[f"{name}_scale_inv"].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
         found = held[name].double() * unit
         off, exact = (found - plain[name].double()).abs(), plain[name].double().abs()
+        assert torch.equal(codes.coded(plain[name], 128, 128).codes.float(), held[name].float()), name
         assert (off <= torch.maximum(exact / 16, unit * 2.0**-10)).all(), name
     spec = load_spec(str(tmp_path / "one"))
     assert shows(spec.stored, "float8", "scale", "128 x 128")
@@ -181,6 +185,29 @@ def test_what_is_written_is_what_transformers_reads(tmp_path: Path, kind: str) -
     hf.write_weights(tmp_path / "two", spec, read.__getitem__, E4M3)
     for name, value in hf.read_weights(tmp_path / "two", everything(spec), spec):
         assert torch.equal(value, read[name]), name
+
+
+def test_what_servers_join_is_in_float8_together() -> None:
+    """As vLLM joins q_a with kv_a, and q with k and v: one that is no whole number of blocks keeps the others out. What
+    joins the inputs of a layer that predicts a further token stays, and the config names all that does."""
+    latent = (
+        LATENT | HEADS | {"attention_bias": False, "head_dim": 8, "kv_lora_rank": 112, "num_nextn_predict_layers": 1}
+    )
+    spec = with_predictor(read_spec(config_of("deepseek_v3", 1) | WIDE | latent, "test"), 0.1)
+    held = hf.written(spec)
+    names = float8.coded_names(held)
+    roles = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
+    assert any("eh_proj" in name for name in held) and {"o_proj", "q_b_proj", "gate_proj"} <= roles
+    assert roles.isdisjoint({"q_a_proj", "kv_a_proj_with_mqa", "eh_proj", "gate", "embed_tokens", "head"})
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
+    few = float8.coded_names(hf.written(read_spec(config_of("llama", 1) | WIDE | heads, "test")))
+    assert few and not any(re.search("[qkv]_proj", name) for name in few)
+
+
+def test_a_config_names_what_is_not_in_float8() -> None:
+    found = float8.config_of(["lm_head.weight", "model.layers.3.mlp.gate.weight", "model.layers.9.k_weight_scale_inv"])
+    kept = ["lm_head", "model.layers.3.mlp.gate"]
+    assert found["quantization_config"] == FP8 | {"modules_to_not_convert": kept}
 
 
 @pytest.mark.parametrize(

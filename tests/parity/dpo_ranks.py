@@ -23,10 +23,11 @@ from shardwise.prove import parity, workload
 from shardwise.prove.workload import random_everywhere
 from shardwise.runtime import reduce
 from shardwise.runtime.build import build
-from shardwise.runtime.evaluate import Preference, Validation, evaluate, evaluate_pairs
+from shardwise.runtime.evaluate import evaluate, evaluate_pairs
 from shardwise.runtime.job import Job
 from shardwise.runtime.passes import finish_of
 from shardwise.runtime.reference import refer
+from shardwise.runtime.report.results import Preference, Validation
 from shardwise.runtime.step import StepRules, step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Data, Method, Recipe, Run

@@ -25,6 +25,7 @@ EXPERTS = with_fields(
 )
 FLOAT8 = replace(FP64, products="float8", exclude=("first",))
 ROW = replace(FLOAT8, scales="row", exclude=("last", "*.up"))
+MX = replace(FLOAT8, scales="mx")
 ADAPTERS = Lora(4, 8.0, frozen="fp64")
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "one": (Layout(), {}),
@@ -45,6 +46,11 @@ SPREAD: dict[str, tuple[Layout, dict[str, Any]]] = {
     "ep over all": (Layout(dp_shard=2, tp=2, ep=4), {"sequence_parallel": True}),
 }
 """Of mixtures."""
+SHARDED: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "stages of shards": (Layout(pp=2, dp_shard=2), LAYOUTS["pp"][1]),
+    "ep, shards": (Layout(dp_shard=4, ep=2), {}),
+}
+EVERY = LAYOUTS | SPREAD | SHARDED
 
 
 def plan_of(
@@ -55,7 +61,7 @@ def plan_of(
     lora: Lora | None = None,
     **more: Any,
 ) -> Plan:
-    ranks, settings = (LAYOUTS | SPREAD)[layout]
+    ranks, settings = EVERY[layout]
     batch = Batch(ROWS // accumulation // ranks.dp, accumulation, SEQ_LEN, loss_chunk_tokens=7)
     shard = Shard(strategy, bucket_bytes=4096)  # type: ignore[arg-type]
     plan = Plan(ranks, batch, shard, FLOAT8, Remat(remat), lora=lora, **settings)  # type: ignore[arg-type]
@@ -64,7 +70,7 @@ def plan_of(
 
 def legal(layout: str, strategy: str, remat: str, accumulation: int, *rest: Any) -> bool:
     """Say whether there is something to shard over, and work for all stages."""
-    ranks = (LAYOUTS | SPREAD)[layout][0]
+    ranks = EVERY[layout][0]
     shards = ranks.dp_shard > least_dp_shard(ranks) if strategy == "ddp" else ranks.dp_shard > 1
     return shards == (strategy != "ddp") and accumulation >= ranks.pp
 

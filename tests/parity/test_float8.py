@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise import techniques
-from shardwise.models.config import ModelSpec
+from shardwise.models.config import ModelSpec, with_fields
 from shardwise.prove import parity
 from shardwise.prove.pool import RankPool
 from shardwise.spec.cluster import parse_cluster
@@ -18,7 +18,7 @@ from shardwise.techniques import float8
 from shardwise.techniques.float8 import scaled
 from tests.covering import pairwise
 from tests.parity import drawn
-from tests.parity.float8s import ADAPTERS, EXPERTS, FLOAT8, LAYOUTS, ROW, SPEC, SPREAD, legal, plan_of, spec_of
+from tests.parity.float8s import ADAPTERS, EXPERTS, FLOAT8, LAYOUTS, MX, ROW, SPEC, SPREAD, legal, plan_of, spec_of
 from tests.parity.test_fp64 import holds
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -26,7 +26,12 @@ REMATS = ("none", "selective", "full")
 TRAINED: dict[str, Lora | None] = {"all": None, "adapters": ADAPTERS, "magnitudes": replace(ADAPTERS, dora=True)}
 CASES = pairwise(LAYOUTS, STRATEGIES, REMATS, (1, 2), TRAINED, legal=legal)
 
-PRECISIONS = {"block": FLOAT8, "row": ROW, "experts alone": replace(FLOAT8, exclude=("*.attention.*", "*.expert_up"))}
+PRECISIONS = {
+    "block": FLOAT8,
+    "row": ROW,
+    "mx": MX,
+    "experts alone": replace(FLOAT8, exclude=("*.attention.*", "*.expert_up")),
+}
 MIXTURES = pairwise(
     SPREAD, STRATEGIES, REMATS, (1, 2), ("all", "adapters"), PRECISIONS, legal=lambda *case: legal(*case[:4])
 )
@@ -60,6 +65,20 @@ def test_scales_of_rows(ranks: RankPool) -> None:
     plans = [plan_of("shards", "zero3", "selective", 2, precision=ROW), plan_of("dp", precision=ROW)]
     assert all(allowed(SPEC, plan) for plan in plans)
     holds(drawn.prove(ranks, SPEC, plans), plans)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("trained", ["all", "adapters"])
+def test_blocks_of_mx(ranks: RankPool, trained: str) -> None:
+    """Of a model that two ranks could not have in whole blocks of 128."""
+    spec = with_fields(SPEC, head_dim=96, num_attention_heads=2, num_key_value_heads=2)
+    plans = [
+        plan_of("shards", "zero3", "selective", 2, TRAINED[trained], precision=MX),
+        plan_of("tp", "ddp", "none", 1, TRAINED[trained], precision=MX),
+    ]
+    assert all(allowed(spec, plan) for plan in plans)
+    assert not allowed(spec, replace(plans[1], precision=FLOAT8))
+    holds(drawn.prove(ranks, spec, plans), plans)
 
 
 def test_it_is_another_computation_than_without() -> None:

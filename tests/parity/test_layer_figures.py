@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +30,7 @@ from shardwise.spec.plan import Lora, Plan, Remat
 from shardwise.techniques import float8
 from shardwise.techniques.tally import OPERANDS, counting, tables
 from tests.covering import pairwise
-from tests.parity.float8s import ADAPTERS, FLOAT8, LAYOUTS, ROW, SPEC, legal, plan_of
+from tests.parity.float8s import ADAPTERS, EXPERTS, FLOAT8, LAYOUTS, ROW, SPEC, legal, plan_of
 
 CPU = torch.device("cpu")
 FLIPPED = 1e-4
@@ -95,6 +96,20 @@ def test_every_layout(
                 assert tuple(lost[:2]) == pytest.approx(right.lost[each][:2], abs=FLIPPED), each
 
 
+@pytest.mark.prove
+def test_weights_that_are_gathered_as_codes(ranks: RankPool, one_process: dict[str, list[LayerFigures]]) -> None:
+    """Counted where a rank codes its rows: the product is given what codes stand for, of which nothing is lost."""
+    plan = plan_of("shards", "zero3", "full", 2, precision=replace(FLOAT8, gather="float8"))
+    for _, found in ranks.run(outliers, SPEC, plan, True, world=2):
+        for one, right in zip(found, one_process["all"], strict=True):
+            assert one.lost.keys() == right.lost.keys()
+            if one is found[0]:  # of the same weights, each value counted once
+                assert all(lost == right.lost[each] for each, lost in one.lost.items() if each[1] == "weight")
+            assert max(lost.flushed for (_, operand), lost in one.lost.items() if operand == "weight") > 0
+            for each, lost in one.lost.items():
+                assert tuple(lost[:2]) == pytest.approx(right.lost[each][:2], abs=FLIPPED), each
+
+
 def test_something_is_lost(one_process: dict[str, list[LayerFigures]]) -> None:
     """Else little would be shown."""
     for sample in one_process["all"]:
@@ -106,6 +121,10 @@ def test_something_is_lost(one_process: dict[str, list[LayerFigures]]) -> None:
 # An independent count ------------------------------------------------------------------------------------------------
 
 
+LEAST = 2.0**-136
+"""Half of the least code times the least scale: a second rule has smaller ones, for float64."""
+
+
 def lost_of(matrices: list[Tensor], rows: int, columns: int) -> Lost:
     """Counted from what a second rule rounds the matrices to."""
     values = saturated = flushed = 0
@@ -113,6 +132,7 @@ def lost_of(matrices: list[Tensor], rows: int, columns: int) -> Lost:
         flat = matrix.flatten(0, -2)
         wide = columns or flat.shape[1]
         coded = rounded(flat, rows, columns)
+        coded[flat.abs() <= LEAST] = 0
         blocks = [each.reshape(len(flat) // rows, rows, -1, wide) for each in (flat, coded)]
         scale = 2 ** torch.ceil(torch.log2(blocks[0].abs().amax((1, 3), keepdim=True) / 448))
         values += flat.numel()
@@ -121,21 +141,21 @@ def lost_of(matrices: list[Tensor], rows: int, columns: int) -> Lost:
     return Lost(saturated / values, flushed / values, max(float(each.abs().max()) for each in matrices))
 
 
-def prepared(plan: Plan) -> tuple[Decoder, Tensor]:
+def prepared(plan: Plan, spec: ModelSpec = SPEC) -> tuple[Decoder, Tensor]:
     """A model with outliers under the plan, and the table of its layers."""
     torch.manual_seed(0)
-    model = Decoder(SPEC).double()
+    model = Decoder(spec).double()
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
-        parameter.data = outlying(name, shape, [slice(0, size) for size in shape], 0, SPEC).double()
+        parameter.data = outlying(name, shape, [slice(0, size) for size in shape], 0, spec).double()
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         techniques.apply_inside([model], plan, meshes=None)  # type: ignore[arg-type]
-    table = tables([model], [*float8.layers(SPEC, plan.precision)], CPU)
+    table = tables([model], [*float8.layers(spec, plan.precision)], CPU)
     assert table is not None
     return model, table
 
 
-def passes(model: Decoder, table: Tensor, count: bool) -> None:
+def passes(model: Decoder) -> None:
     """Forward and backward of two micro-batches."""
     for seed in range(2):
         torch.manual_seed(seed)
@@ -165,13 +185,16 @@ def read(table: Tensor, names: Sequence[str]) -> dict[tuple[str, str], Lost]:
     return {each: Lost(row[1] / row[0], row[2] / row[0], row[3]) for each, row in rows}
 
 
-@pytest.mark.parametrize("scales", ["block", "row"])
-def test_an_independent_count(scales: str) -> None:
+@pytest.mark.parametrize(
+    ("scales", "spec"), [("block", SPEC), ("row", SPEC), ("block", EXPERTS)], ids=["block", "row", "experts"]
+)
+def test_an_independent_count(scales: str, spec: ModelSpec) -> None:
+    """Of layers, and of experts: their rows and all their matrices together."""
     precision = FLOAT8 if scales == "block" else ROW
-    plan, names = Plan(precision=precision), [*float8.layers(SPEC, precision)]
-    model, table = prepared(plan)
+    plan, names = Plan(precision=precision), [*float8.layers(spec, precision)]
+    model, table = prepared(plan, spec)
     with watched(model, names) as seen, counting(table):
-        passes(model, table, True)
+        passes(model)
     found = read(table, names)
     assert max(lost.flushed for lost in found.values()) > 0.05
     size = 128 if scales == "block" else 0
@@ -179,7 +202,7 @@ def test_an_independent_count(scales: str) -> None:
         right = lost_of(matrices, (size or 1) if one == "weight" else 1, size)
         assert tuple(found[name, one]) == pytest.approx(tuple(right), rel=1e-12), (name, one)
     before = table.clone()
-    passes(model, table, False)
+    passes(model)
     assert torch.equal(before, table)  # no step that is not sampled counts
 
 
@@ -193,10 +216,10 @@ def test_compiled_blocks_count_the_same_in_one_graph(remat: str) -> None:
     for plan in (Plan(precision=FLOAT8), Plan(precision=FLOAT8, compile=True, remat=Remat(remat))):  # type: ignore[arg-type]
         model, table = prepared(plan)
         torch._dynamo.utils.counters.clear()
-        passes(model, table, False)
+        passes(model)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         with counting(table):
-            passes(model, table, True)
+            passes(model)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
         assert bool(graphs) == plan.compile
         tables_found.append(read(table, [*float8.layers(SPEC, FLOAT8)]))

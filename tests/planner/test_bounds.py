@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from random import Random
@@ -18,7 +19,7 @@ from shardwise.planner.search import Search
 from shardwise.planner.seconds.step_seconds import timed
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Recipe
 from tests.planner.test_exhaustive import MODELS, Case, asked
 
@@ -154,3 +155,22 @@ def test_experts_that_are_spread() -> None:
     for degree, strategy, seq_len in product((8, 2, 1), ("zero1", "zero3"), (512, 4096)):
         layout, batch = Layout(dp_shard=8, ep=degree, ranks_per_node=8), Batch(1, 1, seq_len, 512)
         below(bounds, Plan(layout, batch, Shard(strategy), Precision("bf16"), Remat("full"), model=spec.name))  # type: ignore[arg-type]
+
+
+@pytest.mark.prove
+def test_weights_that_are_gathered_as_codes() -> None:
+    """In half the bytes, over slow links that they would fill otherwise; with stages, adapters and replicas too."""
+    spec, cluster = spec_of(PAGES["8B on 8"][0]), parse_cluster("2x8xH100+25Gb/node")
+    bounds = LowerBounds(spec, cluster)
+    precision = Precision("bf16", products="float8", exclude=("first", "last"), gather="float8")
+    staged = {"pipeline": Pipeline("1f1b", 1, (16, 16))}
+    for layout, more in (
+        (Layout(dp_shard=16), {}),
+        (Layout(dp_replicate=2, dp_shard=8), {"lora": Lora(16, 32.0)}),
+        (Layout(dp_shard=2, tp=8), {}),
+        (Layout(pp=2, dp_shard=8), staged),
+    ):
+        for seq_len, count in ((512, 2), (4096, 4)):
+            batch = Batch(1, count, seq_len, 512)
+            layout = replace(layout, ranks_per_node=8)
+            below(bounds, Plan(layout, batch, Shard("zero3"), precision, model=spec.name, **more))  # type: ignore[arg-type]

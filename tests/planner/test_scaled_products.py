@@ -42,7 +42,7 @@ def test_it_is_what_planning_finds(cluster: str, words: tuple[str, ...]) -> None
     plan = choose(recipe, spec, machines)
     found = in_float8(recipe, spec, machines, plan)
     assert found is not None and found.estimate.seconds is not None and plan.estimate.seconds is not None
-    assert found.precision.scales == ("row" if "B200" in cluster else "block")
+    assert found.precision.scales == ("mx" if "B200" in cluster else "block")
     right = timed(spec, price(spec, replace(found, estimate=plan.estimate), machines), machines)
     assert right.estimate.seconds is not None
     assert found.estimate.seconds.step_s == pytest.approx(right.estimate.seconds.step_s, rel=1e-3)
@@ -55,7 +55,7 @@ def test_it_is_what_planning_finds(cluster: str, words: tuple[str, ...]) -> None
     ("cluster", "words", "told"),
     [
         ("8xH100", (), "precision.products=float8"),
-        ("8xB200", (), "precision.products=float8 precision.scales=row"),
+        ("8xB200", (), "precision.products=float8 precision.scales=mx"),
         ("8xA100", (), ""),
         ("8xH100", ("precision.modules={'*norm': fp32}",), ""),
         ("1xCPU", ("precision.compute=bf16", "train.seq_len=16", "global_batch=1"), ""),

@@ -10,6 +10,7 @@ import pytest
 
 from shardwise.models.config import ModelSpec, with_fields
 from shardwise.models.lookup import load_spec
+from shardwise.planner import ship
 from shardwise.planner.symbols import Symbols
 from shardwise.planner.trace import trace, trace_once
 from shardwise.planner.variants import GROWING, PRIMES, chosen
@@ -90,6 +91,13 @@ def test_primes_are_primes_and_distinct() -> None:
     numbers = [*odd, lora.RANK, tp.RANKS, tp.FEW, ODD_ROWS, -(-ODD_ROWS * GROWING["s"] // tp.RANKS)]
     assert len(set(numbers)) == len(numbers)
     assert all(number % divisor for number in numbers for divisor in range(2, int(number**0.5) + 1))
+
+
+def test_a_sum_that_divides_another_is_looked_for_later() -> None:
+    """As the scales of a latent's matrix, in a byte each, divide those of an expert's."""
+    variant = next(v for v in ship.ordinary() if v.plan.lora is not None and v.plan.lora.float8)
+    read = Symbols.of(variant, {"scales of kv_a": 13038, "scales of gate": 18 * 13038})
+    assert [read(4 * 18 * 13038), read(4 * 13038)] == ["4*scales of gate", "4*scales of kv_a"]
 
 
 def test_sizes_are_read_as_products() -> None:

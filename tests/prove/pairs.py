@@ -49,6 +49,7 @@ def on(name: str, spec: ModelSpec, plan: Plan) -> Row:
         "LoRA": {"lora": lora},
         "DoRA": {"lora": replace(lora, dora=True)},
         "4 bits": {"lora": replace(lora, nf4=True)},
+        "8 bits": {"lora": replace(lora, float8=True)},
         "frozen": {"frozen": ("embed.*",)},
         "DPO": {"loss": "dpo"},
         "compile": {"compile": True},
@@ -60,6 +61,7 @@ def on(name: str, spec: ModelSpec, plan: Plan) -> Row:
         "offload": {"offload": Offload("host")},
         "Muon": {"optim": Optim("muon")},
         "float8": {"precision": _narrow(plan.precision)},
+        "codes": _in_codes(plan),
     }
     if name in ("experts", "ep"):
         mixed = (
@@ -71,6 +73,16 @@ def on(name: str, spec: ModelSpec, plan: Plan) -> Row:
     if name == "HF modules":
         return spec_of("gpt2"), plan
     return spec, replace(plan, **changed[name])
+
+
+def _in_codes(plan: Plan) -> dict[str, Any]:
+    """With weights gathered as codes: over two shards, or those that have parts of rows, where nothing says how ranks
+    are sharded."""
+    found: dict[str, Any] = {"precision": replace(_narrow(plan.precision), gather="float8")}
+    if plan.layout.dp == 1:
+        shards = 2 if plan.layout.cp == 1 else 1
+        found |= {"layout": replace(plan.layout, dp_shard=shards), "shard": Shard("zero3")}
+    return found
 
 
 def _narrow(precision: Precision) -> Precision:
@@ -148,8 +160,14 @@ ROWS = (
     ("gather", "looped_bfs"),
     ("ep", "looped_bfs", "ZeRO-3"),
     ("offload", "looped_bfs"),
-)
-EXACT = (
+    ("8 bits", "ZeRO-1", "gpipe", "Ulysses", "DPO", "tied", "fp16", "8-bit moments"),
+    ("8 bits", "interleaved", "gather", "bf16", "bf16 moments"),
+    ("8 bits", "offload", "ZeRO-3"),
+    ("8 bits", "interleaved_zb"),
+    ("8 bits", "zbv"),
+    ("8 bits", "dualpipev"),
+    ("8 bits", "looped_bfs"),
+    ("8 bits", "HF modules"),
     ("Muon", "float8", "ring", "selective", "frozen", "DPO", "tied", "bf16"),
     ("Muon", "float8", "Ulysses", "interleaved"),
     ("Muon", "float8", "gather", "gpipe", "full"),
@@ -161,9 +179,10 @@ EXACT = (
     ("Muon", "HF modules"),
     ("float8", "offload", "8-bit moments"),
     ("float8", "bf16 moments", "ZeRO-1"),
+    ("Ulysses", "codes", "interleaved", "frozen", "tied", "Muon"),
+    ("gather", "codes", "gpipe", "DPO", "8-bit moments"),
+    ("codes", "looped_bfs", "bf16 moments"),
 )
-"""Of which numbers are compared in float64 alone: in fewer bits Muon's iterations and codes of one byte round far more
-than the order of sums does, which tests/techniques show of each by itself."""
 COMPILED = (
     ("compile", "ZeRO-1", "1f1b", "frozen", "bf16", "8-bit moments"),
     ("compile", "hybrid", "interleaved", "DPO", "fp16", "bf16 moments"),
@@ -175,4 +194,5 @@ COMPILED = (
     ("compile", "offload", "ZeRO-3"),
     ("compile", "looped_bfs", "ZeRO-2"),
     ("compile", "Muon", "ZeRO-1"),
+    ("compile", "8 bits", "ZeRO-3"),
 )

@@ -27,7 +27,7 @@ from shardwise.models.config import ModelSpec, model_spec
 from shardwise.runtime import reduce
 from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Optim, Pipeline, Plan, Precision, Remat, Shard
+from shardwise.spec.plan import Batch, Optim, Pipeline, Plan, Precision, Remat, SavedResult, Shard
 from shardwise.techniques import optim, precision, remat, shard
 from shardwise.techniques.optim import adamw
 from shardwise.techniques.optim.rounding import Kept, RoundedAdamW
@@ -40,7 +40,7 @@ LARGE = model_spec("drift-large", 32_000, 1024, 2816, 8, 16, 4, 64)
 """A step of this takes more than a gibibyte, from where on peaks are compared."""
 
 fully_shard, buckets, policy = fsdp.fully_shard, replicas.buckets, fsdp.MixedPrecisionPolicy
-agree, products = reduce.combine, remat._products
+agree, products, chosen = reduce.combine, remat._products, remat._Chosen
 fresh, fresh_moments = RoundedAdamW.fresh, optim.fresh_moments
 
 
@@ -200,6 +200,13 @@ DRIFT: dict[str, Fault] = {
     "selective recompute keeps a product too many": Fault(
         lambda: patch.object(remat, "_products", lambda block: products(block) + 1),
         plan_of("zero3", remat=Remat("selective")),
+        "saved for backward",
+    ),
+    "a budget saves the neighbouring product": Fault(
+        lambda: patch.object(
+            remat, "_Chosen", lambda number, of: chosen(number, " ".join(str(int(each) + 1) for each in of.split()))
+        ),
+        plan_of("zero3", remat=Remat("budget", 1, (SavedResult(7, 4),))),
         "saved for backward",
     ),
     "recomputation counts the blocks of a stage": Fault(

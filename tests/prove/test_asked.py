@@ -25,7 +25,8 @@ from shardwise.spec.plan import Batch, Optim, Plan, Precision
 from shardwise.spec.recipe import Method, OptimSection, ParameterGroup
 from shardwise.spec.schedules import SCHEDULES, WARMUPS
 from shardwise.techniques import optim
-from shardwise.techniques.nf4.fourbit import quantise
+from shardwise.techniques.frozen_float8 import eightbit
+from shardwise.techniques.nf4 import fourbit
 from shardwise.techniques.optim import adamw, lion
 from tests.parity.cases import UNTIED
 from tests.prove.faulty_ranks import FaultyRanks
@@ -199,6 +200,9 @@ def test_rates_where_a_fall_begins_are_looked_at(monkeypatch: pytest.MonkeyPatch
     assert found(early, steps=100_003)
 
 
+quantise, coded = fourbit.quantise, eightbit.coded
+
+
 def shifted_too_far(matrix: Tensor) -> Any:
     codes, *rest = quantise(matrix)
     return codes << 1, *rest
@@ -209,11 +213,28 @@ def of_another_block(matrix: Tensor) -> Any:
     return codes, scales.roll(1, 1), groups
 
 
+def of_the_neighbour(matrix: Tensor) -> Any:
+    codes, scales = coded(matrix)
+    return eightbit.KeptCodes(codes, scales.roll(1, 0))
+
+
+def one_code_on(matrix: Tensor) -> Any:
+    codes, scales = coded(matrix)
+    return eightbit.KeptCodes(codes + (codes % 8 < 7), scales)
+
+
 @pytest.mark.parametrize("wrong", [None, shifted_too_far, of_another_block])
 def test_weights_in_other_bits_are_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked, "quantise", wrong or quantise)
-    lines = list(asked.prove(Requested(OptimSection(), Method(), 10, nf4=True), {}))
+    monkeypatch.setattr(fourbit, "quantise", wrong or quantise)
+    lines = list(asked.prove(Requested(OptimSection(), Method(), 10, codes="nf4"), {}))
     assert [line[:17] for line in lines] == ["weights in 4 bits"] * (wrong is not None)
+
+
+@pytest.mark.parametrize("wrong", [None, of_the_neighbour, one_code_on])
+def test_weights_in_other_codes_are_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eightbit, "coded", wrong or coded)
+    lines = list(asked.prove(Requested(OptimSection(), Method(), 10, codes="float8"), {}))
+    assert [line[:17] for line in lines] == ["weights in float8"] * (wrong is not None)
 
 
 GROUPS = [ParameterGroup(pattern="embed.*", learning_rate=1e-5, weight_decay=0.0), ParameterGroup(pattern="*norm*")]

@@ -13,7 +13,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import job_of
 from shardwise.spec.recipe import Method
 from tests.parity.test_tp_compile import trained
-from tests.prove.pairs import COMPILED, EXACT, ROWS, with_all
+from tests.prove.pairs import COMPILED, ROWS, with_all
 from tests.prove.test_certify import DRAWN, NoRanks
 
 
@@ -34,18 +34,6 @@ def test_both_are_certified(ranks: RankPool, names: tuple[str, ...]) -> None:
     ends = certify.drift_ranks(subject.plan.layout, "quick")
     checks += [certify.run(subject, "drift", rank, NoRanks()) for rank in ends]
     assert not [check for check in checks if check.problems]
-
-
-@pytest.mark.rare(6)
-@pytest.mark.parametrize("names", EXACT, ids=", ".join)
-def test_both_compute_what_one_process_does(ranks: RankPool, names: tuple[str, ...]) -> None:
-    """In float64, and send and hold what was planned."""
-    subject = subject_of(names)
-    checks = [certify.run(subject, "parity", 0, ranks)]
-    checks += [
-        certify.run(subject, "drift", rank, NoRanks()) for rank in certify.drift_ranks(subject.plan.layout, "quick")
-    ]
-    assert not [check.problems for check in checks if check.problems]
 
 
 @pytest.mark.rare(8)

@@ -20,7 +20,7 @@ from shardwise.prove.pool import RankPool
 from shardwise.prove.shrink import shrink
 from shardwise.prove.workload import Workload, idle, random_everywhere
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Remat, Shard
+from shardwise.spec.plan import Batch, Lora, Offload, Optim, Pipeline, Plan, Precision, Remat, Shard
 from tests.planner import test_generated_plans as searched
 from tests.prove import drawn
 from tests.prove.faulty_ranks import FaultyRanks
@@ -108,8 +108,16 @@ STATED: dict[str, tuple[ModelSpec, Plan, bool]] = {
     "ranks with the same experts": (MOE, Plan(Layout(dp_shard=16, ep=8), shard=Shard("zero3")), True),
     "blocks that are not computed again": (LLAMA, Plan(remat=Remat("full", 2)), True),
     "blocks before the first trained weight": (LLAMA, Plan(frozen=("embed.*", "layers.0.*")), True),
+    "a weight in float8 of which ranks have no whole blocks": (
+        LLAMA,
+        Plan(Layout(dp_shard=8), Batch(), Shard("zero3"), Precision("bf16", products="float8", gather="float8")),
+        True,
+    ),
     "several groups of scales": (LLAMA, Plan(lora=Lora(nf4=True)), True),
     "a matrix that is dequantised in rounds": (LLAMA, Plan(lora=Lora(nf4=True)), True),
+    "several blocks of a matrix in float8": (LLAMA, Plan(lora=Lora(float8=True)), True),
+    "a matrix in float8 that is dequantised in rounds": (LLAMA, Plan(lora=Lora(float8=True)), True),
+    "a block of float8 at an edge": (LLAMA, Plan(lora=Lora(float8=True)), False),
     "norms of rows in rounds": (LLAMA, Plan(lora=Lora()), False),
     "a weight that is updated in pieces": (LLAMA, Plan(optim=Optim("lion")), True),
     "sums of more gradients than buffers": (LLAMA, Plan(offload=Offload("host", sums="host"), batch=Batch(1, 3)), True),

@@ -18,8 +18,8 @@ from shardwise.planner.search import choose
 from shardwise.prove import certify
 from shardwise.prove.pool import RankPool
 from shardwise.prove.workload import Setting
-from shardwise.runtime.evaluate import Preference
 from shardwise.runtime.loop import train
+from shardwise.runtime.report.results import Preference
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.load import load_recipe
 from shardwise.spec.plan import Offload

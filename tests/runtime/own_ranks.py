@@ -159,10 +159,13 @@ def routed_step(model: nn.Module, step: int, part: int) -> Tensor:
 
 
 def routed(rank: int, world: int, strategy: str, compute: str = "fp64", nodes: int = 1) -> Any:
-    """Which gradients there are in each step, and full weights after them, with decay of everything."""
+    """Which gradients there are in each step, and full weights after them, with decay of everything. A strategy that
+    is reduced ``once`` adds micro-batches up whole."""
     torch.manual_seed(rank)
     with started(world, nodes):
-        plan = own.make_plan(strategy, compute=compute)  # type: ignore[arg-type]
+        name, _, once = strategy.partition(" ")
+        plan = own.make_plan(name, compute=compute)  # type: ignore[arg-type]
+        plan = replace(plan, shard=replace(plan.shard, sync_each_batch=not once))
         model = Routed()
         own.parallelize(model, plan, meshes(plan.layout, "cpu"), whole=["experts"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)

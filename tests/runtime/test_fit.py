@@ -159,3 +159,16 @@ def test_the_fit_check_sends_what_a_step_sends(layout: Layout, sharding: Strateg
             found.append({key: calls for key, calls in counter.sent.items() if key[2] > CONTROL_BYTES})
     checked, stepped = found
     assert checked == stepped and any("tp" in axis and kind == "all_reduce" for axis, kind, _ in stepped)
+
+
+def test_ranks_that_share_rows_try_their_own_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under cp a rank has some tokens of each row: with all of them it would need the memory of a run without."""
+    plan, cpu, tried = Plan(Layout(cp=2), Batch(2, 2, 16, 24), Shard("ddp"), cp_kind="ring"), torch.device("cpu"), []
+    monkeypatch.setattr(fit, "accumulate", lambda state, batches, terms, rules: tried.extend([*batches, terms]))
+    with fake_world(plan.layout) as groups:
+        state = build(Recipe(), SPEC, plan, groups, cpu)
+        rules = StepRules(plan, groups, OptimSection(), 10, finish_of(Method(), plan))
+        fit.check_fit(state, rules, SPEC.vocab_size, cpu)
+    *batches, terms = tried
+    assert [batch.ids.shape for batch in batches] == [(2, 8), (2, 8)] and terms == 32
+    assert all(batch.row_length == 16 for batch in batches)

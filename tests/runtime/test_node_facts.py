@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,24 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match=refusal("RUN008", "node 1", "not come", "600 s")):
         node_facts.check_nodes(Recipe(), tmp_path / "runs/a")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mounted", [False, True])
+def test_where_the_mark_lies(mounted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node may see the run's directory later: all look for marks in the one above, unless it is a disk that is
+    mounted, as a container's may be: what lies above is then each node's own."""
+    (run := tmp_path / "runs/a").mkdir(parents=True)
+    seen = list[Path]()
+
+    def told(make: Callable[[], str], judge: Callable[[list[str]], str]) -> str:
+        said = make()
+        seen.extend(tmp_path.rglob(".node-*"))
+        return judge([said])
+
+    monkeypatch.setattr(node_facts, "told_by_nodes", told)
+    monkeypatch.setattr(Path, "is_mount", lambda path: mounted and path == run)
+    node_facts.check_nodes(Recipe(), run)
+    assert [path.parent for path in seen] == [run if mounted else run.parent] and not list(tmp_path.rglob(".node-*"))
 
 
 PLANTED = {"nothing": 0, "code": 1, "data": 1, "directory": 1, "all": 3}

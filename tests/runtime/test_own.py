@@ -220,10 +220,11 @@ def test_different_parameters_under_hybrid(ranks: RankPool) -> None:
         assert all(torch.allclose(full[name], value, rtol=1e-9, atol=1e-12) for name, value in weights.items())
 
 
-def test_different_parameters_in_bf16(ranks: RankPool) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3 once"])
+def test_different_parameters_in_bf16(ranks: RankPool, strategy: str) -> None:
     """Accumulated gradients are kept in another type than those of the last micro-batch."""
     present, weights = plain_routed()
-    for found, full in ranks.run(own_ranks.routed, "zero1", "bf16", world=2):
+    for found, full in ranks.run(own_ranks.routed, strategy, "bf16", world=2):
         assert found == present
         assert all(torch.allclose(full[name].double(), value, atol=0.1) for name, value in weights.items())
 

@@ -104,7 +104,7 @@ class Clock:
 
 def written(directory: Path, number: int, **changes: object) -> Owner:
     """The file of an owner that is like this process but for ``changes``."""
-    made = replace(owner._me("other"), **changes)  # type: ignore[arg-type]
+    made = replace(owner.me("other"), **changes)  # type: ignore[arg-type]
     (directory / f".owner-{number}").write_bytes(owner._text(made, 0))
     return made
 

@@ -8,6 +8,8 @@ import socket
 import sys
 import threading
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from hashlib import pbkdf2_hmac
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from shardwise.distributed import torch_private
-from shardwise.errors import ConfigError, Problem
+from shardwise.errors import ConfigError, Problem, UnavailableError
 from shardwise.prove.pool import RankPool
 from shardwise.runtime import world as world_module
 from shardwise.runtime.agree import difference
 from shardwise.runtime.world import device_of, from_first, process, take_device, told_by_first, world
 from shardwise.spec.layout import Layout
 from tests.runtime import rank_work
-from tests.said import shows
+from tests.said import refusal, shows
 
 
 def test_one_process_needs_no_launcher() -> None:
@@ -163,6 +166,34 @@ def test_the_first_tells_before_there_is_a_process_group(monkeypatch: pytest.Mon
     assert told_by_first(lambda: "measured: 2 \u00d7") == "measured: 2 \u00d7"
     with world(Layout(), "cpu", 20.0):
         assert from_first(lambda: 3) == 3
+
+
+@pytest.mark.parametrize(("taken", "said"), [(True, "in use"), (False, "1/2")])
+def test_ranks_that_cannot_meet_say_where(monkeypatch: pytest.MonkeyPatch, taken: bool, said: str) -> None:
+    """The first node's port is another program's; or it is free, and the other node does not come."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not taken:
+            server.close()
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(world_module, "rendezvous", partial(rendezvous, timeout=timedelta(seconds=1)))
+        with pytest.raises(
+            UnavailableError, match=refusal("NET004", f"127.0.0.1:{port}", said, fix="--port")
+        ) as raised:
+            world_module._store.__wrapped__()
+    assert raised.value.exit_code == 69 and "frame" not in str(raised.value)
+
+
+def test_a_node_that_says_nothing_has_said_the_empty_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    monkeypatch.setattr(world_module, "_store", lambda: store)
+    monkeypatch.setattr(world_module, "TOLD_S", 0.0)
+    monkeypatch.setattr(world_module, "HEARD_S", 0)
+    assert world_module.told_by_nodes(lambda: "first", lambda told: "/".join([*told, "judged"])) == "first//judged"
 
 
 def test_compiled_code_is_kept_where_no_other_user_can_put_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

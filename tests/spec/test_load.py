@@ -334,6 +334,14 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
             "`optim.name: adamw`, or drop `optim.moments`",
         ),
         (
+            "codes of what is not in float8",
+            "precision:\n  gather: float8",
+            "CFG008",
+            "`precision.gather` is of products in float8, and they are in the dtype of `precision.compute`",
+            "run.yaml:2",
+            "`precision.products: float8`",
+        ),
+        (
             "missing",
             "optim:\n  groups:\n    - {weight_decay: 0}",
             "CFG004",
@@ -459,6 +467,7 @@ def test_values_as_people_write_them() -> None:
         ("precision.products=e4m3", "`precision.products=float8`, which is e4m3"),
         ("precision.products=BF16", "`precision.products=compute`, which multiplies"),
         ("precision.scales=rowwise", "`precision.scales=row`"),
+        ("precision.gather=fp8", "`precision.gather=float8`"),
     ):
         with pytest.raises(ConfigError) as caught:
             load_recipe(None, [word])

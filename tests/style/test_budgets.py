@@ -7,21 +7,22 @@ import ast
 from tests.style.source import Source, functions, report, sources
 
 PACKAGE_LINES = {
-    "spec": 3_351,
-    "models": 5_434,
-    "data": 3_657,
-    "distributed": 512,
+    "spec": 3_409,
+    "models": 5_480,
+    "data": 3_658,
+    "distributed": 546,
     "methods": 473,
-    "techniques": 8_470,
-    "planner": 4_402,
-    "runtime": 6_470,
-    "prove": 3_476,
-    "launch": 1_866,
-    "interop": 2_104,
-    "cli": 4_205,
+    "techniques": 9_036,
+    "planner": 4_789,
+    "runtime": 7_520,
+    "prove": 3_513,
+    "pages": 406,
+    "launch": 2_493,
+    "interop": 2_111,
+    "cli": 5_448,
 }
 """Lines of code by package: docs/decisions/0013, what later decisions gave for each feature, 0029, which took 454
-away, and 0030 to 0039: a sum of 44,420. One is raised only by taking from another."""
+away, and 0030 to 0045: a sum of 48,882. One is raised only by taking from another."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS, METHODS = 400, 60, 6, 15
 LINES_PER_ATTRIBUTE_QUESTION = 1_000
 

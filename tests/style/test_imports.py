@@ -42,6 +42,7 @@ SLOW_OR_OPTIONAL = {
     "bitsandbytes",
     "liger_kernel",
     "lzma",
+    "jinja2",
 }
 """Libraries that cost time or may be absent, so that a function may import them when it needs them."""
 
@@ -75,7 +76,9 @@ WITH_TORCH = {
     "shardwise.techniques.pp.later",
     "shardwise.techniques.lora.dora",
     "shardwise.techniques.lora.dropout",
+    "shardwise.techniques.frozen_float8.eightbit",
     "shardwise.techniques.nf4.fourbit",
+    "shardwise.techniques.stored_matrix",
     "shardwise.techniques.selective",
     "shardwise.techniques.optim.adafactor",
     "shardwise.techniques.optim.adamw",
@@ -299,6 +302,7 @@ NAMED_BY_THE_RUNTIME = {
         "optim": "builds the optimizer",
         "pp": "the ends of stages are not tied",
     },
+    "check_bits": {"compile": "compiled kernels may be other ones on each rank"},
     "export": {"lora": "merges adapters"},
     "fit": {"optim": "an update of size zero"},
     "generate": {"compile": "or it would compile for every length of a text"},

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from tests.style.source import ROOT
 
 WORDS = 4
-MOST = 50
+MOST = 30
 NOT_OURS = re.compile(
     r"Traceback \(most recent|Input should be|Invalid value for|No such command|CUDA |NCCL: |Permission denied|"
     r"not JSON serializable|Connection closed by|inplace operation|Cannot connect|Protocol not known|BuilderConfig|"

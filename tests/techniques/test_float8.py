@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import hypot
+from math import hypot, prod
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise import techniques
 from shardwise.errors import ConfigError
 from shardwise.models.attention import MaskSpec
-from shardwise.models.config import ModelSpec, model_spec, with_fields
+from shardwise.models.config import ModelSpec, model_spec, parameter_count, with_fields
 from shardwise.models.decoder import Decoder
 from shardwise.models.known import configs
 from shardwise.models.lookup import load_spec
@@ -25,11 +25,21 @@ from shardwise.planner.seconds.kernels import _product
 from shardwise.planner.seconds.rates import own_traits, rates_of
 from shardwise.spec.cluster import parse_cluster
 from shardwise.spec.layout import Layout
-from shardwise.spec.plan import Lora, Pipeline, Plan, Precision, Remat
+from shardwise.spec.plan import Lora, Offload, Pipeline, Plan, Precision, Remat, Shard
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import GROUPED, SCALED
+from shardwise.spec.units import show_payload
 from shardwise.techniques import float8
-from shardwise.techniques.float8.codes import E4M3, coded
+from shardwise.techniques.float8 import gathers
+from shardwise.techniques.float8.codes import (
+    E4M3,
+    WeightCodes,
+    _compiled_codes,
+    _compiled_values,
+    coded,
+    codes_of,
+    values_of,
+)
 from shardwise.techniques.float8.scaled import Scaling, linear
 from tests.said import shows
 
@@ -121,18 +131,19 @@ def test_a_plan_agrees_with_the_recipe_that_it_was_made_for_only() -> None:
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scales", ["block", "row"])
+@pytest.mark.parametrize("scales", ["block", "row", "mx"])
 @pytest.mark.parametrize(
     ("device", "able"),
-    [("A100", ()), ("L40S", ()), ("H100", ("block", "row")), ("H200", ("block", "row")), ("B200", ("row",))],
+    [("A100", ()), ("L40S", ()), ("H100", ("block", "row")), ("H200", ("block", "row")), ("B200", ("row", "mx"))],
 )
 def test_devices(device: str, able: tuple[str, ...], scales: Any) -> None:
     found = wrong(replace(PLAN, precision=replace(BF16, scales=scales)), cluster=f"1x{device}")
     assert (not found) == (scales in able)
     if device == "A100":
         assert "H100-SXM-80GB" in found["precision.products"] and "8.0" in found["precision.products"]
-    if device == "B200" and scales == "block":
-        assert "Hopper" in found["precision.scales"]
+    if able and scales not in able:
+        others = {"B200": "H100", "H100": "B200", "H200": "B200"}
+        assert others[device] in found["precision.scales"] and device in found["precision.scales"]
 
 
 def test_a_cpu_emulates_in_every_dtype_and_a_gpu_multiplies_in_bf16() -> None:
@@ -203,6 +214,108 @@ def test_a_search_refuses_before_anything_runs() -> None:
     with pytest.raises(ConfigError) as refused:
         choose(recipe, SPEC, parse_cluster("1xA100"))
     assert {"PLAN012"} == {problem.code for problem in refused.value.problems}
+
+
+# Weights gathered as codes -------------------------------------------------------------------------------------------
+
+
+GATHERED = Plan(Layout(dp_shard=2), shard=Shard("zero3"), precision=replace(BF16, gather="float8"))
+"""Of whose ranks each has whole blocks of all weights."""
+
+
+def test_a_recipe_asks_for_it_and_a_plan_says_what_it_comes_to() -> None:
+    asked = chosen(products="float8", gather="float8")
+    assert asked.precision.gather == "float8" and chosen(products="float8").precision.gather == "compute"
+    pairs = float8.pins(Recipe.model_validate({"precision": {"products": "float8"}}), asked)
+    assert pairs["precision.gather"] == ("float8", "compute")
+    assert not wrong(GATHERED, cluster="2xH100") and not wrong(GATHERED, cluster="2xCPU")
+    words = float8.reasons(SPEC, GATHERED)["precision.gather"]
+    numbers, every = sum(map(prod, float8.layers(SPEC, BF16).values())), parameter_count(SPEC)
+    after = 2 * (every - numbers) + numbers + 4 * numbers // 128**2
+    assert shows(words, 14, show_payload(after), show_payload(2 * every)) and "blocks" not in words
+    assert not float8.reasons(SPEC, PLAN)
+
+
+def test_layers_of_which_ranks_have_no_whole_blocks_stay_as_they_are() -> None:
+    """Over four ranks those with fewer than 512 rows; what a plan says, and whether code takes both paths."""
+    four, mixed = replace(GATHERED, layout=Layout(dp_shard=4)), "a weight in float8 of which ranks have no whole blocks"
+    coded_layers, others = gathers.divided(SPEC, four, float8.layers(SPEC, BF16))
+    assert {name.rpartition(".")[2] for name in coded_layers} == {"q", "gate", "up"}
+    assert {name.rpartition(".")[2] for name in others} == {"k", "v", "o", "down"}
+    assert "down, k, o, v" in float8.reasons(SPEC, four)["precision.gather"]
+    assert float8.regimes(SPEC, four, {}) == {mixed: True} and float8.regimes(SPEC, GATHERED, {}) == {mixed: False}
+    found = float8.check(SPEC, replace(GATHERED, layout=Layout(dp_shard=8)), parse_cluster("8xH100"))
+    assert [one.where for one in found] == ["precision.gather"]
+    assert shows(found[0].what, 8, 512, "1,024") and "dp_shard: 4" in found[0].fix
+    few = replace(GATHERED, precision=replace(GATHERED.precision, exclude=("*.mlp.*", "*.q", "*.o")))
+    narrow = with_fields(SPEC, num_key_value_heads=1)
+    (refused,) = float8.check(narrow, few, parse_cluster("2xH100"))
+    assert "dp_shard" not in refused.fix, "fewer than two ranks gather nothing"
+
+
+def test_experts_are_gathered_so_where_each_rank_has_whole_ones_or_whole_blocks() -> None:
+    spec = with_fields(SPEC, num_experts=4, experts_per_token=2, expert_size=128)
+    own = replace(GATHERED, layout=Layout(dp_shard=4, ep=2))
+    coded_layers, others = gathers.divided(spec, own, float8.layers(spec, BF16))
+    assert "layers.1.mlp.experts.expert_gate" in coded_layers, "512 rows, of which two ranks share half"
+    alone = replace(own, layout=Layout(dp_shard=4, ep=4))
+    coded_layers, others = gathers.divided(spec, alone, float8.layers(spec, BF16))
+    assert not any("expert" in name for name in (*coded_layers, *others)), "they are not gathered"
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("precision.gather", {"shard": Shard("zero2")}),
+        ("precision.gather", {"layout": Layout()}),
+        ("precision.gather", {"precision": replace(GATHERED.precision, scales="row")}),
+        ("precision.gather", {"precision": replace(GATHERED.precision, compute="fp16")}),
+        ("precision.gather", {"lora": Lora(4, 8.0, dora=True)}),
+        ("precision.gather", {"offload": Offload("host")}),
+        ("parallel.reshard_after_forward", {"layout": Layout(dp_shard=4), "shard": Shard("zero3", 2)}),
+    ],
+    ids=["zero2", "one rank", "rows", "fp16", "DoRA", "the host", "groups of ranks"],
+)
+def test_what_codes_cannot_be_gathered_beside(key: str, changes: dict[str, Any]) -> None:
+    assert [*wrong(replace(GATHERED, **changes), cluster="4xCPU")] == [key]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_weight_made_of_codes_has_codes_that_stand_for_the_same(dtype: torch.dtype) -> None:
+    """To the bit, at both ends of the range too, with zeros of both signs, and where something is not finite."""
+    weight = torch.randn(256, 512) * torch.logspace(-45, 38, 512)
+    weight[:128, :128] = 0.0
+    weight[7, 300], weight[200, 500], weight[9, 9] = torch.inf, torch.nan, -0.0
+    right = coded(weight.to(dtype), 128, 128)
+    form, pieces = WeightCodes(nn.Identity()), weight.chunk(2)
+    sent = [form.sent(piece, dtype) for piece in pieces]
+    gathered_parts = [torch.cat(each) for each in zip(*sent, strict=True)]
+    assert gathered_parts[0].dtype == torch.uint8 and gathered_parts[0].shape == weight.shape
+    room = torch.full(weight.shape, 3.0, dtype=dtype)
+    made = form.values(gathered_parts, dtype, None)
+    assert form.values(gathered_parts, dtype, room) is room and made.dtype == dtype
+    values = right.values(torch.float64)
+    for found in (made, room):
+        assert torch.equal(found.double().nan_to_num(nan=7.0), values.nan_to_num(nan=7.0))
+        again = coded(found, 128, 128).values(torch.float64)
+        assert torch.equal(again.nan_to_num(nan=7.0), values.nan_to_num(nan=7.0))
+        assert torch.equal(again.signbit()[9, 9], values.signbit()[9, 9])
+
+
+@pytest.mark.prove
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about its own tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # likewise
+def test_compiled_kernels_make_the_same_weights() -> None:
+    """Of several sizes."""
+    for size in ((256, 256), (384, 128), (128, 512)):
+        weight = torch.randn(size).bfloat16()
+        codes, scales = codes_of(weight)
+        fused_codes, fused_scales = _compiled_codes()(weight)
+        assert torch.equal(codes.view(torch.uint8), fused_codes.view(torch.uint8)) and torch.equal(scales, fused_scales)
+        plain, fused = torch.zeros_like(weight), torch.zeros_like(weight)
+        values_of(codes, scales, plain)
+        _compiled_values()(codes, scales, fused)
+        assert torch.equal(plain, fused) and plain.count_nonzero() > 0
 
 
 # Codes ---------------------------------------------------------------------------------------------------------------
@@ -330,17 +443,14 @@ def in_rows(x: Tensor, weight: Tensor) -> Tensor:
     return out.unflatten(0, x.shape[:2])
 
 
-def in_blocks(x: Tensor, weight: Tensor) -> Tensor:
-    return linear(x, weight, Scaling("block"))
-
-
 @pytest.mark.prove
-def test_gradients_of_a_step_are_as_near_as_with_rowwise_scales() -> None:
+@pytest.mark.parametrize("scales", ["block", "mx"])
+def test_gradients_of_a_step_are_as_near_as_with_rowwise_scales(scales: str) -> None:
     """Their error beside float64 without float8, relative to each gradient, over all of them."""
     ratios = []
     for seed in range(3):
         right, errors = gradients(None, seed), []
-        for multiply in (in_blocks, in_rows):
+        for multiply in (partial(linear, how=Scaling(scales)), in_rows):
             found = gradients(multiply, seed)
             each = [float((found[name] - one).norm() / one.norm()) for name, one in right.items()]
             errors.append(hypot(*each) / len(each) ** 0.5)

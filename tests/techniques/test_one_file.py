@@ -178,4 +178,9 @@ def test_settings_say_which_techniques_a_plan_uses() -> None:
     assert always == {techniques.precision, techniques.optim}
     assert used(narrow=True, compile=True) - always == {narrow, techniques.compile}
     assert used(layout=Layout(dp_shard=2, tp=2)) - always == {techniques.shard, techniques.tp}
-    assert used(lora=Lora(2, 4.0)) - always == {techniques.freeze, techniques.lora, techniques.nf4}
+    assert used(lora=Lora(2, 4.0)) - always == {
+        techniques.freeze,
+        techniques.lora,
+        techniques.nf4,
+        techniques.frozen_float8,
+    }

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from shardwise.runtime.metrics.measure import highest_bytes, start_quietly
 from shardwise.techniques.lora import dora
 from shardwise.techniques.nf4 import fourbit
-from shardwise.techniques.quantised import NF4_WIDE, dequantise_bytes, nf4_rows_at_once, row_norms_bytes
+from shardwise.techniques.quantised import AT_ONCE, dequantise_bytes, row_norms_bytes, rows_at_once
 
 SHAPES = {"one round": (96, 192), "rounds that divide the rows": (2048, 4096), "a short last round": (1100, 4096)}
 RANK = 16
@@ -31,10 +31,10 @@ def held_bytes(call: Callable[[], Tensor]) -> int:
 
 
 def test_the_shapes_are_of_one_round_and_of_more() -> None:
-    rounds = {name: divmod(rows, nf4_rows_at_once(rows, columns)) for name, (rows, columns) in SHAPES.items()}
+    rounds = {name: divmod(rows, rows_at_once(rows, columns)) for name, (rows, columns) in SHAPES.items()}
     assert rounds["one round"] == (1, 0)
     assert rounds["rounds that divide the rows"] == (2, 0)
-    assert rounds["a short last round"] == (1, 1100 - NF4_WIDE // 4096)
+    assert rounds["a short last round"] == (1, 1100 - AT_ONCE // 4096)
 
 
 @pytest.mark.parametrize("piece", [None, fourbit.MatrixPiece(3, 1, 99)])
@@ -63,7 +63,7 @@ def test_on_a_cpu_norms_of_rows_in_bf16_hold_a_round_more(shape: str) -> None:
     """Torch's addition on a CPU converts what it adds to fp32 apart, and on a GPU within its kernel, as plans say."""
     rows, columns = SHAPES[shape]
     held, told = held_by_norms(shape, False, torch.bfloat16), row_norms_bytes(rows, columns, 0)
-    assert abs(held - told - 4 * nf4_rows_at_once(rows, columns) * columns) <= SMALL_BYTES, (held, told)
+    assert abs(held - told - 4 * rows_at_once(rows, columns) * columns) <= SMALL_BYTES, (held, told)
 
 
 def held_by_norms(shape: str, converted: bool, weights: torch.dtype) -> int:

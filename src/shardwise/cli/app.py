@@ -33,8 +33,9 @@ COMMANDS = {
     "chat": "Talk with a run's model, any model directory, or an adapter.",
     "export": "Write a checkpoint of a run as a Hugging Face model directory.",
     "runs": "List the runs of a directory, the newest first: state, step, loss, age and size.",
+    "board": "Show the runs of a directory in a browser on this machine, live.",
     "logs": "Show what a submitted run says.",
-    "stop": "Stop a submitted run, which saves first.",
+    "stop": "Stop a submitted run. It saves first, except on Ray.",
     "compare": "Compare runs, finished or not: two side by side, or a sweep in a table.",
     "schema": "Print the JSON schema of a recipe.",
     "data": "Prepare text for training.",
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[0] == "train" and not is_worker():
             node = import_module("shardwise.launch.node")  # not for every command: --help is quick
             if (place := node.this_node(words)) is not None:
-                return int(node.run(words, place))
+                return int(import_module("shardwise.cli.on_loss").run_node(words, place))
         result = app(args=words, prog_name="shardwise", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except ShardwiseError as error:

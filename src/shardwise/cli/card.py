@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.run_files import History, read_history
 from shardwise.data.remote import shown
 from shardwise.errors import Problem, UnavailableError, first_line
+from shardwise.runtime.report.run_files import History, read_history
 from shardwise.spec.emit import emit
 
 SHOWN = ("method.name", "train.seq_len", "train.global_batch_size", "optim.name", "optim.learning_rate", "lora.rank")

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.cli.decide import cluster_of
+from shardwise.cli.length import show_duration
 from shardwise.cli.options import misused
-from shardwise.cli.questions import Asking, PlanRow, known, per_token
+from shardwise.cli.questions import Asking, PlanRow, known, per_token, sizes_of
 from shardwise.models.config import active_parameter_count
 from shardwise.models.resolve import resolve
 from shardwise.planner.length import read_amount, read_prices
@@ -42,19 +43,25 @@ class Curve:
 
     @property
     def surely(self) -> list[PlanRow]:
-        """Of those, the rows that end in time at the slow end of the band too."""
-        return [row for row in self.meeting if row.length and (row.length.high_s or 0) <= self.deadline_s]
+        """The rows that end in time at the slow end of the band too."""
+        return [row for row in self.meeting if _within(row, "high_s", self.deadline_s)]
 
     @property
     def affordable(self) -> list[PlanRow]:
-        """Of those in time, the rows within the budget, if there is one."""
+        """The rows that end in time and within the budget, if there is one."""
         limit = float("inf") if self.budget is None else self.budget
-        return [row for row in self.meeting if row.length and (row.length.dollars or 0) <= limit]
+        return [row for row in self.meeting if _within(row, "dollars", limit)]
 
 
 def meets(row: PlanRow, deadline_s: float) -> bool:
     """Return whether the run of a row that can run ends in time."""
-    return row.runs and row.length is not None and (row.length.seconds or 0) <= deadline_s
+    return row.runs and _within(row, "seconds", deadline_s)
+
+
+def _within(row: PlanRow, figure: str, limit: float) -> bool:
+    """Return whether a figure of the length of a run is known, and no more than the limit."""
+    found = vars(row.length)[figure] if row.length else None
+    return found is not None and found <= limit
 
 
 def curve(about: Asking, text: str, budget_text: str | None) -> Curve:
@@ -63,7 +70,7 @@ def curve(about: Asking, text: str, budget_text: str | None) -> Curve:
     duration = _DURATION.fullmatch(text.strip())
     deadline_s = float(duration[1]) * _SECONDS[duration[2]] if duration else 0.0
     if not deadline_s:
-        raise misused(f"`{text}` is no time above 0", "--deadline 14d, 36h or 2w", "--deadline")
+        raise misused(f"`{text}` is no time above 0, in min, h, d or w", "--deadline 14d, 36h or 2w", "--deadline")
     cluster = about.machines and cluster_of(about.read([], None), about.machines)
     if not cluster or cluster.kind == "cpu":
         raise misused("`--deadline` asks for a number of GPUs, and none are named", "--cluster H100", "--cluster")
@@ -84,6 +91,10 @@ def curve(about: Asking, text: str, budget_text: str | None) -> Curve:
             pays[row.name] = _paid(before, row)
             if pays[row.name] < (PAYS if meets(before, deadline_s) else HELPS):
                 break
+    if not rows:
+        most, limit = f"{MOST_GPUS:,} of the {cluster.device.name}", show_duration(deadline_s)
+        what = f"even {most} at their peak take longer than {limit}"
+        raise misused(what, "a longer --deadline, fewer --tokens, or a faster GPU", "--deadline")
     return Curve(deadline_s, budget, known(rows), pays)
 
 
@@ -96,7 +107,8 @@ def _tried(about: Asking, cluster: Cluster, prices: dict[str, float], deadline_s
         return _row(about, recipe, cluster.resized(nodes, each), prices)
 
     last: PlanRow | None = None
-    for nodes, each in _ladder(cluster):
+    sizes = sizes_of(cluster, MOST_GPUS, (1, 3))
+    for nodes, each in sizes:
         if nodes * each < enough:
             continue
         found = row(nodes, each)
@@ -111,7 +123,7 @@ def _tried(about: Asking, cluster: Cluster, prices: dict[str, float], deadline_s
         least = next((other for other in fewer if meets(other, deadline_s)), found)
         yield least
         nodes, each = least.cluster.nodes, least.cluster.devices_per_node
-        full = _ladder(cluster)[-1][1]
+        full = sizes[-1][1]
         while 2 * nodes * each <= MOST_GPUS:
             nodes, each = (nodes, 2 * each) if nodes == 1 and 2 * each <= full else (2 * nodes, each)
             yield row(nodes, each)
@@ -123,15 +135,6 @@ def _row(about: Asking, recipe: Recipe, cluster: Cluster, prices: dict[str, floa
     if row.length and row.length.set_by in ("unknown", "the default"):
         raise misused("`--deadline` needs the length of the run", "--tokens 1T, or train.max_steps=10k", "--tokens")
     return row
-
-
-def _ladder(cluster: Cluster) -> list[tuple[int, int]]:
-    """Nodes and GPUs of each: 1, 2, 4 and so on within a node, then 1, 2, 3, 4, 6, 8, 12 nodes and so on."""
-    full = cluster.devices_per_node if cluster.nodes > 1 else max(cluster.devices_per_node, cluster.device.per_node)
-    within = [(1, 2**power) for power in range(full.bit_length()) if 2**power < full]
-    most = MOST_GPUS // full
-    nodes = {factor * 2**power for factor in (1, 3) for power in range(most.bit_length())}
-    return [*within, *((count, full) for count in sorted(nodes) if count <= most)]
 
 
 def _least_gpus(about: Asking, cluster: Cluster, deadline_s: float) -> float:

@@ -21,6 +21,7 @@ from shardwise.cli.show import explained, note, print_error, print_json, say
 from shardwise.errors import Problem, TrainingError
 from shardwise.launch import nodes, rundir, worker
 from shardwise.launch.launchers import Ended, Launch, launch
+from shardwise.launch.writable import nearest
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.planner.search import choose
 from shardwise.runtime.faults.outcome import Kind, failed, write_exit
@@ -121,7 +122,7 @@ def _measure(options: Options, recipe: Recipe, again: list[str]) -> int:
     from shardwise.launch.doctor.rank_work import measure
     from shardwise.launch.doctor.verdict import as_measured, compare, shortfalls, table
 
-    directory = rundir.nearest(Path(recipe.run.out).absolute())
+    directory = nearest(Path(recipe.run.out).absolute())
     found = measure(cluster, directory)
     if worker.rank():
         return 0

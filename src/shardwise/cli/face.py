@@ -10,7 +10,6 @@ print(report.text(), report.losses)
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwise.cli.decide import cluster_of, with_measured_experts
 from shardwise.cli.length import Asked
@@ -22,14 +21,12 @@ from shardwise.launch.worker import is_worker, set_up_torch
 from shardwise.models.config import ModelSpec
 from shardwise.models.lookup import load_spec
 from shardwise.models.resolve import resolve, with_adapter
+from shardwise.runtime.report.report import Report, read_report
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.cluster_file import LOCAL
 from shardwise.spec.launchers import launcher_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
-
-if TYPE_CHECKING:
-    from shardwise.runtime.report.report import Report
 
 STEM = "run"
 """What names of runs begin with, where a recipe names none."""
@@ -96,6 +93,4 @@ def train(recipe: Recipe, plan: Plan | None = None, *, resume: bool = False) -> 
 
 
 def _report(directory: Path) -> Report:
-    from shardwise.runtime.report.report import read_report  # with torch
-
     return read_report(directory)

@@ -15,7 +15,8 @@ from typer import Argument, Option
 
 from shardwise.cli.inference import Writing
 from shardwise.cli.options import misused
-from shardwise.cli.show import print_json, say, working, write_out
+from shardwise.cli.out_file import write_out
+from shardwise.cli.show import print_json, say, working
 from shardwise.data.prompts import Question, asked_text, read_prompts
 from shardwise.errors import Problem, TrainingError
 from shardwise.launch.rundir import check_new

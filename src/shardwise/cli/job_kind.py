@@ -12,11 +12,11 @@ from shardwise.launch.jobs.client import JobKind
 from shardwise.launch.jobs.table import KINDS
 from shardwise.spec.keys import near
 
-On = Annotated[str | None, Option("--on", metavar="|".join(KINDS), help="For what the job is written.")]
+On = Annotated[str | None, Option("--on", metavar="|".join(KINDS), help="The scheduler of the job, or ssh.")]
 JobName = Annotated[str, Argument(metavar="RUN", help="The run's name, or its job's id.")]
 More = Annotated[
     str,
-    Option("--with", help="Words for the scheduler's own program: --with='--partition=gpu'; for ssh the hosts."),
+    Option("--with", help="More options of the scheduler's own program: --with='--partition=gpu'; for ssh the hosts."),
 ]
 
 
@@ -26,7 +26,7 @@ def kind_of_job(on: str | None) -> JobKind:
         return KINDS[on]
     guess = near(on or "", KINDS)
     fix = f"did you mean `{guess}`?" if guess else f"one of {', '.join(KINDS)}"
-    raise misused(f"no job is written for `{on}`" if on else "`--on` says for what the job is written", fix, "--on")
+    raise misused(f"unknown scheduler `{on}`" if on else "`--on` is missing", fix, "--on")
 
 
 def words_of(more: str) -> list[str]:

@@ -81,13 +81,14 @@ def run(options: Options) -> None:
     if not options.submit:
         return say(text.rstrip("\n"))
     number = client.submit(kind.client, job, text, more)
-    there = f"--on {kind.name}" + f" --out {shlex.quote(job.out)}" * (job.out != "runs")
-    there += f" --with={shlex.quote(options.more)}" * ("{more}" in kind.client.listed and bool(more))
+    on, out = ["--on", kind.name], [job.out] * (job.out != "runs")
+    again = [f"--with={options.more}"] if "{more}" in kind.client.listed and more else []
+    there = [job.name, *on, *(["--out", *out] if out else []), *again]
     return say(
         f"submitted: job {number} of {kind.name}, run {job.name}",
-        f"state    shardwise runs {there.replace('--out ', '')}",
-        f"output   shardwise logs {job.name} {there} --follow",
-        f"end      shardwise stop {job.name} {there}",
+        f"state    {shlex.join(['shardwise', 'runs', *out, *on, *again])}",
+        f"output   {shlex.join(['shardwise', 'logs', *there, '--follow'])}",
+        f"end      {shlex.join(['shardwise', 'stop', *there])}",
     )
 
 
@@ -130,4 +131,5 @@ def _job(
         directory=Path.cwd(),
         port=options.port,
         image=options.image,
+        stays=recipe.run.on_loss != "stop",
     )

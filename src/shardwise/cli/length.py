@@ -85,7 +85,7 @@ def length_lines(length: Length) -> list[str]:
 
 
 def length_head(length: Length) -> str:
-    """What the rest is told for: ``10.0 B tokens``, ``2,000 steps (train.max_steps)``."""
+    """Return the length that the rest is told for: ``10.0 B tokens``, ``2,000 steps (train.max_steps)``."""
     records = counted(length.records or 0, "record")
     return HEADS[length.set_by].format(**_counts(length), records=records, bytes=TOKEN_BYTES)
 

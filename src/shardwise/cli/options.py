@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from shardwise.errors import MissingInputError, Problem, UsageError
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.cluster_file import LOCAL, machines
-from shardwise.spec.keys import SHORT, Keys, keys_of, near
+from shardwise.spec.keys import Keys, keys_of, near
 from shardwise.spec.load import recipe_schema
 from shardwise.spec.shipped import recipes_directory
 from shardwise.spec.units import typed
@@ -137,16 +137,16 @@ def _flag(text: str, rest: list[str], keys: Keys, own: list[str]) -> str:
     out."""
     name, equals, value = text.partition("=")
     name = name.replace("-", "_")
+    key = keys.meant(name)
+    if key is None and (option := near(name, own)):
+        raise misused(f"unknown option `--{text.partition('=')[0]}`", f"did you mean `--{option.replace('_', '-')}`?")
     if equals:
         return f"{name}={value}"
-    key = keys.canonical(name) or keys.canonical(f"{name}.{SHORT.get(name, '')}")
-    schema = keys.leaves.get(key or "", {})
-    yes_no = {"type": "boolean"} in [{"type": option.get("type")} for option in schema.get("anyOf", [schema])]
-    if yes_no and not (rest and rest[0] in ("true", "false", "auto")):
+    if "boolean" in keys.types(key or "") and not (rest and rest[0] in ("true", "false", "auto")):
         return f"{name}=true"
     if not rest or rest[0].startswith("--"):
         if key is None:
-            guess = near(name, own) or keys.nearest(name)
+            guess = keys.nearest(name)
             fix = f"did you mean `--{guess.replace('_', '-')}`?" if guess else "`shardwise --help` lists them"
             raise misused(f"unknown option `--{text}`", fix)
         raise misused(f"`--{text}` needs a value", f"`--{text} VALUE`")

@@ -14,7 +14,11 @@ from shardwise.cli.decide import beyond, cluster_of, far, with_measured_experts
 from shardwise.cli.imported import Foreign, beside_theirs, given
 from shardwise.cli.length import Asked
 from shardwise.cli.options import Common, RecipeWords, Words, machine_words, misused, sort_words
+from shardwise.cli.out_file import check_file, check_page, write_out, writing
+from shardwise.cli.plan_page import NextCommand, page_of, page_of_plan
+from shardwise.cli.plan_trace import Trace, beside, read_measured, trace_of, write_trace
 from shardwise.cli.planned import (
+    Planned,
     as_json,
     change_parts,
     head_lines,
@@ -35,6 +39,7 @@ from shardwise.planner.search import uncollected
 from shardwise.spec.cluster import Cluster, crowding, local_cluster
 from shardwise.spec.cluster_file import LOCAL
 from shardwise.spec.load import dump_plan, load_plan
+from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
 TOPICS = ("memory", "network", "time", "schedule", "why", "keys")
@@ -64,6 +69,16 @@ class Options(Questions, Foreign, Common):
         str | None, Option("--emit", help=f"Print the plan in the terms of {', '.join(EMITTED)}.", metavar="SYSTEM")
     ] = None
     plot: Annotated[Path | None, Option("--plot", help="Draw the schedule of a pipeline into this SVG file.")] = None
+    html: Annotated[
+        Path | None, Option("--html", help="Write all of it, with charts, into this HTML file.", metavar="FILE")
+    ] = None
+    trace: Annotated[
+        Path | None,
+        Option("--trace", help="Write the planned step for Perfetto: FILE.json or .json.gz.", metavar="FILE"),
+    ] = None
+    beside: Annotated[
+        Path | None, Option("--beside", help="In --trace, beside this file that train --profile wrote.", metavar="FILE")
+    ] = None
     out: Annotated[Path | None, Option("-o", "--out", "--output", help="Write the chosen plan to this YAML file.")] = (
         None
     )
@@ -79,15 +94,13 @@ def run(options: Options) -> None:
         raise misused(f"nothing to explain about `{options.explain}`", f"one of {', '.join(TOPICS)}", "--explain")
     if options.emit not in (None, *EMITTED):
         raise misused(f"no plan is written for `{options.emit}`", f"one of {', '.join(EMITTED)}", "--emit")
+    _check_files(options)
+    ran = read_measured(options.beside) if options.beside else None
     if options.plan:
         if rest := [*options.arguments, *filter(None, (options.cluster, options.out, options.tokens, *options.price))]:
             what = f"`--plan` shows that plan unchanged, so `{rest[0]}` has no effect"
             raise misused(what, "leave out one of the two")
-        plan = load_plan(options.plan)
-        if options.emit:
-            return say(emitted(plan, options.emit).rstrip())
-        parts = plan_parts(plan, lambda: [plan], lambda: plan, options.explain)
-        return print_json(asdict(plan)) if options.json else say(*(line for part in parts for line in part))
+        return _print_plan(load_plan(options.plan), options)
     found = given(words, options.cluster, options, data=False)
     loaded, path = found.loaded, found.path
     for notice in loaded.notices if options.explain == "keys" else loaded.shown:
@@ -105,15 +118,8 @@ def run(options: Options) -> None:
         answer = planned(recipe, spec, cluster, asked, here=here)
     for warning in filter(None, (far(answer.best, recipe.parallel), beyond(recipe, spec))):
         note(warning, as_json=options.json)
-    if options.out:
-        check_new(options.out)
-        options.out.write_text(dump_plan(answer.chosen), encoding="utf-8")
-    if options.plot:
-        if answer.best.layout.pp == 1:
-            what = "the plan has no pipeline, whose schedule could be drawn"
-            raise misused(what, "leave it out, or pin one: parallel.pp=2", "--plot")
-        check_new(options.plot)
-        options.plot.write_text(svg(schedule_of(answer)), encoding="utf-8")
+    following = _following(words.files or [*filter(None, [path])], words.overrides, options, cluster)
+    _write_files(answer, following, ran, options)
     if options.json:
         return print_json(as_json(answer))
     if options.emit:
@@ -125,8 +131,59 @@ def run(options: Options) -> None:
     if options.explain == "keys" and found.imported is None:
         say("how keys were read", *(loaded.renamed or ["under their own names"]), "")
     say_as_known("looking for what would change it", change_parts(answer, each=sys.stdout.isatty()))
-    _print_next(words.files or [*filter(None, [path])], words.overrides, options, cluster)
+    say((f"written: {options.out}        " if options.out else "") + "\n".join(map(str, following)))
     return None
+
+
+def _write_files(answer: Planned, following: list[NextCommand], ran: Trace | None, options: Options) -> None:
+    """Write what options name files for, the plan first. Raises OutputError."""
+    if options.out:
+        check_new(options.out)
+        options.out.write_text(dump_plan(answer.chosen), encoding="utf-8")
+    if options.plot:
+        if answer.best.layout.pp == 1:
+            what = "the plan has no pipeline, whose schedule could be drawn"
+            raise misused(what, "leave it out, or pin one: parallel.pp=2", "--plot")
+        check_new(options.plot, "--plot")
+        options.plot.write_text(svg(schedule_of(answer)), encoding="utf-8")
+    if options.html:
+        with working("drawing the page"):
+            write_out(options.html, page_of(answer, following).html(), "--html")
+        note(f"written: {options.html}", as_json=options.json)
+    if options.trace:
+        with working("tracing the step"), writing(options.trace, "--trace"):
+            trace = trace_of(answer.spec, answer.best, answer.cluster)
+            write_trace(options.trace, beside(ran, trace) if ran else trace)
+        note(f"written: {options.trace}", as_json=options.json)
+
+
+def _check_files(options: Options) -> None:
+    """Raises an error where a page or a trace cannot be written, or would be written over what else is."""
+    named = {"--html": options.html, "--trace": options.trace, "--plot": options.plot, "--out": options.out}
+    paths = {option: path.absolute() for option, path in named.items() if path}
+    for option in ("--html", "--trace"):
+        if option in paths and [*paths.values()].count(paths[option]) > 1:
+            raise misused(f"{named[option]} would be written twice", f"`{option}` another file", option)
+    if options.html:
+        check_page(options.html, "--html", "plan")
+    if options.trace and options.plan:
+        what = "a plan's file does not say of what model, so that its step cannot be timed"
+        raise misused(what, "the recipe and the cluster in the place of `--plan`", "--trace")
+    if options.trace:
+        check_file(options.trace, "--trace")
+    elif options.beside:
+        raise misused("`--beside` adds to a trace that is written", "`--trace FILE` too", "--beside")
+
+
+def _print_plan(plan: Plan, options: Options) -> None:
+    """Print, and draw, a plan that a file has."""
+    if options.html:
+        write_out(options.html, page_of_plan(plan).html(), "--html")
+        note(f"written: {options.html}", as_json=options.json)
+    if options.emit:
+        return say(emitted(plan, options.emit).rstrip())
+    parts = plan_parts(plan, lambda: [plan], lambda: plan, options.explain)
+    return print_json(asdict(plan)) if options.json else say(*(line for part in parts for line in part))
 
 
 def _answered(words: Words, options: Options) -> Reply | None:
@@ -142,13 +199,14 @@ def _answered(words: Words, options: Options) -> Reply | None:
         return with_adapter(loaded.recipe)
 
     tokens = None if options.tokens is None else read_tokens(options.tokens)
-    of_one = ("plan", "explain", "emit", "plot", "out")
+    of_one = ("plan", "explain", "emit", "plot", "html", "trace", "beside", "out")
     page = [f"--{name}" for name in of_one if vars(options)[name] is not None]
     with working("looking at plans"):
         return answered(options, Asking(read, options.cluster, tokens, options.price), page)
 
 
-def _print_next(files: list[Path], overrides: list[str], options: Options, cluster: Cluster) -> None:
+def _following(files: list[Path], overrides: list[str], options: Options, cluster: Cluster) -> list[NextCommand]:
+    """Return what to type next."""
     words = asked = [*map(str, files), *overrides]
     if not options.out:
         flags = [("--cluster", options.cluster), ("--tokens", options.tokens), ("--from", options.system)]
@@ -156,7 +214,7 @@ def _print_next(files: list[Path], overrides: list[str], options: Options, clust
         flags += [*(("--price", p) for p in options.price)]
         given = [word for flag, value in flags if value for word in (flag, value)]
         again = shlex.join(["shardwise", "plan", *words, *given, "-o", "plan.yaml"])
-        return say(f"next: {again}        more: --explain memory | network | time | schedule | why")
+        return [NextCommand("next", again, "more: --explain memory | network | time | schedule | why")]
     there = ""
     if options.cluster:  # the settings replace what the recipe says of machines
         words = [word for word in words if not word.startswith(("run.nproc=", "run.device=", "run.nodes="))]
@@ -166,5 +224,4 @@ def _print_next(files: list[Path], overrides: list[str], options: Options, clust
         there = "" if here_too and (here.kind == "cpu" or here.world >= cluster.world) else f", on {options.cluster}"
     train = shlex.join(["shardwise", "train", *words, "--plan", str(options.out)])
     prove = shlex.join(["shardwise", "prove", *asked, "--plan", str(options.out)])
-    say(f"written: {options.out}        next{there}: {train}", f"before that, on any machine: {prove}")
-    return None
+    return [NextCommand(f"next{there}", train), NextCommand("before that, on any machine", prove)]

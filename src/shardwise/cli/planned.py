@@ -21,6 +21,7 @@ from shardwise.planner.remedy import Remedy, alternatives, remedies
 from shardwise.planner.search import Search, best_of_kinds, explained, strategies
 from shardwise.planner.seconds.rates import own_traits
 from shardwise.planner.seconds.stages import pipeline_times
+from shardwise.planner.seconds.step_seconds import straggling
 from shardwise.spec import finetune
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.explain import execution, label, memory_lines, traffic_lines, why_lines
@@ -101,7 +102,9 @@ class Planned:
 
     def each_alternative(self) -> Iterator[Remedy]:
         """Yield the changes that could be made to a plan that fits, one by one, as they are found."""
-        if fits(self.best):
+        if "alternatives" in vars(self):
+            yield from self.alternatives
+        elif fits(self.best):
             found = alternatives(self.recipe, self.spec, self.cluster, self._explained, self._families)
             yield from map(self._at_its_clock, found)
 
@@ -176,7 +179,8 @@ def head_lines(answer: Planned) -> list[str]:
     if answer.spec.hf_model is not None:
         lines.append(f"{answer.spec.family}, {NOTICE}")
     if answer.spec.stored:
-        lines.append(f"its files are in {answer.spec.stored}: read with their scales, exported in 16 or 32 bits")
+        exported = "exported in 16 or 32 bits, or with `--dtype float8`"
+        lines.append(f"its files are in {answer.spec.stored}: read with their scales, {exported}")
     if answer.cluster.assumptions:
         lines.append("assumed: " + "; ".join(answer.cluster.assumptions))
     return [*lines, ""]
@@ -202,8 +206,13 @@ def page_parts(answer: Planned, explain: str | None) -> Iterator[list[str]]:
 
 def schedule_of(answer: Planned) -> Replay:
     """Return when each rank of the chosen plan's pipeline computes what, by the clock of its seconds."""
-    times = pipeline_times(answer.spec, answer.best, answer.cluster, own_traits())
-    return times.step.scaled(seconds(answer.best).scale)
+    return replayed(answer.spec, answer.best, answer.cluster)
+
+
+def replayed(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Replay:
+    """Return the same of any plan that has a pipeline and seconds."""
+    times = pipeline_times(spec, plan, cluster, own_traits())
+    return times.step.scaled(straggling(cluster) * seconds(plan).scale)
 
 
 def schedule_lines(answer: Planned) -> list[str]:
@@ -253,7 +262,7 @@ def change_parts(answer: Planned, *, each: bool) -> Iterator[list[str]]:
     if answer.remedies:
         yield [
             *render.remedy_lines(answer.remedies, answer.best.estimate),
-            *_rates_of_changes(answer, answer.remedies),
+            *rates_of_changes(answer, answer.remedies),
             "",
         ]
         return
@@ -264,10 +273,10 @@ def change_parts(answer: Planned, *, each: bool) -> Iterator[list[str]]:
             yield ["what would change it"] * (len(found) == 1) + render.change_lines(found)[-1:]
     if found:
         table = [] if each else ["what would change it", *render.change_lines(found)]
-        yield [*table, *_rates_of_changes(answer, found), ""]
+        yield [*table, *rates_of_changes(answer, found), ""]
 
 
-def _rates_of_changes(answer: Planned, changes: list[Remedy]) -> list[str]:
+def rates_of_changes(answer: Planned, changes: list[Remedy]) -> list[str]:
     """Rates that changes rest on, and the plan does not; of machines like its own."""
     own = step_time.assumed_rates(answer.best, answer.cluster)
     alike = [each.plan for each in changes if not each.change.startswith("--")]

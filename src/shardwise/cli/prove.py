@@ -19,11 +19,12 @@ from shardwise.cli.decide import cluster_of, plan_of, suited, with_measured_expe
 from shardwise.cli.imported import Foreign, given
 from shardwise.cli.length import known_count
 from shardwise.cli.options import Common, RecipeWords, misused, sort_words
+from shardwise.cli.out_file import write_out
 from shardwise.cli.render import title
-from shardwise.cli.show import coloured, note, print_json, say, write_out
+from shardwise.cli.show import coloured, note, print_json, say
 from shardwise.data.remote import all_shown
 from shardwise.errors import ShardwiseError
-from shardwise.launch.rundir import check_writable
+from shardwise.launch.writable import check_writable
 from shardwise.models.config import ModelSpec
 from shardwise.models.resolve import resolve, with_adapter
 from shardwise.prove.basis import plan_digest

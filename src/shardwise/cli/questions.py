@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.cli.decide import cluster_of, with_measured_experts
 from shardwise.cli.length import Asked
 from shardwise.cli.options import misused
+from shardwise.cli.pins import PINNING, pins_of
 from shardwise.cli.planned import planned
 from shardwise.errors import ConfigError, Problem
 from shardwise.models.resolve import resolve
@@ -20,9 +21,9 @@ from shardwise.planner.search import Search, could_fit, fastest_pipelines
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.cluster_file import LOCAL
 from shardwise.spec.complaints import unknown_key
-from shardwise.spec.devices import Device, devices, rented, sold_on
+from shardwise.spec.devices import devices, rented, sold_on
 from shardwise.spec.explain import fit, label
-from shardwise.spec.keys import SHORT, SIZES, describe, keys_of
+from shardwise.spec.keys import SIZES, describe, keys_of
 from shardwise.spec.load import recipe_schema
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OffloadSection, Recipe
@@ -39,7 +40,8 @@ OFFLOADED = (["offload.optimizer=auto"], ["offload.optimizer=host", *_LEAN])
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What `plan` chooses under ``name``, which is what to type, and the length of its run; or why there is no plan."""
+    """The plan that `plan` chooses under ``name``, which is what to type, and the length of its run; or why there is
+    none."""
 
     name: str
     cluster: Cluster
@@ -70,7 +72,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Asking:
-    """What is asked about: ``read`` gives the recipe on the machines of a text, with more settings; ``machines``
+    """The subject of a question: ``read`` gives the recipe on the machines of a text, with more settings; ``machines``
     are those of ``--cluster``. Prices are by ``--price``."""
 
     read: Callable[[list[str], str | None], Recipe]
@@ -149,19 +151,31 @@ def beside(about: Asking, pins: list[str]) -> tuple[PlanRow, PlanRow]:
     return chosen, about.own(*words, name=" ".join(words))
 
 
+def freed(about: Asking) -> list[PlanRow]:
+    """Return the plan as the recipe is, without each of its pins alone, and without all of them. Raises UsageError
+    (CLI001) where it pins nothing, and what a plan raises."""
+    recipe = about.read([], about.machines)
+    # without a global batch, that of a step follows from the micro-batch
+    sections = [each for each in PINNING if each != "train" or recipe.train.global_batch_size is not None]
+    if not (pins := pins_of(recipe, *sections)):
+        what = f"the recipe pins nothing of {', '.join(PINNING)}: the plan is the fastest that is found"
+        raise misused(what, "leave it out, or pin something: parallel.tp=8", "--pins")
+    rows = [about.own(name="as it is"), *(about.own(pin.free, name=f"without {pin.given}") for pin in pins)]
+    return known([*rows, about.own(*(pin.free for pin in pins), name="without any")] if pins[1:] else rows)
+
+
 def swept(about: Asking, text: str) -> list[PlanRow]:
     """Return the plan for each value of a key that takes numbers: ``train.seq_len=4k..128k`` doubles, and commas make a
     list. Raises UsageError (CLI001) for what is none, and ConfigError (CFG001) for an unknown key."""
     keys, (name, _, values) = keys_of(recipe_schema()), text.partition("=")
     name = name.strip().replace("-", "_")
-    key = keys.canonical(name) or keys.canonical(f"{name}.{SHORT.get(name, '')}")
+    key = keys.meant(name)
     if key is None:
         raise ConfigError(unknown_key(name, "--sweep", keys))
-    schema = keys.leaves[key]
-    types = {option.get("type") for option in schema.get("anyOf", [schema])}
-    if not types & {"integer", "number"}:
-        what = f"`{key}` is {describe(schema, recipe_schema())}, and no number that could be swept"
-        raise misused(what, "--sweep train.seq_len=4k..128k; of plans with another value tells --why-not", "--sweep")
+    if not keys.types(key) & {"integer", "number"}:
+        what = f"`{key}` is {describe(keys.leaves[key], recipe_schema())}; only keys that take a number can be swept"
+        fix = "--sweep train.seq_len=4k..128k; or --why-not, for a plan with one other value"
+        raise misused(what, fix, "--sweep")
     found = list[float]()
     for part in values.split(","):
         first, dots, last = part.partition("..")
@@ -201,30 +215,45 @@ class LeastMachines:
 
 def smallest(about: Asking) -> list[LeastMachines]:
     """Return the least of every GPU that is rented, or of that of ``--cluster``, the largest first; those are one that
-    have as many GiB, on hosts alike. Raises UsageError (CLI001) for machines without GPUs."""
+    have as many GiB, on hosts alike, and of which as many do. Raises UsageError (CLI001) for machines without GPUs, and
+    ConfigError where every GPU refuses the recipe."""
     recipes, given = variants(about), about.machines and cluster_of(about.read([], None), about.machines)
     if given and given.kind == "cpu":
         raise misused(f"{given} has no GPUs, of which fewer could do", "--cluster H100, or leave it out", "--cluster")
-    alike: dict[object, list[Device]] = {}
-    for device in sorted(devices().values(), key=lambda each: -each.memory_bytes):
-        if given is None and device.name in rented():
-            kind = round(device.memory_bytes / 2**30), sold_on(device), device.computes_bf16, device.per_node
-            alike.setdefault(kind, []).append(device)
-    found = list[LeastMachines]()
-    for kinds in [[given.device]] if given else alike.values():
-        one = given.resized(1, 1) if given else parse_cluster(kinds[-1].name)
-        larger = [
-            each.machines
-            for each in found
-            if each.cluster.host_memory_bytes >= one.host_memory_bytes
-            and each.cluster.device.computes_bf16 >= one.device.computes_bf16
-        ]
-        sizes = [one.resized(*size) for size in sizes_of(one.device.per_node, MOST_GPUS)]
-        least = {words: _least(recipe, sizes, [each[words] for each in larger]) for words, recipe in recipes.items()}
-        found.append(LeastMachines(tuple(device.name for device in kinds), one, least))
+    known = sorted(devices().values(), key=lambda device: -device.memory_bytes)
+    starts = [given] if given else [parse_cluster(device.name) for device in known if device.name in rented()]
+    alike: dict[object, list[Cluster]] = {}
+    for one in starts:
+        alike.setdefault((*_row_of(one), one.device.capability), []).append(one)
+    found, largest = list[LeastMachines](), list[Cluster]()
+    for several in alike.values():
+        sizes = [several[-1].resized(*size) for size in sizes_of(several[-1], MOST_GPUS)]
+        least = {words: _least(recipe, sizes, found, words) for words, recipe in recipes.items()}
+        found.append(LeastMachines(tuple(one.device.name for one in several), sizes[0], least))
+        largest.append(sizes[-1])
     if not any(one for each in found for one in each.machines.values()):
-        Search(recipes[""], resolve(recipes[""]), sizes[-1])  # which says what is illegal, if it is that
-    return found
+        refusals = [_refusal(recipes[""], cluster) for cluster in largest]
+        if all(refusals):
+            raise ConfigError(*refusals[0])
+    return _joined(found)
+
+
+def _row_of(cluster: Cluster) -> tuple[object, ...]:
+    """Return the figures that GPUs of one row have in common."""
+    device = cluster.device
+    return round(device.memory_bytes / 2**30), sold_on(device), device.computes_bf16, device.per_node
+
+
+def _joined(found: list[LeastMachines]) -> list[LeastMachines]:
+    """GPUs of one row as one, where as many of each do."""
+    rows: dict[object, LeastMachines] = {}
+    for each in found:
+        sizes = [one and (one.nodes, one.devices_per_node) for one in each.machines.values()]
+        row = rows.setdefault((*_row_of(each.cluster), *sizes), each)
+        if row is not each:
+            least = min(row, each, key=lambda one: one.cluster.device.memory_bytes)
+            rows[(*_row_of(each.cluster), *sizes)] = replace(least, devices=row.devices + each.devices)
+    return list(rows.values())
 
 
 def variants(about: Asking) -> dict[str, Recipe]:
@@ -247,17 +276,39 @@ def variants(about: Asking) -> dict[str, Recipe]:
     return found
 
 
-def sizes_of(each: int, most: int) -> list[tuple[int, int]]:
-    """Nodes and GPUs of each, from one GPU on, twice as many each time: within a node of so many, then whole nodes."""
-    within = [(1, 2**power) for power in range(each.bit_length()) if 2**power < each]
-    return [*within, *((2**power, each) for power in range((most // each).bit_length()))]
+def sizes_of(cluster: Cluster, most: int, factors: tuple[int, ...] = (1,)) -> list[tuple[int, int]]:
+    """Nodes and GPUs of each, up to ``most`` in all: 1, 2, 4 and so on within a node, then nodes: the powers of two,
+    each times the ``factors``. A node is as large as those of several that are given, else as it is sold."""
+    full = cluster.devices_per_node if cluster.nodes > 1 else max(cluster.devices_per_node, cluster.device.per_node)
+    within = [(1, 2**power) for power in range(full.bit_length()) if 2**power < full]
+    nodes = {factor * 2**power for factor in factors for power in range((most // full).bit_length())}
+    return [*within, *((count, full) for count in sorted(nodes) if count * full <= most)]
 
 
-def _least(recipe: Recipe, sizes: list[Cluster], larger: list[Cluster | None]) -> Cluster | None:
-    """Return the first of ``sizes`` that holds the recipe, and that has as many GPUs as any of ``larger`` do, which
-    have more memory."""
-    most = max((cluster.world if cluster else MOST_GPUS for cluster in larger), default=1)
+def _least(recipe: Recipe, sizes: list[Cluster], found: list[LeastMachines], words: str) -> Cluster | None:
+    """Return the first of ``sizes`` that holds the recipe of these ``words``. It has as many GPUs as what was ``found``
+    for GPUs with more memory; where those of one capability have none, smaller ones of it have none either. What
+    another refuses may be served."""
+    device, most = sizes[0].device, 1
+    for each in found:
+        larger, least = each.cluster, each.machines[words]
+        if larger.host_memory_bytes < sizes[0].host_memory_bytes or larger.device.computes_bf16 < device.computes_bf16:
+            continue
+        if least is None and larger.device.capability == device.capability:
+            return None
+        most = max(most, least.world if least else 1)
+    if (refusal := _refusal(recipe, sizes[0])) and refusal == _refusal(recipe, sizes[-1]):
+        return None  # the same words: it is the GPU, not their number
     return next((cluster for cluster in sizes if cluster.world >= most and _holds(recipe, cluster)), None)
+
+
+def _refusal(recipe: Recipe, cluster: Cluster) -> tuple[Problem, ...]:
+    """Return why no plan of the recipe is legal there; nothing where one is."""
+    try:
+        Search(recipe, resolve(recipe), cluster)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def _holds(recipe: Recipe, cluster: Cluster) -> bool:
@@ -286,9 +337,10 @@ def per_token(row: PlanRow, what: str) -> float:
 
 def apart(one: PlanRow, other: PlanRow, what: str) -> bool:
     """Return whether the bands of two rows leave no doubt which takes less of ``what``: of two errors that know nothing
-    of each other, each within its band four times in five, their ratio is so often within the width taken here."""
+    of each other, each within its band four times in five, their ratio is so often within the width taken here. So
+    it is too where nothing is known of one."""
     less, more = sorted((one, other), key=lambda row: per_token(row, what))
-    if not (less.plan and more.plan and more.runs):
+    if not (less.plan and more.plan and isfinite(per_token(more, what))):
         return True
     below, above = seconds(less.plan), seconds(more.plan)
     width = hypot(log(below.high_s / below.step_s), log(above.step_s / above.low_s))

@@ -43,6 +43,14 @@ def title(spec: ModelSpec, cluster: Cluster) -> str:
 def family_lines(plans: list[Plan], chosen: Plan) -> list[str]:
     """A line for the best plan of each kind, in the order of their seconds, the chosen one marked; of one that does not
     fit, how much memory it would take."""
+    rows = family_rows(plans, chosen)
+    lines = columns(rows, "<<<" + ">" * (len(rows[0]) - 4) + "<")
+    table = lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
+    return [*table, *family_notes(plans)]
+
+
+def family_rows(plans: list[Plan], chosen: Plan) -> list[tuple[str, ...]]:
+    """The head of the table, and a row for each plan."""
     links = [link for link in SENT if any(link in sent_by_link(plan) for plan in plans)]
     named = [SENT[link] for link in links] if len(links) > 1 else ["sent per step"] * len(links)
     head = ("", "plan", "recompute", "batch", "a step", "per rank", "of", *named, "")
@@ -56,13 +64,15 @@ def family_lines(plans: list[Plan], chosen: Plan) -> list[str]:
         mark = ">" if same_split(plan, chosen) else ""
         shape = f"{batch.micro_batch_size} x {batch.accumulation}"
         rows.append((mark, label(plan), plan.remat.mode, shape, *figures, *sent, word))
-    lines = columns(rows, "<<<" + ">" * (len(head) - 4) + "<")
-    table = lines[:1] + [coloured(line, COLOURS[row[-1]]) for line, row in zip(lines[1:], rows[1:], strict=True)]
+    return rows
+
+
+def family_notes(plans: list[Plan]) -> list[str]:
+    """Return the sentences that stand below the table."""
     alike = any(plan.shard.strategy == "zero1" and plan.batch.accumulation == 1 for plan in plans)
-    table += ["with one micro-batch a step ZeRO-2 is the same as ZeRO-1"] * alike
     tall = [plan for plan in plans if fit(plan.estimate)[0] == "does not fit"]
     return [
-        *table,
+        *["with one micro-batch a step ZeRO-2 is the same as ZeRO-1"] * alike,
         *["what does not fit: of its kind the plan that takes least, and the step that it would take"] * bool(tall),
     ]
 
@@ -84,21 +94,30 @@ def sent_by_link(plan: Plan) -> Counter[str]:
 def remedy_lines(found: list[Remedy], estimate: Estimate) -> list[str]:
     """Return what would make a plan with this estimate fit, with the memory and the cost of each change; or what comes
     closest."""
+    return [remedy_head(found, estimate), *change_lines(found)]
+
+
+def remedy_head(found: list[Remedy], estimate: Estimate) -> str:
+    """Say whether one of these changes is enough, and for what."""
     enough = all(remedy.plan.estimate.share <= 1 for remedy in found)
     made = "makes it fit" if estimate.share > 1 else "leaves more room"
-    head = f"any one of these changes {made}" if enough else f"no single change {made}; these come closest"
-    return [head, *change_lines(found)]
+    return f"any one of these changes {made}" if enough else f"no single change {made}; these come closest"
 
 
 def change_lines(found: list[Remedy]) -> list[str]:
     """Each change of the recipe or of the machines with the step, the memory and the plan that it makes, and what it
     costs."""
-    rows = [
+    return ["  " + line for line in columns(change_rows(found), "<>><<<<<")]
+
+
+def change_rows(found: list[Remedy]) -> list[tuple[str, ...]]:
+    """Return a row of :func:`change_lines` for each change."""
+    return [
         (
             remedy.change,
             show_seconds(seconds(remedy.plan).step_s) + " a step",
             show_count(tokens_per_s(remedy.plan)) + " tokens/s",
-            verdict(remedy.plan.estimate),
+            explain.verdict(remedy.plan.estimate),
             label(remedy.plan),
             f"recompute {remedy.plan.remat.mode}",
             f"batch {remedy.plan.batch.micro_batch_size} x {remedy.plan.batch.accumulation}",
@@ -106,7 +125,6 @@ def change_lines(found: list[Remedy]) -> list[str]:
         )
         for remedy in found
     ]
-    return ["  " + line for line in columns(rows, "<>><<<<<")]
 
 
 def remedy_words(found: list[Remedy]) -> str:

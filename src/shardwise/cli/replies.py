@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
+from math import isfinite
 from typing import Annotated, Any
 
 from typer import Option
@@ -20,14 +21,16 @@ from shardwise.cli.questions import (
     apart,
     beside,
     compared,
+    freed,
     least_of,
+    per_token,
     smallest,
     swept,
 )
 from shardwise.cli.render import COLOURS
 from shardwise.cli.show import coloured
 from shardwise.cli.why_not import PlanPair
-from shardwise.planner.comparison import MARGIN, seconds, tokens_per_s
+from shardwise.planner.comparison import MARGIN, TIE, seconds, tokens_per_s
 from shardwise.planner.length import Length
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.explain import fit, label
@@ -60,6 +63,9 @@ class Questions:
             "--why-not", metavar="KEY=VALUE", help="The best plan with it, beside the chosen.", rich_help_panel=PANEL
         ),
     ] = field(default_factory=list)
+    pins: Annotated[
+        bool, Option("--pins", help="What each setting that the recipe pins costs.", rich_help_panel=PANEL)
+    ] = False
     sweep: Annotated[
         str | None,
         Option("--sweep", metavar="KEY=VALUES", help="train.seq_len=4k..128k doubles.", rich_help_panel=PANEL),
@@ -87,6 +93,7 @@ def answered(asked: Questions, about: Asking, page: list[str]) -> Reply | None:
     ways: dict[str, Callable[[], Reply]] = {
         "compare": lambda: _compared(compared(about, asked.compare or "")),
         "smallest": lambda: _smallest(smallest(about)),
+        "pins": lambda: _freed(freed(about)),
         "sweep": lambda: _swept(swept(about, asked.sweep or "")),
         "deadline": lambda: _in_time(curve(about, asked.deadline or "", asked.budget)),
         "why_not": lambda: _why_not(*beside(about, asked.why_not)),
@@ -108,7 +115,8 @@ def _compared(rows: list[PlanRow]) -> Reply:
     told = list[str]()
     for what, (best, ties) in found.items():
         doubt = f"; the bands cannot tell it from {', '.join(row.name for row in ties)}" if ties else ""
-        told.append(f"{FIGURES[what][2]}: {best.name}{doubt}")
+        unknown = any(row.runs and not isfinite(per_token(row, what)) for row in rows)
+        told.append(f"{FIGURES[what][2]}{' with a price' * unknown * (what == 'dollars')}: {best.name}{doubt}")
     pairs = {what: [pair for pair in combinations(rows, 2) if not apart(*pair, what)] for what in found}
     ties_of = {what: [[one.name, other.name] for one, other in pairs[what]] for what in found}
     best_of = {what: best.name for what, (best, _) in found.items()}
@@ -131,7 +139,9 @@ def _smallest(found: list[LeastMachines]) -> Reply:
     keys = [f"  {head.removeprefix('with ')}  {words}" for head, words in zip(heads[1:], variants[1:], strict=True)]
     lines = [f"the least machines that hold it below {MARGIN:.0%} of the memory: GPUs, or nodes x GPUs", ""]
     lines += [*columns(table, "<" + ">" * (len(heads) + 1)), "", *keys]
-    lines += [f"-  none of up to {MOST_GPUS:,} GPUs"] * any("-" in row[2:] for row in table)
+    lines += [f"-  none of up to {MOST_GPUS:,} GPUs, or the recipe asks for what the GPU does not have"] * any(
+        "-" in row[2:] for row in table
+    )
     return Reply(lines, {"rows": rows})
 
 
@@ -149,6 +159,28 @@ def _why_not(chosen: PlanRow, other: PlanRow) -> Reply:
     told = PlanPair(chosen.plan, other.plan)
     lines = [*row_lines([chosen, other], "plan", marked=False), *told.words(other.name)]
     return Reply(lines, found | {"same": told.same, **told.differences})
+
+
+def _freed(rows: list[PlanRow]) -> Reply:
+    now, *without = rows
+    saved = {row.name: _saved(now, row) for row in without}
+    told = list[str]()
+    for row in (row for row in without if row.plan and row.fits):
+        if not now.fits:
+            told.append(f"{row.name} it fits")
+        elif (share := saved[row.name] or 0) > TIE:
+            told.append(f"{row.name} a token takes {share:.0%} less time")
+    none = f"no pin costs more than {TIE:.0%} of the time, as runs of one plan differ"
+    figures = {"rows": [row.as_json() for row in rows], "saved": saved}
+    return Reply([*row_lines(rows, "", marked=False), *(told or [none])], figures)
+
+
+def _saved(now: PlanRow, other: PlanRow) -> float | None:
+    """The share of the time of a token that ``other`` saves, less than 0 where it is slower; None without two plans
+    that fit."""
+    if not (now.plan and other.plan and now.fits and other.fits):
+        return None
+    return 1 - tokens_per_s(now.plan) / tokens_per_s(other.plan)
 
 
 def _swept(rows: list[PlanRow]) -> Reply:
@@ -190,8 +222,8 @@ def _in_time(found: Curve) -> Reply:
     names["sure"] = found.surely[0].name if found.surely else None
     figures = {"deadline_s": found.deadline_s, "budget": found.budget, "rows": rows, **names}
     none = [row for row in found.rows if not row.plan]
-    names_ = ", ".join(row.name for row in none)
-    told += [f"no plan on {names_}: {none[0].refused[0].what}; {none[0].refused[0].fix}"] if none else []
+    others = f" and {counted(len(none) - 1, 'other size')}" if none[1:] else ""
+    told += [f"no plan on {none[0].name}{others}: {none[0].refused[0].what}; {none[0].refused[0].fix}"] if none else []
     planned = [row for row in found.rows if row.plan]
     lines = row_lines(planned, "machines", marked=False, notes=("pays", notes))
     return Reply([*lines, *told], figures | {"affordable": [row.name for row in found.affordable]})

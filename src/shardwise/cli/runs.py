@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,6 @@ from shardwise.cli.options import Common
 from shardwise.cli.show import print_json, say
 from shardwise.errors import MissingInputError, Problem, ShardwiseError
 from shardwise.launch.jobs.client import listed
-from shardwise.launch.jobs.cluster_job import label_of
 from shardwise.launch.rundir import newest_step
 from shardwise.runtime import owner
 from shardwise.runtime.faults.outcome import NAME, read_exit
@@ -42,6 +41,10 @@ class Options(Common):
     more: More = ""
 
 
+HEADS = ("run", "state", "step", "loss", "saved", "last step", "size")
+"""Of :func:`cells`."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One run. ``step`` is the last that was done, ``of`` the recipe's train.max_steps, ``saved`` the newest
@@ -55,6 +58,7 @@ class Row:
     saved: int | None
     changed_s: float
     bytes: int
+    tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,33 +67,42 @@ class _Last:
 
     step: Count | None
     loss: FiniteFloat | None = None
+    tokens_per_s: FiniteFloat | None = None
 
 
 def run(options: Options) -> None:
     """Print the table."""
     if options.on is not None:
         return _submitted(options)
-    if not options.path.is_dir():
-        what, fix = f"no directory {options.path}", "`shardwise runs DIRECTORY`, the --out of the runs"
-        raise MissingInputError(Problem("CFG011", what, str(options.path), fix))
-    alone = (options.path / "recipe.yaml").is_file()  # a run's own directory
-    rows = [look(path.parent) for path in options.path.glob("recipe.yaml" if alone else "*/recipe.yaml")]
+    rows = [look(directory) for directory in runs_in(options.path)]
     rows.sort(key=lambda row: -row.changed_s)
     if options.json:
         return print_json([asdict(row) for row in rows])
     if not rows:
         return say(f"no runs in {options.path}")
-    cells = [("run", "state", "step", "loss", "saved", "last step", "size"), *map(_cells, rows)]
-    say(*columns(cells, "<<<<<<<"))
+    say(*columns([HEADS, *map(cells, rows)], "<<<<<<<"))
     return None
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The directories of the runs in ``path``, or ``path`` itself where it is a run's own. Raises MissingInputError
+    (CFG011)."""
+    if not path.is_dir():
+        what, fix = f"no directory {path}", "the directory that the runs are in: what was `--out` of theirs"
+        raise MissingInputError(Problem("CFG011", what, str(path), fix))
+    alone = (path / "recipe.yaml").is_file()
+    return [found.parent for found in path.glob("recipe.yaml" if alone else "*/recipe.yaml")]
 
 
 def _submitted(options: Options) -> None:
     """Print what a scheduler knows of its jobs, and their runs' directories of them."""
-    there = {label_of(path.parent.name): path.parent for path in options.path.glob("*/recipe.yaml")}
-    rows = []
-    for job in listed(kind_of_job(options.on).client, options.path, words_of(options.more)):
-        directory = there.get(label_of(job.name))
+    client, rows = kind_of_job(options.on).client, []
+    there: dict[str, list[Path]] = {}
+    for path in options.path.glob("*/recipe.yaml"):
+        there.setdefault(client.name_of(path.parent.name), []).append(path.parent)
+    for job in listed(client, options.path, words_of(options.more)):
+        mine = there.get(job.name, [])
+        directory = mine[0] if len(mine) == 1 else None  # of several with one label it may be either's
         row, outcome = (look(directory), read_exit(directory)) if directory else (None, None)
         reason = outcome.message if outcome and job.ended and outcome.exit_code else job.reason
         rows.append({**asdict(job), "reason": reason, "run": row and asdict(row), "step": _step(row) if row else "-"})
@@ -104,21 +117,42 @@ def _submitted(options: Options) -> None:
 
 def look(directory: Path) -> Row:
     """The row of the run in ``directory``. Damage is reported as its state and never raises an error."""
-    files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+    row, size = glance(directory), size_of(directory)
+    try:
+        of = planned_steps(directory)
+    except (ShardwiseError, OSError) as error:
+        return replace(row, state=damaged(error), bytes=size)
+    return replace(row, of=of, bytes=size)
+
+
+def glance(directory: Path) -> Row:
+    """As :func:`look` but for what takes long: neither the recipe is read nor the size found."""
     metrics = directory / "metrics.jsonl"
     changed_s = (metrics if metrics.is_file() else directory / "recipe.yaml").stat().st_mtime
     last = _Last(None)
-    of = None
     saved = None
     try:
         state, last = _state(directory), _last(metrics)
-        saved, of = newest_step(directory), load_recipe(directory / "recipe.yaml").train.max_steps
-    except ShardwiseError as error:
-        state = f"damaged: {error.problems[0].what}"
-    except OSError as error:
-        state = f"damaged: {error}"
-    size = sum(path.lstat().st_size for path in files if path.exists())
-    return Row(directory.resolve().name, state, last.step, of, last.loss, saved, changed_s, size)
+        saved = newest_step(directory)
+    except (ShardwiseError, OSError) as error:
+        state = damaged(error)
+    return Row(directory.resolve().name, state, last.step, None, last.loss, saved, changed_s, 0, last.tokens_per_s)
+
+
+def damaged(error: ShardwiseError | OSError) -> str:
+    """The state of a run of which something cannot be read."""
+    return f"damaged: {error.problems[0].what if isinstance(error, ShardwiseError) else error}"
+
+
+def planned_steps(directory: Path) -> int | None:
+    """The recipe's train.max_steps. Raises ShardwiseError or OSError for a recipe that cannot be read."""
+    return load_recipe(directory / "recipe.yaml").train.max_steps
+
+
+def size_of(directory: Path) -> int:
+    """The bytes of a run's files."""
+    files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+    return sum(path.lstat().st_size for path in files if path.exists())
 
 
 def _state(directory: Path) -> str:
@@ -144,7 +178,8 @@ def _last(metrics: Path) -> _Last:
     return _Last(None)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def cells(row: Row) -> tuple[str, ...]:
+    """The row in words, as :data:`HEADS` names them."""
     loss = "-" if row.loss is None or not math.isfinite(row.loss) else f"{row.loss:.3f}"
     saved, changed = str(row.saved or "-"), show_age(time.time() - row.changed_s)
     return row.name, row.state, _step(row), loss, saved, changed, show_bytes(row.bytes)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.whole import write_whole
 from shardwise.errors import (
     NO_ROOM,
     UNWRITABLE,
@@ -89,15 +88,6 @@ def _defect(error: Exception) -> ShardwiseError:
     with os.fdopen(descriptor, "w") as stream:
         stream.write("".join(traceback.format_exception(error)))
     return defect(error, Path(name), "report it with that file; --debug prints the traceback")
-
-
-def write_out(path: Path, text: str, option: str) -> None:
-    """Write the file that ``option`` names, whole. Raises OutputError (OUT002)."""
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        what, fix = f"cannot write {path}: {error.strerror or error}", f"`{option}` a file in a directory of yours"
-        raise OutputError(Problem("OUT002", what, option, fix)) from None
 
 
 def visible(text: str) -> str:

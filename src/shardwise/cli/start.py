@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from signal import Signals
 
 from shardwise.cli import render
 from shardwise.cli.certified import told_of_run
@@ -18,20 +19,24 @@ from shardwise.cli.decide import beyond, cluster_of, far, plan_of, slower, suite
 from shardwise.cli.length import known_count
 from shardwise.cli.lengths import epoch, few_steps, late_validation, many_epochs, validated
 from shardwise.cli.preview import report
+from shardwise.cli.replan import ONCE, RunPlan, check_on_loss, kept_plan, next_by_memory, not_again, record
 from shardwise.cli.show import note, output_to_stderr, print_json, say
 from shardwise.data.source import taken_and_left_out
 from shardwise.data.tasks import check_tasks
 from shardwise.data.tokens import check_vocabulary
-from shardwise.errors import OutputError, UnavailableError
+from shardwise.errors import OutputError, PreemptedError, Problem, UnavailableError
 from shardwise.launch import rundir
 from shardwise.launch.launchers import DEFAULT_PORT, Ended, Launch, launch
 from shardwise.launch.service_keys import check_wandb
 from shardwise.launch.worker import is_worker
+from shardwise.launch.writable import check_writable, nearest
 from shardwise.models.added_rows import adds_tokens
 from shardwise.models.config import ModelSpec, parameter_count
 from shardwise.models.resolve import data_of, resolve, with_adapter
+from shardwise.runtime.checkpoint.manifest import train_again
+from shardwise.runtime.faults.signals import received
 from shardwise.runtime.metrics.trackers import check_installed
-from shardwise.runtime.owner import check_free
+from shardwise.runtime.owner import Claim, check_free
 from shardwise.spec import finetune
 from shardwise.spec.cluster import Cluster, crowding
 from shardwise.spec.explain import label
@@ -39,6 +44,7 @@ from shardwise.spec.launchers import launcher_of
 from shardwise.spec.load import dump_plan, dump_recipe
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
+from shardwise.spec.records import LauncherSpec
 from shardwise.spec.units import show_bytes
 from shardwise.techniques import lora
 
@@ -66,13 +72,14 @@ def stem_of(path: Path | None, recipe: Recipe) -> str:
     return path.stem if path else Path(recipe.model.path or "quickstart").name
 
 
-def named(recipe: Recipe, how: How) -> Recipe:
+def named(recipe: Recipe, how: How, *, several: bool = False) -> Recipe:
     """The recipe with its run's name, and with the settings of the adapter that it begins from. Ranks that torchrun
-    started must agree on the name, so they leave out the number. Raises OutputError (OUT006)."""
+    started must agree on the name, and so must ``several`` nodes: they leave out the number. Raises OutputError
+    (OUT006)."""
     name, out = recipe.run.name, Path(recipe.run.out)
     if how.stem is not None:
         newest = rundir.newest_run(out, how.stem) if how.resume else None
-        name = newest.name if newest else how.stem if is_worker() else rundir.free_name(out, how.stem)
+        name = newest.name if newest else how.stem if several or is_worker() else rundir.free_name(out, how.stem)
     rundir.check_name(name)
     return with_adapter(recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})}))
 
@@ -92,6 +99,8 @@ def start(recipe: Recipe, how: How) -> tuple[Path, Ended | None]:
 
 def _start(recipe: Recipe, directory: Path, how: How) -> Ended | None:
     check_free(directory)
+    if not how.dry_run:
+        check_on_loss(recipe, "the ranks of one launcher" if recipe.run.nodes == 1 else "started by hand")
     recipe = rundir.as_begun(directory, recipe)
     standing = rundir.check_standing(directory, recipe, resume=how.resume)
     if how.resume and (done := rundir.nothing_to_do(directory, recipe)):
@@ -106,7 +115,10 @@ def _start(recipe: Recipe, directory: Path, how: How) -> Ended | None:
         recipe, measured = with_measured_experts(recipe, spec, cluster)
         if measured:
             note(measured, as_json=how.hidden)
-    plan = plan_of(recipe, spec, cluster, how.plan, None if standing is None else directory)
+    kept = None if standing is None or how.plan else kept_plan(directory, recipe, spec, cluster)
+    if kept:
+        note(f"memory: {directory} ran out of it before, and goes on with the plan of then", as_json=how.hidden)
+    plan = kept or plan_of(recipe, spec, cluster, how.plan, None if standing is None else directory)
     planned = None
     if standing is None:
         planned = None if how.plan else partial(plan_of, spec=spec, cluster=cluster, given=None)
@@ -130,21 +142,69 @@ def _start(recipe: Recipe, directory: Path, how: How) -> Ended | None:
         if launcher.here:
             recipe, plan = _prepare(recipe, spec, plan, directory, planned, hidden=how.hidden)
         _tell_certificate(recipe, spec, plan, how)
-        words = _write(recipe, plan, cluster, directory if standing is None else directory / "resumed")
-        flags = {"--allow-fresh-start": how.fresh, "--debug": how.debug}
-        flags["--resume"] = how.resume and not launcher.here  # ranks that others start check it themselves
-        words += [flag for flag, on in flags.items() if on]
         if resumes is not None and launcher.here:
             note(resumes, as_json=how.hidden)
-        with output_to_stderr() if how.hidden else nullcontext():
-            gpus = cluster.kind == "cuda"
-            answer = launch(launcher, Launch(words, cluster.nodes, cluster.devices_per_node, directory, how.port, gpus))
+        barred = "the plan was given, with --plan" if how.plan is not None else ONCE if kept else ""
+        answer = _until_it_fits(RunPlan(recipe, spec, cluster, plan), launcher, directory, how, claim, barred)
         if isinstance(answer, list):
             say(*answer)
             return None
         if not claim.held():  # what stands in exit.json now is the other one's
             answer = Ended(OutputError.exit_code, claim.lost())
     return answer
+
+
+def _until_it_fits(
+    attempt: RunPlan, launcher: LauncherSpec, directory: Path, how: How, claim: Claim, barred: str
+) -> Ended | list[str]:
+    """Start the ranks, and where they run out of memory once more with the next plan by memory, if there is one, and it
+    is not ``barred`` for a reason."""
+    asked = list[int]()
+    while True:
+        answer = _start_ranks(attempt, launcher, directory, how)
+        if isinstance(answer, list) or not answer.ran_out or not claim.held():
+            return answer
+        if attempt.recipe.run.on_oom == "stop":
+            return answer
+        with received(lambda number, _: asked.append(number)):  # a scheduler may ask while no rank is there to hear it
+            found = next_by_memory(answer, attempt, barred)
+            if isinstance(found, RunPlan):
+                found = _recorded(answer, attempt, found, directory, how)
+        if isinstance(found, Ended):
+            return found
+        if asked:
+            return _stopped(Signals(asked[0]), directory)
+        attempt, barred = found, ONCE
+
+
+def _recorded(answer: Ended, old: RunPlan, new: RunPlan, directory: Path, how: How) -> RunPlan | Ended:
+    """Return the new plan, told and written, or the end of the ranks where it cannot be written."""
+    try:
+        note(record(answer, old, new, directory), as_json=how.hidden)
+    except OSError as error:
+        return not_again(answer, f"{error.strerror or error}: {error.filename or directory}")
+    if not how.hidden:
+        say(*render.summary(new.plan)[1:])
+    return new
+
+
+def _stopped(by: Signals, directory: Path) -> Ended:
+    """Return the end of a run that was asked to stop after its ranks had ended, with what was saved before."""
+    saved = rundir.newest_step(directory) is not None
+    what = f"{by.name} came while the run was planned again"
+    code, problem = (PreemptedError.exit_code, "STOP001") if saved else (128 + by, "RUN005")
+    return Ended(code, Problem(problem, what, str(directory), train_again(directory)))
+
+
+def _start_ranks(attempt: RunPlan, launcher: LauncherSpec, directory: Path, how: How) -> Ended | list[str]:
+    recipe, cluster, begun = attempt.recipe, attempt.cluster, rundir.newest_step(directory) is not None
+    words = _write(recipe, attempt.plan, cluster, directory / "resumed" if begun else directory)
+    flags = {"--allow-fresh-start": how.fresh, "--debug": how.debug}
+    flags["--resume"] = how.resume and not launcher.here  # ranks that others start check it themselves
+    words += [flag for flag, on in flags.items() if on]
+    with output_to_stderr() if how.hidden else nullcontext():
+        gpus = cluster.kind == "cuda"
+        return launch(launcher, Launch(words, cluster.nodes, cluster.devices_per_node, directory, how.port, gpus))
 
 
 def _tell_certificate(recipe: Recipe, spec: ModelSpec, plan: Plan, how: How) -> None:
@@ -159,7 +219,7 @@ def _tell_certificate(recipe: Recipe, spec: ModelSpec, plan: Plan, how: How) -> 
 def _tell_dry_run(recipe: Recipe, spec: ModelSpec, plan: Plan, facts: dict[str, int | None], how: How) -> None:
     """Tell what a dry run found; raises what would keep the run from writing, or from reading its data."""
     directory = Path(recipe.run.out) / recipe.run.name
-    rundir.check_writable(rundir.nearest(directory))
+    check_writable(nearest(directory))
     counts = _read_some(recipe, spec, plan)
     read = f"data    {counts['read']:,} samples read, from the beginning of each file"
     said = [*([read] if counts["read"] else []), *report(counts)]

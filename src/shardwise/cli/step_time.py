@@ -103,6 +103,11 @@ def _help(plan: Plan, cluster: Cluster, across: bool, axis: str) -> list[str]:
 
 def time_lines(plan: Plan) -> list[str]:
     """Every part of a step: kernels by kind, and each axis with what is sent, hidden and waited for."""
+    return ["  " + line for line in columns(time_rows(plan), "<>><")]
+
+
+def time_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Each part with its seconds, its share of the step, and more of it."""
     found = seconds(plan)
     kinds = [("products", found.products_s), ("attention", found.attention_s), ("pointwise", found.pointwise_s)]
     rest_s = max(0.0, found.compute_s - sum(part for _, part in kinds))
@@ -114,5 +119,4 @@ def time_lines(plan: Plan) -> list[str]:
         rows.append(("waits for copies", found.offload_s, f"of {show_seconds(found.copied_s)} of copying to the host"))
     rows += [("optimizer", found.optimizer_s, ""), ("host, once a step", found.host_s, "")]
     rows.append(("a step", found.step_s, f"{show_seconds(found.low_s)} to {show_seconds(found.high_s)}"))
-    shown = [(name, show_seconds(part), f"{part / found.step_s:.0%}", more) for name, part, more in rows]
-    return ["  " + line for line in columns(shown, "<>><")]
+    return [(name, show_seconds(part), f"{part / found.step_s:.0%}", more) for name, part, more in rows]

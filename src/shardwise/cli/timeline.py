@@ -29,7 +29,7 @@ def text(replay: Replay, width: int) -> list[str]:
         for rank, (computed, share) in enumerate(zip(replay.computed, replay.idle_shares, strict=True))
     ]
     legend = [f"{kind} {NAMES[kind]}" for kind in _kinds(replay)]
-    return [*rows, "  ".join([*legend, f"{IDLE} idle"]), _overall(replay)]
+    return [*rows, "  ".join([*legend, f"{IDLE} idle"]), overall(replay)]
 
 
 def svg(replay: Replay) -> str:
@@ -55,7 +55,7 @@ def svg(replay: Replay) -> str:
         left = LEFT + 140 * place
         lines += [_rectangle(left, top, ROW, colour), _label(left + 1.25 * ROW, top, name)]
     several = any(len({one.action.stage for one in computed}) > 1 for computed in replay.computed)
-    notes = _overall(replay) + ("; the paler, the later of a rank's stages" if several else "")
+    notes = overall(replay) + ("; the paler, the later of a rank's stages" if several else "")
     return "\n".join([*lines, _label(LEFT, top + ROW, notes), "</svg>", ""])
 
 
@@ -65,7 +65,8 @@ def _kinds(replay: Replay) -> list[Kind]:
     return [kind for kind in NAMES if kind in found]
 
 
-def _overall(replay: Replay) -> str:
+def overall(replay: Replay) -> str:
+    """Tell in which part of the passes a rank computes nothing, on average."""
     return f"idle over all ranks: {replay.bubble:.1%} of {show_seconds(replay.makespan_s)}"
 
 

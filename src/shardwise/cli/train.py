@@ -51,13 +51,26 @@ def run(options: Options) -> int:
     """Do what the options say; the exit code."""
     die_with_launcher()
     outlive_output()
+    loaded, how = asked_for(options)
+    if options.print_config:
+        print_json(loaded.recipe.model_dump(mode="json")) if options.json else say(dump_recipe(loaded.recipe).rstrip())
+        return 0
+    if is_worker():
+        set_up_torch(deterministic=loaded.recipe.run.deterministic)
+        done = work(named(loaded.recipe, how), how)
+        return done.exit_code if isinstance(done, ShardwiseError) else 0
+    for notice in loaded.shown:
+        note(notice, as_json=options.json)
+    directory, ended = start(loaded.recipe, how)
+    return 0 if ended is None else _wait(ended, directory, options)
+
+
+def asked_for(options: Options) -> tuple[Loaded, How]:
+    """Return the recipe, and the settings of the run's start."""
     words = sort_words(options.arguments, Options, several=True)
     if options.resume and words.path is None and options.run:
         words.path = Path(options.out or "runs") / options.run
     loaded = _load(options, words)
-    if options.print_config:
-        print_json(loaded.recipe.model_dump(mode="json")) if options.json else say(dump_recipe(loaded.recipe).rstrip())
-        return 0
     how = How(
         plan=options.plan,
         stem=None if "run.name" in loaded.given else stem_of(words.path, loaded.recipe),
@@ -69,14 +82,7 @@ def run(options: Options) -> int:
         port=options.port,
         words=(*map(str, words.files), *words.overrides),
     )
-    if is_worker():
-        set_up_torch(deterministic=loaded.recipe.run.deterministic)
-        done = work(named(loaded.recipe, how), how)
-        return done.exit_code if isinstance(done, ShardwiseError) else 0
-    for notice in loaded.shown:
-        note(notice, as_json=options.json)
-    directory, ended = start(loaded.recipe, how)
-    return 0 if ended is None else _wait(ended, directory, options)
+    return loaded, how
 
 
 def _load(options: Options, words: Words) -> Loaded:

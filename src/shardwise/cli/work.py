@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.certified import told_of_run
 from shardwise.cli.decide import as_first, cluster_of_ranks, plan_of, suited
+from shardwise.cli.replan import check_on_loss
 from shardwise.cli.show import defect, note, out_of_memory, print_error, say
 from shardwise.cli.start import How
 from shardwise.data.tasks import check_tasks
@@ -39,6 +40,8 @@ def work(recipe: Recipe, how: How) -> Report | ShardwiseError | None:
     to ``exit.json``, where the first cause stays, and printed once, by our launcher, or without it by the rank that
     wrote the cause."""
     directory = Path(recipe.run.out) / recipe.run.name
+    if not worker.meets_again():
+        check_on_loss(recipe, "started by torchrun or a scheduler")
     world, local_world = worker.started()
     if world > local_world:
         from shardwise.runtime.node_facts import check_nodes

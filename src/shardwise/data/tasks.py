@@ -11,8 +11,9 @@ from typing import Any
 
 from shardwise.data.prompts import Question, read_prompts
 from shardwise.errors import DataError, MissingInputError, Problem
+from shardwise.spec.evaluation_task import EvaluationTask
 from shardwise.spec.files import TABLE_BYTES, read_regular
-from shardwise.spec.recipe import EvaluationTask, Recipe
+from shardwise.spec.recipe import Recipe
 
 Score = Callable[[str, str | None], float]
 """(the model's answer, the expected one) -> a number, higher is better."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -16,6 +16,7 @@ from weakref import proxy
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.distributed_c10d import GroupName
 
 
@@ -96,6 +97,14 @@ def recorded_collectives() -> list[dict[str, Any]]:
             made = (entry["time_created_ns"], entry["process_group"][0], entry["profiling_name"])
             found[*made, entry["collective_seq_id"]] = entry
     return [found[key] for key in sorted(found)]
+
+
+def deduplicated(plans: list[SavePlan]) -> list[SavePlan]:
+    """Return the plans of a checkpoint's ranks, where what several have is written by one: by that which writes least.
+    Without it all would write it."""
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+
+    return dedup_save_plans(plans)
 
 
 def group_named(name: str) -> torch.distributed.ProcessGroup:
@@ -213,6 +222,46 @@ def sum_gradients_in(module: torch.nn.Module, dtype: torch.dtype) -> None:
         group._init_mp_dtypes = partial(looks, own, proxy(group))
 
 
+def gather_as(module: torch.nn.Module, forms: Mapping[torch.nn.Module, Any]) -> None:
+    """Have FSDP2 gather the weights of these layers of a module, of which each rank has as many rows, in another form:
+    ``sent(shard, dtype)`` gives the tensors that are gathered for a weight used in this dtype, ``values(gathered,
+    dtype, out)`` makes it of all ranks', in the memory of ``out`` where that is given. It asks the shards for that,
+    which are made anew when they are allocated: they are told when it sets itself up. It would keep what was gathered
+    as long as the weight; that is freed at once. Without these names its interface would ask for a subclass of
+    Tensor."""
+
+    def sets_up(own: Callable[[Any], None], group: Any) -> None:
+        own(group)
+        for member in group.fsdp_params:
+            form = forms.get(member._module_info.module)
+            if form is not None and member._module_info.param_name == "weight":
+                shard = member._sharded_local_tensor
+                shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = _gather_hooks(proxy(member), form)
+                member._init_extensions()
+
+    for group in _parameter_groups(module) if forms else ():
+        own = type(group)._init_mp_dtypes
+        group._init_mp_dtypes = partial(sets_up, own, proxy(group))
+
+
+def _gather_hooks(member: Any, form: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what FSDP2 calls before it gathers a parameter, and after. Autograd, which has saved a weight, would
+    refuse another version of it: ``data`` counts its own."""
+    from torch.distributed.tensor import DTensor
+
+    def before(mesh: Any, size: Any, stride: Any, layer: Any, policy: Any) -> tuple[Any, None]:
+        return form.sent(member._sharded_local_tensor, policy.param_dtype), None
+
+    def after(gathered: Sequence[Any], told: None, dtype: torch.dtype, *, out: Any = None) -> Any:
+        held = out._local_tensor if isinstance(out, DTensor) else out
+        values = form.values(gathered, dtype, None if held is None else held.data)
+        for tensor in gathered:
+            tensor.untyped_storage().resize_(0)
+        return (values, (values,)) if out is None else None
+
+    return before, after
+
+
 def end_backward(module: torch.nn.Module) -> None:
     """Have FSDP2 do what it does by itself at the end of a backward: reduce gradients, or keep them. It has no public
     way where gradients of weights are made apart from those of inputs; torch's own pipeline stages use the same names.
@@ -283,3 +332,20 @@ def in_backward() -> bool:
     import torch
 
     return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have autograd call this at the end of the backward that runs, in the thread that ends it: FSDP2 does so. Without
+    it, what the first unit of a model does in backward would have no end in a trace."""
+    import torch
+
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def in_profile(name: str) -> AbstractContextManager[object]:
+    """A range of a trace while torch's profiler records, else nothing. Without the name of whether it does, each use of
+    this would pay for a range in every step."""
+    import torch
+
+    enabled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return torch.profiler.record_function(name) if enabled else nullcontext()

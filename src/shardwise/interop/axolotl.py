@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.interop import shared
 from shardwise.interop.system import Import, System, marks, show, word
-from shardwise.interop.trainer import four_bits, recompute, simpo
+from shardwise.interop.trainer import recompute, simpo
 
 LORA = {"lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "lora_target_modules": "targets"}
 OF = "axolotl"
@@ -92,7 +92,7 @@ def _adapters(found: Import) -> None:
         shared.adapter(found, None, None, LORA, OF)
         if kind == "qlora":
             found.set("lora.frozen", "nf4", "adapter")
-        four_bits(found)
+        found.take("four bits")
         found.set("lora.path", found.get("lora_model_dir"), "lora_model_dir")
     elif kind not in ("no", "none", "null"):
         found.refuse(found.entries["adapter"], f"the adapter {show(kind)} is not there: lora and qlora are")

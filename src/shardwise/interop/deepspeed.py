@@ -43,8 +43,8 @@ def _sharding(found: Import) -> None:
     ratio = found.number(f"{zero}offload_optimizer.ratio")
     if ratio is not None and 0 < ratio < 1:
         found.set("offload.optimizer_fraction", ratio, f"{zero}offload_optimizer.ratio")
-    if value_of(found, "parallel.cp", 1) > 1:
-        found.set("parallel.cp_kind", "ulysses", "sequence_parallel_size")
+    if (found.count(key := "sequence_parallel_size", default=1) or 1) > 1:
+        found.set("parallel.cp_kind", "ulysses", key)
     size, ranks = found.count(key := f"{zero}mics_shard_size", default=-1) or -1, dp(found)
     if 1 < size < ranks and ranks % size == 0:
         found.set("parallel.dp_shard", size, key)

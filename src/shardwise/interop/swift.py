@@ -42,7 +42,10 @@ def settle(found: Import) -> None:
         if (bits := found.count("quant_bits")) == 4:
             found.set("lora.frozen", "nf4", "quant_bits")
         elif bits:
-            found.refuse(found.entries["quant_bits"], f"frozen weights in {bits} bits: `lora.frozen` has nf4")
+            found.refuse(
+                found.entries["quant_bits"],
+                f"frozen weights in {bits} bits: `lora.frozen` has nf4, and float8 of a byte",
+            )
     elif kind != "full":
         said = "tuner_type" if "tuner_type" in found.entries else "train_type"
         found.refuse(found.entries[said], f"{show(kind)}: full and lora are there")

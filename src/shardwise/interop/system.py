@@ -166,12 +166,14 @@ class Import:
         ``reads`` a ``number``, a ``count``, one of at least 1 (``some``) or 2 (``degree``), a ``switch``, its default
         where one is ``on``, ``text``, or words as ``theirs=ours``; one that is ``refused`` where it is on, with the
         reason in the place of a default. ``of``: whose the defaults are without a title."""
-        for row in lines_of("settings"):
+        lines = [row for row in lines_of("settings") if row["of"] == rows]
+        assert lines, f"no settings of {rows}"
+        for row in lines:
             keys = row["keys"].split()
-            if row["of"] == rows and row["reads"] == "refused":
+            if row["reads"] == "refused":
                 for key in filter(self.on, keys):
                     self.refuse(self.entries[key], row["default"])
-            elif row["of"] == rows:
+            else:
                 value = self._read(row["reads"], keys, resolve(row["default"]) if row["default"] else None)
                 for ours in row["ours"].split():
                     self.set(ours, value, *keys, of=row["title"] or of)
@@ -186,8 +188,9 @@ class Import:
             return self.get(*keys)
         if how == "number":
             return self.number(*keys, default=default)
+        least = {"count": -math.inf, "some": 1, "degree": 2}[how]
         count = self.count(*keys, default=default)
-        return None if count is None or count < {"some": 1, "degree": 2}.get(how, count) else count
+        return None if count is None or count < least else count
 
     def ask(self, ours: str, why: str) -> None:
         """Record that the files do not say a setting, which somebody else must."""

@@ -100,7 +100,7 @@ def trl(found: Import) -> None:
         found.set("data.train_on", "all", of="TRL: the loss is over the whole text")
     if found.on("use_peft") or found.entry("lora_r"):
         shared.adapter(found, 16, 32.0, LORA, "TRL")
-        four_bits(found)
+        found.take("four bits")
 
 
 def simpo(found: Import, beta: float, key: str, of: str) -> None:
@@ -115,11 +115,6 @@ def simpo(found: Import, beta: float, key: str, of: str) -> None:
     if of != "LLaMA-Factory" and found.number("cpo_alpha", default=1.0) != 0:
         what = "a loss over tokens beside SimPO's, which is there by default: `cpo_alpha: 0` is SimPO"
         found.refuse(found.entries.get("cpo_alpha") or found.entries["simpo_gamma"], what)
-
-
-def four_bits(found: Import) -> None:
-    """``load_in_4bit``; 8 bits are not there."""
-    found.take("four bits")
 
 
 def _method(found: Import) -> str:
@@ -176,7 +171,10 @@ def llamafactory(found: Import) -> None:
         if (bits := found.count("quantization_bit")) == 4:
             found.set("lora.frozen", "nf4", "quantization_bit")
         elif bits:
-            found.refuse(found.entries["quantization_bit"], f"frozen weights in {bits} bits: `lora.frozen` has nf4")
+            found.refuse(
+                found.entries["quantization_bit"],
+                f"frozen weights in {bits} bits: `lora.frozen` has nf4, and float8 of a byte",
+            )
     elif kind != "full":
         found.refuse(found.entries["finetuning_type"], f"{kind}: full and lora are there")
     shared.added_tokens(found, ("add_tokens",), ("add_special_tokens", "new_special_tokens"))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 from shardwise.errors import Problem
 from shardwise.spec.records import LauncherSpec
@@ -16,10 +17,12 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a launch's ranks. ``problem`` is the cause of the first that failed."""
+    """The end of a launch's ranks. ``problem`` is the cause of the first that failed. ``ran_out``: whose memory was too
+    small for what they train, a device's, or the host's, where the kernel killed one for it; empty: no one's."""
 
     exit_code: int
     problem: Problem | None = None
+    ran_out: Literal["", "device", "host"] = ""
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
-from shardwise.errors import Problem, ShardwiseError
+from shardwise.errors import Problem, ShardwiseError, lacked
 from shardwise.launch.launchers import Ended as Ended
 from shardwise.launch.launchers import Launch
 from shardwise.launch.worker import LAUNCHER, STORE
@@ -41,7 +42,8 @@ TWICE_S = 1.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed: its exit code, or minus the signal that killed it."""
+    """A rank that failed: its exit code, or minus the signal that killed it; of one that did not end in time, and was
+    killed here, minus the signal by which it was asked to."""
 
     exit_code: int
     pid: int
@@ -88,14 +90,19 @@ def environment(nproc: int, places: Mapping[str, object]) -> dict[str, str]:
     return defaults | os.environ | {name: str(value) for name, value in places.items()} | SAFE_PATH
 
 
-def together(command: Sequence[str], environments: Sequence[dict[str, str]], asked: Requests) -> dict[int, Failure]:
+def together(
+    command: Sequence[str],
+    environments: Sequence[dict[str, str]],
+    asked: Requests,
+    others: Callable[[], Literal["", "save", "end"]] = lambda: "",
+) -> dict[int, Failure]:
     """Run ``command`` once in each of the environments, and return those that failed when all have ended; none is left
-    behind."""
+    behind. ``others``: whether ranks elsewhere want these to save and end, or to end."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for each in environments:
             ranks.append(subprocess.Popen(command, env=each))
-        return _watch(ranks, asked)
+        return _watch(ranks, asked, others)
     finally:
         _send(ranks, signal.SIGKILL)
 
@@ -126,10 +133,12 @@ def _say(line: str) -> None:
         os.write(2, f"{line}\n".encode())
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], asked: Requests) -> dict[int, Failure]:
-    """Wait until every rank has ended; returns those that failed. A request to stop is passed on once, and the ranks
-    get time to save; when one rank fails, the others are asked to end. A rank that does not end in time is killed; a
-    second request kills all."""
+def _watch(
+    ranks: Sequence[subprocess.Popen[bytes]], asked: Requests, others: Callable[[], Literal["", "save", "end"]]
+) -> dict[int, Failure]:
+    """Wait until every rank has ended; returns those that failed. A request to stop, of this process or of ``others``,
+    is passed on once, and the ranks get time to save; when one rank fails, the others are asked to end. A rank that
+    does not end in time is killed; a second request kills all."""
     running, failures = dict(enumerate(ranks)), dict[int, Failure]()
     told, deadline_s = False, float("inf")
     while running:
@@ -139,17 +148,26 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], asked: Requests) -> dict[in
                 del running[rank]
             if code:
                 failures[rank] = Failure(code, process.pid, time.monotonic())
-        if not told and (asked.first is not None or failures):
+        wanted = "" if told or not running else others()
+        if not told and (asked.first is not None or failures or wanted):
             told = True
-            deadline_s = time.monotonic() + (SAVE_AND_STOP_S if asked.first and asked.saves else AFTER_FAILURE_S)
+            saves = (asked.first and asked.saves) or (wanted == "save" and not failures)
+            deadline_s = time.monotonic() + (SAVE_AND_STOP_S if saves else AFTER_FAILURE_S)
             _send(running.values(), asked.first or signal.SIGTERM)
         if asked.again or time.monotonic() > deadline_s:
             if asked.again:
                 _say("stopped by a second Ctrl-C without saving once more")
             _send(running.values(), signal.SIGKILL)
-            break
+            return failures | _late(running, asked.first or signal.SIGTERM)
         time.sleep(POLL_S if running else 0.0)
     return failures
+
+
+def _late(killed: Mapping[int, subprocess.Popen[bytes]], number: signal.Signals) -> dict[int, Failure]:
+    """Return those of the ``killed`` ranks that failed: all but one that has ended well just before."""
+    now_s = time.monotonic()
+    codes = {rank: -number if each.returncode == -signal.SIGKILL else each.returncode for rank, each in killed.items()}
+    return {rank: Failure(code, killed[rank].pid, now_s) for rank, code in codes.items() if code}
 
 
 def _send(ranks: Collection[subprocess.Popen[bytes]], number: signal.Signals) -> None:
@@ -167,13 +185,16 @@ def _failed(failures: dict[int, Failure], outcome: Exit | None, run_directory: P
     killed = {r: f for r, f in failures.items() if f.exit_code < 0 and f.exit_code != -signal.SIGTERM}
     if killed and (outcome is None or outcome.kind == "peer_lost" or outcome.rank in killed):
         rank, first = min(killed.items(), key=lambda item: item[1].time_s)
-        problem = _killed(rank, first, run_directory, kills)
+        now = oom_kills()
+        problem = _killed(rank, first, run_directory, kills, now)
         told = Exit("crash", 1, problem.what, rank, pid=first.pid, problems=[asdict(problem)], restartable=True)
         with suppress(OSError):  # of a full disk
             write_exit(run_directory, told)
-        return Ended(1, problem)
+        return Ended(1, problem, "host" if _for_memory(first, kills, now) else "")
     if outcome is not None:
-        return Ended(outcome.exit_code, _cause(outcome))
+        cause = _cause(outcome)
+        training = outcome.kind == "memory" and outcome.phase  # what has no phase is written before a rank trains
+        return Ended(outcome.exit_code, cause, lacked(cause.what) if cause and training else "")
     what = f"rank {rank} (pid {first.pid}) ended with exit code {first.exit_code}; what it printed is above"
     fix = f"run again with --debug, or `{train_again(run_directory)}`"
     return Ended(first.exit_code if first.exit_code > 0 else ShardwiseError.exit_code, Problem("RUN004", what, "", fix))
@@ -184,14 +205,19 @@ def first_of(failures: Mapping[int, Failure]) -> tuple[int, Failure]:
     return min(failures.items(), key=lambda item: (item[1].exit_code == -signal.SIGTERM, item[1].time_s))
 
 
-def _killed(rank: int, failure: Failure, run_directory: Path, kills: int | None) -> Problem:
-    number, now = signal.Signals(-failure.exit_code), oom_kills()
+def _for_memory(failure: Failure, kills: int | None, now: int | None) -> bool:
+    """Return whether the kernel has killed a rank for memory: ``now`` it has killed more than before."""
+    return failure.exit_code == -signal.SIGKILL and None not in (kills, now) and now != kills
+
+
+def _killed(rank: int, failure: Failure, run_directory: Path, kills: int | None, now: int | None) -> Problem:
+    number = signal.Signals(-failure.exit_code)
     what = f"rank {rank} (pid {failure.pid}) was killed by {number.name}"
     fix = f"`{train_again(run_directory)}` goes on from the newest checkpoint, if there is one"
     less = "train.micro_batch_size=1, recompute=full or a smaller --nproc needs less"
     if number == signal.SIGKILL and (kills is None or now is None):
         fix = f"if the kernel ran out of memory (dmesg says so), {less}; {fix}"
-    elif number == signal.SIGKILL and now == kills:
+    elif number == signal.SIGKILL and not _for_memory(failure, kills, now):
         what += " by another process or user: the kernel killed nothing for lack of memory"
     elif number == signal.SIGKILL:
         allowed = show_bytes(total_memory_bytes())

@@ -13,13 +13,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError, PreemptedError, Problem, TrainingError, UnavailableError
 from shardwise.launch.launchers import DEFAULT_PORT
 from shardwise.launch.local import Failure, Requests, environment, first_of, together
-from shardwise.runtime.faults.signals import received
+from shardwise.runtime.faults.signals import ASKING, received
 
 PLACE = {
     "nodes": "PET_NNODES",
@@ -39,8 +39,8 @@ _ONLY_TELLS = ("--help", "--dry-run", "--print-config")
 
 @dataclass(frozen=True)
 class Node:
-    """One of ``nodes`` machines, the first of which is ``first`` and listens on ``port``. ``start``: a name that the
-    nodes of one start share, if whoever started them gave any."""
+    """A machine of ``nodes``, the first of which is ``first`` and listens on ``port``. ``start``: a name that the
+    nodes of one start share, if whoever started them gave any. ``least``: so many of them are enough; 0: all."""
 
     nodes: int
     node: int
@@ -48,6 +48,7 @@ class Node:
     first: str
     port: int = DEFAULT_PORT
     start: str = ""
+    least: int = 0
 
     def places(self, local: int) -> dict[str, object]:
         """Return what one of this machine's ranks is told of its place."""
@@ -63,10 +64,13 @@ def this_node(words: Sequence[str]) -> Node | None:
     known = {name: os.environ.get(variable, "") for name, variable in PLACE.items()}
     if known["nodes"] in ("", "1") or set(words) & {*_ONLY_TELLS}:
         return None
-    counts = {"nodes": (2, 2**20), "node": (0, 2**20), "nproc": (1, 2**10), "port": (1, 65535)}
+    asked = known["nodes"]
+    known["least"], _, most = asked.rpartition(":")  # MIN:MAX, as torchrun reads it
+    known["nodes"], known["least"] = most, known["least"] or most
+    counts = {"nodes": (2, 2**20), "least": (1, 2**20), "node": (0, 2**20), "nproc": (1, 2**10), "port": (1, 65535)}
     known["port"] = known["port"] or str(DEFAULT_PORT)
     problems = [
-        _unclear(name, known[name], f"a whole number from {least} to {most}")
+        _unclear(name, asked if name == "least" else known[name], f"a whole number from {least} to {most}")
         for name, (least, most) in counts.items()
         if not (known[name].isdecimal() and known[name].isascii() and least <= int(known[name]) <= most)
     ]
@@ -74,13 +78,16 @@ def this_node(words: Sequence[str]) -> Node | None:
         problems.append(_unclear("first", "", "the first node's name or address"))
     if problems:
         raise ConfigError(*problems)
-    nodes, node, nproc, port = (int(known[name]) for name in ("nodes", "node", "nproc", "port"))
+    nodes, least, node, nproc, port = (int(known[name]) for name in ("nodes", "least", "node", "nproc", "port"))
     if node >= nodes:
         raise ConfigError(_unclear("node", str(node), f"below {nodes}, which is {PLACE['nodes']}"))
-    return Node(nodes, node, nproc, known["first"], port, known["start"])
+    if least > nodes:
+        raise ConfigError(_unclear("nodes", f"{least}:{nodes}", "MIN:MAX, the least and the most nodes"))
+    return Node(nodes, node, nproc, known["first"], port, known["start"], 0 if least == nodes else least)
 
 
 def _unclear(name: str, value: str, wanted: str) -> Problem:
+    name = "nodes" if name == "least" else name
     what = f"`{PLACE[name]}` is {value or 'not set'}, and {PLACE['nodes']} says that this is one of several nodes"
     fix = f"{PLACE[name]}: {wanted}; without {PLACE['nodes']} the ranks of this machine train alone"
     return Problem("RUN007", what, "the environment", fix)
@@ -96,14 +103,14 @@ def run(words: Sequence[str], node: Node, module: str = "shardwise") -> int:
         failures = together([sys.executable, "-u", "-m", module, *words], places, asked)
     if asked.again:
         return 128 + signal.SIGINT
-    return _code(failures, node) if failures else 0
+    return code_of(failures, node) if failures else 0
 
 
-def await_first(node: Node, most_s: float = FIRST_ANSWERS_S) -> None:
-    """Wait until the first node answers: its ranks would be waited for far less long. Raises UnavailableError (NET002)
-    after ``most_s`` seconds."""
+def await_first(node: Node, most_s: float = FIRST_ANSWERS_S, vain: Callable[[], object] = lambda: False) -> None:
+    """Wait until the first node answers, or it is in ``vain``: its ranks would be waited for far less long. Raises
+    UnavailableError (NET002) after ``most_s`` seconds."""
     end_s = time.monotonic() + most_s
-    while True:
+    while not vain():
         try:
             if node.node == 0:  # its own name must be known to its ranks
                 socket.getaddrinfo(node.first, node.port)
@@ -120,7 +127,8 @@ def await_first(node: Node, most_s: float = FIRST_ANSWERS_S) -> None:
         time.sleep(LOOK_S)
 
 
-def _code(failures: dict[int, Failure], node: Node) -> int:
+def code_of(failures: dict[int, Failure], node: Node) -> int:
+    """Return the exit code of a node whose ranks failed so. Raises TrainingError (RUN004) for one that was killed."""
     codes = {failure.exit_code for failure in failures.values()}
     if codes == {PreemptedError.exit_code}:
         return PreemptedError.exit_code
@@ -128,8 +136,8 @@ def _code(failures: dict[int, Failure], node: Node) -> int:
     local, first = first_of(others)
     if first.exit_code > 0:
         return first.exit_code
-    if first.exit_code == -signal.SIGTERM:  # asked to stop before it could save
-        return 128 + signal.SIGTERM
+    if -first.exit_code in ASKING:  # asked to stop before it could save
+        return 128 - first.exit_code
     name = signal.Signals(-first.exit_code).name
     what = f"rank {node.node * node.nproc + local} (pid {first.pid}) was killed by {name}"
     fix = "start the job again: it goes on from its newest checkpoint, if there is one"

@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 
-from shardwise.launch.worker import by_our_launcher, is_worker, rank, started
+from shardwise.launch.worker import by_our_launcher, is_worker, meets_again, rank, started
 
 
 def exposure() -> str | None:
@@ -15,7 +15,7 @@ def exposure() -> str | None:
         return None
     world, local_world = started()
     port = os.environ.get("MASTER_PORT", "")
-    if world == local_world:
+    if world == local_world and not meets_again():
         what = f"torchrun listens on port {port} of every network interface, without authentication"
         return f"warning[NET001]: {what}\nfix:   on one machine, `shardwise train`, which opens no port to a network"
     address = os.environ.get("MASTER_ADDR", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 
 from shardwise.data.remote import all_shown
 from shardwise.errors import DataError, MissingInputError, OutputError, Problem, ShardwiseError
+from shardwise.launch.writable import check_writable, nearest, unwritable
 from shardwise.runtime import owner
 from shardwise.runtime.checkpoint.locate import check_length, check_own, with_facts
 from shardwise.runtime.checkpoint.manifest import candidates, train_again
@@ -47,13 +47,13 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_new(target: Path) -> None:
-    """A directory that the user names is created and never replaced, since it may hold anything. Raises OUT001,
-    OUT002."""
+def check_new(target: Path, option: str = "--out") -> None:
+    """A directory that the user names with ``option`` is created and never replaced, since it may hold anything. Raises
+    OUT001, OUT002."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         what = f"{target} exists; nothing is overwritten"
-        raise OutputError(Problem("OUT001", what, "--out", "another --out"))
-    check_writable(target.absolute().parent)
+        raise OutputError(Problem("OUT001", what, option, f"another {option}"))
+    check_writable(target.absolute().parent, option)
 
 
 def free_name(out: Path, stem: str) -> str:
@@ -87,7 +87,7 @@ def check_standing(directory: Path, recipe: Recipe, *, resume: bool) -> int | No
     try:
         step = newest_step(directory)
     except OSError as error:
-        raise OutputError(_unwritable(directory, error)) from None
+        raise OutputError(unwritable(directory, error)) from None
     if resume:
         if step is None:
             what = f"no checkpoint in {directory} (looked for checkpoints/step-*)"
@@ -173,24 +173,6 @@ def resuming(directory: Path, step: int, recipe: Recipe) -> str:
     return f"resuming {directory} from step {step}{differs}"
 
 
-def check_writable(directory: Path) -> None:
-    """Create ``directory`` and check that files there can be written, synced and renamed. Raises OutputError
-    (OUT002)."""
-    probe, renamed = directory / f".probe-{os.getpid()}", directory / f".probe-{os.getpid()}-renamed"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with probe.open("wb") as stream:
-            stream.write(b"\0" * 4096)
-            stream.flush()
-            os.fsync(stream.fileno())
-        probe.rename(renamed)
-        renamed.unlink()
-    except OSError as error:
-        with suppress(OSError):
-            probe.unlink(missing_ok=True)
-        raise OutputError(_unwritable(directory, error)) from None
-
-
 def check_kinds(directory: Path) -> None:
     """Raise OutputError (OUT002) where a named pipe or a device lies in a run's directory, or in one of it: whoever
     opened it, to read or to write, would wait for ever. Raises OSError for a log that is none, such as a directory."""
@@ -215,7 +197,7 @@ def owned(directory: Path, say: Callable[[str], None], token: str = "") -> Itera
         check_kinds(directory)
         claim = owner.claim(directory, token, say)
     except OSError as error:
-        raise OutputError(_unwritable(Path(error.filename or directory), error)) from None
+        raise OutputError(unwritable(Path(error.filename or directory), error)) from None
     try:
         yield claim
     finally:
@@ -228,32 +210,7 @@ def owned(directory: Path, say: Callable[[str], None], token: str = "") -> Itera
 def filled(directory: Path, error: OSError) -> OutputError:
     """The error of a run whose disk is full (OUT002)."""
     where = Path(error.filename or directory)
-    return OutputError(replace(_unwritable(where, error), fix=f"make room there, then `{train_again(directory)}`"))
-
-
-def _unwritable(directory: Path, error: OSError) -> Problem:
-    reasons = {
-        errno.EROFS: "read-only file system",
-        errno.ENOSPC: "no space left",
-        errno.EDQUOT: "over the disk quota",
-        errno.EFBIG: "a file would be larger than `ulimit -f` allows",
-        errno.EACCES: "permission denied",
-        errno.EPERM: "permission denied",
-        errno.EEXIST: "it is a file",
-        errno.ENOTDIR: "part of the path is a file",
-        errno.ENAMETOOLONG: "the name is too long",
-    }
-    reason = reasons.get(error.errno or 0, error.strerror or str(error))
-    shown = str(directory) if len(str(directory)) < 200 else f"{str(directory)[:100]}..."
-    fix = "`--out` a directory that can be written (checked by a probe file, fsync and rename)"
-    return Problem("OUT002", f"cannot write {shown}: {reason}", shown, fix)
-
-
-def nearest(directory: Path) -> Path:
-    """``directory``, or its nearest parent that exists."""
-    while not directory.exists():
-        directory = directory.parent
-    return directory
+    return OutputError(replace(unwritable(where, error), fix=f"make room there, then `{train_again(directory)}`"))
 
 
 def check_space(directory: Path, parameters: int, keep: int, export_bytes: int = 0) -> int:

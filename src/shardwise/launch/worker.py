@@ -15,6 +15,8 @@ from shardwise.launch.ranks import is_worker as is_worker
 LAUNCHER = "SHARDWISE_LAUNCHER_PID"
 STORE = "SHARDWISE_STORE"
 """The file through which the ranks of our launcher find one another; read by shardwise.runtime.world."""
+WITH_MEETING = "SHARDWISE_MEETING"
+"""The pid of a launcher that stays when its ranks end, and meets those of other nodes (shardwise.launch.elastic)."""
 TURN_S = 2.0
 """Longer than torchrun takes to see that a rank has ended."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -44,6 +46,11 @@ def start_name() -> str:
 def by_our_launcher() -> bool:
     """Say whether our launcher, which shows the first failure itself, started this worker."""
     return LAUNCHER in os.environ
+
+
+def meets_again() -> bool:
+    """Say whether this rank's node does what ``run.on_loss`` says when another is lost."""
+    return WITH_MEETING in os.environ
 
 
 def launcher_directory() -> Path | None:
@@ -79,7 +86,7 @@ def die_with_launcher() -> None:
     """Have the kernel kill this process when the launcher dies, however it dies: a rank left alone holds its memory
     and its port for ever. To be called before anything slow; a launcher that died earlier is noticed by the changed
     parent."""
-    launcher = os.environ.get(LAUNCHER)
+    launcher = os.environ.get(LAUNCHER, os.environ.get(WITH_MEETING))
     if launcher is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

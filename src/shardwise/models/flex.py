@@ -55,11 +55,10 @@ def block_mask(q: Tensor, rule: Rule) -> BlockMask:
     first = (place - far).clamp(min=0)
     last = place if rule.causal else (place + far).clamp(max=count - 1)
     indices = (first[:, None] + place).clamp(max=count - 1)
-    # not the longest document, which
+    # Not the longest document, which is another in every batch: what the mask reads is compiled into the kernel.
     numbers = blockwise.numbers(q, rule)
     causal = rule.causal
     window = rule.window
-    # is another in every batch: what the mask reads is compiled into the kernel
 
     def seen(row: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         allowed = i >= j if causal else i >= 0

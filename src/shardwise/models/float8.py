@@ -14,7 +14,7 @@ from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec
 from shardwise.models.hf_names import Location
 from shardwise.models.quantization import USUAL, Block
-from shardwise.models.roles import is_adaptable
+from shardwise.models.roles import is_adaptable, role
 from shardwise.models.tensorfile import Entry, check_finite, some
 
 KINDS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -28,7 +28,7 @@ SCALE = NAMES[0]
 LARGEST_MANTISSA, LARGEST_EXPONENT = 0.875, 9
 """The largest number of e4m3 is 448, 0.875 times 2^9."""
 SMALLEST_EXPONENT = -126
-"""That of the smallest scale: the inverse of a smaller one is no number of fp32."""
+"""That of the smallest scale: the inverse of a smaller one is no number of 32 or 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,12 @@ class Scales:
         """Return those of the transposed matrix."""
         return replace(self, rows=self.columns, columns=self.rows)
 
+    def wide(self, scales: Tensor) -> Tensor:
+        """Return what was read of them in fp32. Raises DataError (MOD006) where some are not finite."""
+        wide = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+        check_finite(wide, self.name, self.entry.path)
+        return wide
+
     def apply(self, values: Tensor, scales: Tensor, places: range, columns: slice) -> None:
         """Multiply ``values``, which have the rows ``places`` and these columns of a matrix, in place by its
         ``scales``."""
@@ -52,8 +58,7 @@ class Scales:
             return
         above, before = places[0] // self.rows, columns.start // self.columns
         used = scales[above : places[-1] // self.rows + 1, before : -(-columns.stop // self.columns)]
-        used = (used.view(torch.float8_e8m0fnu) if used.dtype == torch.uint8 else used).float()
-        check_finite(used, self.name, self.entry.path)
+        used = self.wide(used)
         rows = torch.tensor(places) // self.rows - above
         for place, column in enumerate(range(before * self.columns, columns.stop, self.columns)):
             own = slice(max(0, column - columns.start), column + self.columns - columns.start)
@@ -105,17 +110,46 @@ def _fitting(name: str, held: Entry, shape: tuple[int, ...], blocks: Sequence[Bl
     return None
 
 
+@dataclass(frozen=True)
+class InBlocks:
+    """Rows of a weight that a file has in float8: the ``values``, and the ``scales`` of the blocks that they are, of so
+    many rows and columns (``size``): [rows of blocks, columns of blocks]."""
+
+    values: Tensor
+    scales: Tensor
+    size: int = USUAL[0]
+
+    def __call__(self) -> Tensor:
+        return self.values
+
+
 Parts = Sequence[tuple[str, Location]]
 """Parameters with rows in a tensor of the files, and which."""
+JOINED = (("q", "k", "v"), ("q_a", "kv_a"))
+"""Roles of matrices that vLLM and SGLang join into one: all of a layer are in float8, or none."""
 
 
-def is_coded(parts: Parts) -> bool:
-    """Return whether a tensor of the files is written in float8 where that is asked for: a matrix of a linear layer of
-    a block, or of one expert. Embeddings, the head, norms and routers never are; nor is what is no whole number of
-    blocks, of which readers differ in what they make."""
+def coded_names(written: Mapping[str, Parts]) -> set[str]:
+    """Return the tensors of the files that are written in float8 where that is asked for: matrices of linear layers of
+    blocks, and of single experts. Embeddings, the head, norms, routers and what joins a predictor's inputs never are;
+    nor is what is no whole number of blocks, which readers take in different ways, nor what is joined with that."""
+    coded = {name for name, parts in written.items() if _is_coded(parts)}
+    joined = dict[tuple[str, int], set[str]]()
+    for name, parts in written.items():
+        layer, _, word = parts[0][0].removesuffix(".weight").rpartition(".")
+        for number, roles in enumerate(JOINED):
+            if word in roles and is_adaptable(parts[0][0]):
+                joined.setdefault((layer, number), set()).add(name)
+    for names in joined.values():
+        if not names <= coded:
+            coded -= names
+    return coded
+
+
+def _is_coded(parts: Parts) -> bool:
     shape = parts[0][1].shape
     blocks = len(shape) == 2 and not any(size % block for size, block in zip(shape, USUAL, strict=True))
-    return blocks and all(is_adaptable(name) for name, _ in parts)
+    return blocks and all(is_adaptable(name) and role(name) != "join" for name, _ in parts)
 
 
 def unwritable(spec: ModelSpec, written: Mapping[str, Parts]) -> str:
@@ -126,7 +160,7 @@ def unwritable(spec: ModelSpec, written: Mapping[str, Parts]) -> str:
     if stacks:
         return f"files of {spec.family} have the matrices of all experts in one tensor (`{stacks[0]}`)"
     none = f"no linear layer of {spec.name} has a whole number of blocks of {USUAL[0]} x {USUAL[1]}"
-    return "" if any(map(is_coded, written.values())) else none
+    return "" if coded_names(written) else none
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -137,14 +171,23 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def coded(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return a matrix [m,n] in e4m3 and the scales of its blocks in fp32: of each the smallest power of two with which
-    its largest value can be told, as products in float8 choose it, so that what is served has the weights of training.
-    What a code stands for is its value rounded once."""
+    its largest value can be told, as products in float8 choose it. What a code stands for is its value rounded once."""
     down, across = scales_shape(matrix.shape)
     blocks = matrix.float().reshape(down, USUAL[0], across, USUAL[1])
-    mantissas, exponents = torch.frexp(blocks.abs().amax(dim=(1, 3)))
-    exponents = exponents - LARGEST_EXPONENT + (mantissas > LARGEST_MANTISSA).int()
-    scales = torch.ldexp(torch.ones_like(mantissas), exponents.clamp(min=SMALLEST_EXPONENT))
+    largest = blocks.abs().amax(dim=(1, 3))
+    scales = power_of_two(exponents(largest))
     return (blocks / scales[:, None, :, None]).view(matrix.shape).to(WRITTEN), scales
+
+
+def exponents(largest: Tensor) -> Tensor:
+    """Return of blocks, by the largest absolute value in each, the exponent of their scale."""
+    mantissas, found = torch.frexp(largest)
+    return (found - LARGEST_EXPONENT + (mantissas > LARGEST_MANTISSA).int()).clamp(min=SMALLEST_EXPONENT)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """Return 2 to these powers, from -126 to 127, in fp32: written as bits, which is exact on every device."""
+    return ((exponents.int() + 127) << 23).view(torch.float32)
 
 
 def config_of(beside: Sequence[str]) -> dict[str, Any]:
@@ -152,4 +195,4 @@ def config_of(beside: Sequence[str]) -> dict[str, Any]:
     them a reader has to be told."""
     settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*USUAL]}
     modules = [name.removesuffix(".weight") for name in beside if name.endswith(".weight")]
-    return {"quantization_config": settings | {"modules_to_not_convert": ["lm_head", *modules]}}
+    return {"quantization_config": settings | {"modules_to_not_convert": [*dict.fromkeys(["lm_head", *modules])]}}

@@ -267,8 +267,7 @@ def check_weights(source: str, revision: str | None, spec: ModelSpec, *, grown: 
     if not spec.tie_word_embeddings or head is None:
         return
     shape = (embed.pieces[-1].location.stop, *parameter_shapes(spec)["embed.weight"][1:])
-    whole = tuple(slice(0, size) for size in shape)
-    name = name_in_files("head.weight", spec)
+    name, whole = name_in_files("head.weight", spec), tuple(slice(0, size) for size in shape)
     alike = head.shape == shape and head.dtype not in float8.KINDS
     if not alike or not torch.equal(head.read_finite(name, whole), embed.read_finite(whole)):
         what = "head and embedding differ in the files, but the config says that they are tied"
@@ -278,12 +277,15 @@ def check_weights(source: str, revision: str | None, spec: ModelSpec, *, grown: 
 def read_weights(
     source: Path, parts: Mapping[str, Sequence[slice]], spec: ModelSpec, *, grown: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """(canonical name, its slice in the stored type) for each of ``parts``, one at a time; with ``grown``, rows of new
-    tokens begin as the mean of the others. All headers are checked first, and each slice while it is read: raises
-    DataError (MOD006) for NaN and infinity."""
-    stored = match(find_weights(source), spec, str(source), grown=grown, blocks=_blocks(source))
-    for name, part in parts.items():
-        yield name, stored[name].read_finite(part)
+    """(canonical name, its slice in the stored type) for each of ``parts``, one at a time, checked while it is read:
+    raises DataError (MOD006) for NaN and infinity."""
+    stored = stored_weights(source, spec, grown=grown)
+    yield from ((name, stored[name].read_finite(part)) for name, part in parts.items())
+
+
+def stored_weights(source: Path, spec: ModelSpec, *, grown: bool = False) -> dict[str, StoredParameter]:
+    """Every parameter by its canonical name, headers checked; ``grown``: new rows begin as the mean of the others."""
+    return match(find_weights(source), spec, str(source), grown=grown, blocks=_blocks(source))
 
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -310,7 +312,7 @@ def write_weights(
     held = written(spec)
     fetched = {"": torch.empty(0)}
     scales = dict[str, Tensor]()
-    coded = {name for name, parts in held.items() if dtype == float8.WRITTEN and float8.is_coded(parts)}
+    coded = float8.coded_names(held) if dtype == float8.WRITTEN else set()
     dtype = torch.bfloat16 if dtype == float8.WRITTEN else dtype
     others = {name: torch.float32 for name, parts in held.items() if is_counted(parts[0][0])}
     others |= {name: each.entry.dtype for name, each in kept.tensors.items() if each.float8 is None}
@@ -335,7 +337,7 @@ def write_weights(
             return scales.pop(name)
         found = assembled(held[name], value) if name in held else kept.tensors[name].read()
         if name in coded:
-            found, scales[name + float8.SCALE] = float8.coded(found)
+            found, scales[name + float8.SCALE] = float8.coded(found.to(dtype))  # as training multiplies it
         return found
 
     for file, names in files.items():
@@ -344,8 +346,7 @@ def write_weights(
     _write_index(directory, files, sum(sizes_bytes.values()))
     config = to_hf(without_predictor(spec)) | {**kept.config, "dtype": str(dtype).removeprefix("torch.")}
     if coded:
-        matrices = [name for name, shape in shapes.items() if len(shape) == 2]
-        config |= float8.config_of([name for name in matrices if others.get(name, dtype) == dtype])
+        config |= float8.config_of([name for name, shape in shapes.items() if len(shape) == 2 and name not in coded])
     if spec.predictors:
         config[FAMILIES[spec.family].predictor_count] = spec.predictors
     _write_json(directory / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.models.float8 import Scales
+from shardwise.models.float8 import WRITTEN, Scales
 from shardwise.models.hf_names import PACKED, Location
+from shardwise.models.quantization import USUAL
 from shardwise.models.tensorfile import Entry, check_finite
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -55,6 +56,18 @@ class StoredRows:
         values = dequantised(*(self._rows(entry)[chosen, groups] for entry in (self.entry, self.scales)))
         skipped = groups.start * PACKED
         out.copy_(values[:, wanted.start - skipped : wanted.stop - skipped])
+
+    def block_scales(self, first: int, last: int) -> Tensor | None:
+        """Return in fp32 the scales of the blocks that these rows of the parameter are, one row of blocks after
+        another. None where they are not in e4m3 with scales of the usual blocks, or are no whole rows of blocks."""
+        location, float8 = self.location, self.float8
+        if float8 is None or (float8.rows, float8.columns) != USUAL or self.entry.dtype != WRITTEN:
+            return None
+        start, stop = (location.first + row - location.start for row in (first, last))
+        ends = stop % USUAL[0] == 0 or stop == location.shape[-2]
+        if location.transposed or location.step != 1 or start % USUAL[0] or not ends:
+            return None
+        return float8.wide(self._matrix(float8.entry)[start // USUAL[0] : -(-stop // USUAL[0])])
 
     def _rows(self, entry: Entry) -> Tensor:
         return self.location.rows(self._matrix(entry))
@@ -114,6 +127,19 @@ class StoredParameter:
         if rows.stop > held:
             out[max(0, held - rows.start) :] = self._mean(held, columns)
         return out
+
+    def block_scales(self, rows: slice) -> Tensor | None:
+        """Return the scales of the blocks that these rows are, as :meth:`StoredRows.block_scales`; None where a piece
+        has none, or begins within a block of theirs."""
+        found = list[Tensor]()
+        for piece in self.pieces:
+            first, last = max(rows.start, piece.location.start), min(rows.stop, piece.location.stop)
+            if first < last:
+                own = None if (first - rows.start) % USUAL[0] else piece.block_scales(first, last)
+                if own is None:
+                    return None
+                found.append(own)
+        return torch.cat(found) if found else None
 
     def _mean(self, held: int, columns: Sequence[slice]) -> Tensor:
         """Return the mean of all rows, in fp64, some at a time: a new token begins as the average of what the model

@@ -13,8 +13,10 @@ from heapq import heapify, heappop, heappush
 from shardwise import techniques
 from shardwise.models.config import ModelSpec
 from shardwise.planner.bounds import LowerBounds
+from shardwise.planner.budget import Choice, Subset
 from shardwise.planner.candidates import LARGER_CHUNKS, chunk_of
-from shardwise.planner.price import price
+from shardwise.planner.figures import alike
+from shardwise.planner.price import price, unstaged
 from shardwise.planner.seconds.step_seconds import timed
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.explain import MARGIN as MARGIN
@@ -56,7 +58,7 @@ def tokens_per_s(plan: Plan) -> float:
 
 
 def name(plan: Plan) -> str:
-    """Its strategy, and what else it splits: ``... over 8 x 2, tp 4, pp 4 (1f1b)``."""
+    """Return its strategy, and what else it splits: ``... over 8 x 2, tp 4, pp 4 (1f1b)``."""
     layout = plan.layout
     split = f", cp {layout.cp} ({plan.cp_kind})" * (layout.cp > 1)
     split += f", ep {layout.ep}" * (layout.ep > 1) + f", tp {layout.tp}" * (layout.tp > 1)
@@ -111,13 +113,16 @@ def smallest_ones(plans: list[Plan]) -> list[Plan]:
 
 @dataclass
 class Comparison:
-    """Plans of one model on one cluster, each priced and timed once."""
+    """Plans of one model on one cluster, each priced and timed once. ``budget_gain``: how many times as fast as all
+    others a plan must be that recomputes by a budget, if there may be any."""
 
     spec: ModelSpec
     cluster: Cluster
+    budget_gain: float | None = None
     prices: dict[Plan, Plan] = field(default_factory=dict)
     too_large: dict[Plan, Plan] = field(default_factory=dict)
     times: dict[Plan, Plan] = field(default_factory=dict)
+    known_choices: dict[object, Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.bounds = LowerBounds(self.spec, self.cluster)
@@ -130,7 +135,7 @@ class Comparison:
         looked at next: at first a rough one, then better ones, then its price. What recomputes more than one that fits,
         and is as it otherwise, is no faster."""
         found: dict[int, Plan] = {}
-        modes: dict[tuple[object, ...], int] = {}
+        modes: dict[tuple[object, ...], float] = {}
         bounds = self.bounds
         easy = [(seconds(plan).step_s, techniques.simplicity(plan), -1) for plan in others]  # of what was found
         best_s = min([limit_s, *(step_s for step_s, _, _ in easy)])
@@ -160,6 +165,58 @@ class Comparison:
                 best_s = min(best_s, seconds(found[i]).step_s)
                 easy.append((seconds(found[i]).step_s, techniques.simplicity(plans[i]), i))
         return [found[i] for i in sorted(found)]
+
+    def with_budgets(self, plans: Sequence[Plan], share: float, best: Plan) -> list[Plan]:
+        """Return what is faster than ``best`` by enough with a budget for recomputation, of those plans that save no
+        results and would fit with some of them; each is faster than the one before it."""
+        if self.budget_gain is None:
+            return []
+        found, limit_s = list[Plan](), seconds(best).step_s / self.budget_gain
+        waiting = list[tuple[float, int]]()
+        for i, plan in enumerate(plans):
+            fastest = techniques.remat.saving_all(plan)
+            if fastest and self.bounds.may_fit(plan, share) and self.bounds.roughly(fastest) < limit_s:
+                waiting.append((self.bounds.seconds(fastest), i))
+        for bound_s, i in sorted(waiting):
+            if bound_s >= limit_s:
+                break
+            made = self._with_budget(plans[i], share, limit_s)
+            if made and seconds(made).step_s < limit_s:
+                found.append(made)
+                limit_s = seconds(made).step_s
+        if not found:
+            return []
+        limit_s = seconds(self.with_larger_chunks(best)).step_s / self.budget_gain
+        return [plan for plan in found if seconds(self.with_larger_chunks(plan)).step_s < limit_s]
+
+    def _with_budget(self, plan: Plan, share: float, limit_s: float) -> Plan | None:
+        """Return the plan that saves as much as fits, if it may be faster than ``limit_s``."""
+        key = alike(plan), replace(plan.batch, accumulation=1), plan.layout.pp > 1
+        if key not in self.known_choices:
+            self.known_choices[key] = Choice.of(self.bounds.figures.sheet(plan), unstaged(plan), self.cluster)
+        choice, ranks = self.known_choices[key], plan.layout.pp
+        alive = techniques.alive_before(plan) / ranks if ranks > 1 else 1.0  # of what all blocks save
+        memory, bound_s = self.cluster.device.memory_bytes, self.bounds.seconds(plan)
+
+        def too_slow(left_bytes: float) -> bool:
+            spared_s = plan.batch.accumulation * choice.spared_s(max(0.0, left_bytes) / alive) / ranks
+            return bound_s - spared_s >= limit_s
+
+        def left(subset: Subset) -> float:
+            estimate = self.priced(subset.of(plan) if subset.results else plan, share).estimate
+            return round(share * estimate.capacity_bytes) - estimate.peak_bytes
+
+        if len(choice.subsets) == 1 or too_slow((share - self.bounds.share(plan)) * memory):
+            return None
+        if peak_share(self.priced(plan, share)) > share or too_slow(left(choice.subsets[0])):
+            return None
+        last = choice.subsets[-1]
+        all_fit = self.bounds.may_fit(last.of(plan), share) and left(last) >= 0
+        taken = last if all_fit else choice.most(left)
+        if taken is None or techniques.check(self.spec, made := taken.of(plan), self.cluster):
+            return None
+        why = {**plan.why, "remat.saved": choice.words(taken)}
+        return replace(self.timed(self.priced(made, share)), why=why)
 
     def smallest(self, plans: list[Plan]) -> Plan:
         """The plan whose fullest rank holds the least; where it is the host that is full, of the device."""

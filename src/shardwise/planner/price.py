@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -32,6 +32,23 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
     """``plan`` of a model with its estimate: that of the kind of rank that is fullest, or of the first that takes more
     than ``most`` of the memory."""
     found = []
+    for _, estimate in of_each_kind(spec, plan, cluster):
+        found.append(estimate)
+        if estimate.share > most:
+            return replace(plan, estimate=estimate)
+    fullest = max(found, key=lambda estimate: estimate.share)
+    on_host = max(found, key=lambda estimate: estimate.host_bytes)  # perhaps another rank of a pipeline
+    beside: dict[str, Any] = {key: vars(on_host)[key] for key in ("host", "host_bytes", "host_capacity_bytes")}
+    beside |= {key: max(vars(one)[key] for one in found) for key in ("disk_bytes", "written_bytes")}
+    fullest = replace(fullest, **beside)
+    if plan.layout.pp > 1:
+        rates = rates_of(plan, cluster, own_traits())
+        fullest = replace(fullest, flops_per_step=_flops_of_stages(spec, plan, cluster, rates))
+    return replace(plan, estimate=replace(fullest, disk_capacity_bytes=cluster.disk_bytes if fullest.disk_bytes else 0))
+
+
+def of_each_kind(spec: ModelSpec, plan: Plan, cluster: Cluster) -> Iterator[tuple[Sheet, Estimate]]:
+    """Yield the sheet of each kind of rank, rewritten by the plan, with the estimate of that kind alone."""
     rates = rates_of(plan, cluster, own_traits())
     known = _passes()
     computes = replace(plan, optim=Optim(), estimate=Estimate(), why={}, model="", cluster="")
@@ -43,36 +60,36 @@ def price(spec: ModelSpec, plan: Plan, cluster: Cluster, *, most: float = float(
                 known.clear()
             known[key] = micro_batches(costed, plan, Passes.of(costed, plan, cluster.kind, rates))
         span = around(costed, plan, known[key])
-        memory = {name: span.top.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
-        if rows := span.top.get(EXPERT_ROWS, 0):
-            memory["activations"] += rows
-            memory["expert reserve"] = round((most_rows(spec, plan) - 1) * rows)
+        memory = by_category(span.top, costed, spec, plan, cluster)
         host = {name: size for name, size in span.on("host").top.items() if size}
         if cluster.kind == "cpu":  # the device is the host
             memory["offloaded"], host = sum(host.values()), {}
-        estimate = Estimate(
-            memory,
-            sum(memory.values()),
-            cluster.device.memory_bytes,
-            traffic(span, plan),
-            flops([span], plan.layout),
-            host=host,
-            host_bytes=sum(host.values()) * cluster.devices_per_node,
-            host_capacity_bytes=cluster.host_memory_bytes if host else 0,
-            disk_bytes=span.on("disk").top_bytes * cluster.devices_per_node,
-            written_bytes=_written_bytes(span) * cluster.devices_per_node,
+        yield (
+            costed,
+            Estimate(
+                memory,
+                sum(memory.values()),
+                cluster.device.memory_bytes,
+                traffic(span, plan),
+                flops([span], plan.layout),
+                host=host,
+                host_bytes=sum(host.values()) * cluster.devices_per_node,
+                host_capacity_bytes=cluster.host_memory_bytes if host else 0,
+                disk_bytes=span.on("disk").top_bytes * cluster.devices_per_node,
+                written_bytes=_written_bytes(span) * cluster.devices_per_node,
+            ),
         )
-        found.append(estimate)
-        if estimate.share > most:
-            return replace(plan, estimate=estimate)
-    fullest = max(found, key=lambda estimate: estimate.share)
-    on_host = max(found, key=lambda estimate: estimate.host_bytes)  # perhaps another rank of a pipeline
-    beside: dict[str, Any] = {key: vars(on_host)[key] for key in ("host", "host_bytes", "host_capacity_bytes")}
-    beside |= {key: max(vars(one)[key] for one in found) for key in ("disk_bytes", "written_bytes")}
-    fullest = replace(fullest, **beside)
-    if plan.layout.pp > 1:
-        fullest = replace(fullest, flops_per_step=_flops_of_stages(spec, plan, cluster, rates))
-    return replace(plan, estimate=replace(fullest, disk_capacity_bytes=cluster.disk_bytes if fullest.disk_bytes else 0))
+
+
+def by_category(
+    held: Mapping[str, int], costed: Sheet, spec: ModelSpec, plan: Plan, cluster: Cluster
+) -> dict[str, int]:
+    """Bytes by the page's categories: what the events of a step ``held`` at a moment, and what stands all the time."""
+    memory = {name: held.get(name, 0) for name in MEMORY_CATEGORIES} | standing_bytes(costed, plan, cluster)
+    if rows := held.get(EXPERT_ROWS, 0):
+        memory["activations"] += rows
+        memory["expert reserve"] = round((most_rows(spec, plan) - 1) * rows)
+    return memory
 
 
 def _written_bytes(span: Span) -> int:

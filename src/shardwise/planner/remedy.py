@@ -23,6 +23,8 @@ NODE = 8
 """Devices of a full node."""
 SPLIT = {"strategy", "dp_shard", "dp_replicate", "tp", "pp", "cp"}
 """Keys of ``parallel`` that say how the ranks are split."""
+SMALLER = {"float8": "float8, half of bf16: a little less exact", "nf4": "4 bits: less exact"}
+"""How frozen weights may be stored, the more exact first, and what it costs."""
 MUCH_FASTER = 1.25
 """How many times as fast a tight plan must be to be told of beside one that fits."""
 Change = tuple[dict[str, object], Cluster, str]
@@ -111,14 +113,21 @@ def _recipe_changes(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
                 (filed | {"offload.weights": where}, cluster, f"{read}; {words[where]}") for where in words if more
             ]
         yield [alone] * here + [both] * more + files
-    if not adapted and recipe.model.config is None and recipe.model.init != "random":
-        yield [({"lora.rank": 16}, cluster, "only adapters are trained")]
-        small = "only adapters are trained, over weights in 4 bits: less exact"
-        yield [({"lora.rank": 16, "lora.frozen": "nf4"}, cluster, small)]
-    if adapted and recipe.lora.frozen != "nf4":
-        yield [({"lora.frozen": "nf4"}, cluster, "frozen weights in 4 bits: less exact")]
+    if adapted or (recipe.model.config is None and recipe.model.init != "random"):
+        yield from _of_adapters(recipe, cluster)
     if recipe.train.seq_len >= 256:
         yield [({"train.seq_len": recipe.train.seq_len // 2}, cluster, "half the context, half the tokens per step")]
+
+
+def _of_adapters(recipe: Recipe, cluster: Cluster) -> Iterator[list[Change]]:
+    """Adapters in the place of full weights, and smaller weights below adapters. Likewise."""
+    new: dict[str, object] = {} if recipe.lora.rank is not None else {"lora.rank": 16}
+    if new:
+        yield [(new, cluster, "only adapters are trained")]
+    if recipe.lora.frozen != "nf4":
+        smaller = {kind: said for kind, said in SMALLER.items() if kind != recipe.lora.frozen}
+        over = "only adapters are trained, over weights in" if new else "frozen weights in"
+        yield from ([({**new, "lora.frozen": kind}, cluster, f"{over} {said}")] for kind, said in smaller.items())
 
 
 def _cluster_changes(cluster: Cluster) -> Iterator[list[Change]]:
@@ -173,7 +182,9 @@ def alternatives(
         for change in (*_other_machines(cluster), *_other_recipes(recipe, cluster)):
             yield _replanned(change, recipe, spec, None, chosen)
         if plan := in_float8(recipe, spec, cluster, chosen):
-            words = "precision.products=float8" + " precision.scales=row" * (plan.precision.scales == "row")
+            words = "precision.products=float8" + f" precision.scales={plan.precision.scales}" * (
+                plan.precision.scales != "block"
+            )
             yield Remedy(words, "linear layers multiply numbers with four bits of mantissa", plan)
 
     for remedy in found():

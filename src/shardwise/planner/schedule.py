@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from shardwise import techniques
 from shardwise.planner.event_log import Folding, StepLog
+from shardwise.planner.played import enough
 from shardwise.planner.seconds.rates import Rates
 from shardwise.planner.spans import Span, joined
 from shardwise.planner.unit_passes import Pass, Passes, put_off
@@ -39,19 +40,19 @@ PERIODS = 4
 """How many periods of blocks are simulated: the first, the last, and two between, which must come to the same."""
 
 
-def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu") -> list[Event]:
-    """The events of one step on the sheet's kind of rank, the model's state included; with the workspaces of kernels
-    where ``kind`` is cuda. Raises ValueError for the sheet of another plan."""
+def schedule(sheet: Sheet, plan: Plan, kind: Kind = "cpu", *, brief: bool = False) -> list[Event]:
+    """The events of a step on the sheet's kind of rank, with the model's state, and with workspaces of kernels where
+    ``kind`` is cuda. ``brief``: of as many micro-batches as its peak needs. Raises ValueError for another plan's."""
     sheet.check(plan)
-    log = StepLog()
+    log, count = StepLog(), enough(plan) if brief else plan.batch.accumulation
     _begin(log, sheet, plan)
     if plan.layout.pp > 1:
-        staged(log, sheet, plan, kind, None)
+        staged(log, sheet, replace(plan, batch=replace(plan.batch, accumulation=count)), kind, None)
     else:
         step = Step(log, sheet, plan, Passes.of(sheet, plan, kind))
-        for index in range(plan.batch.accumulation):
+        for index in range(count):
             step.forward(index)
-            step.backward(index, last=index == plan.batch.accumulation - 1)
+            step.backward(index, last=index == count - 1)
     log.ended()
     log.add(Mark("end of backward"))
     _end(log, sheet, plan)
@@ -324,9 +325,8 @@ def micro_batches(sheet: Sheet, plan: Plan, passes: Passes) -> Span:
 def _piped(sheet: Sheet, plan: Plan, passes: Passes) -> Span:
     """The span of all micro-batches of a pipeline. Of many a few rounds are played, each of as many as there are ranks;
     what is left out does what a round does, and holds no more."""
-    ranks, m = plan.layout.pp, plan.batch.accumulation
-    few = 2 * ranks * plan.pipeline.stages_per_rank
-    if plan.pipeline.spec.alive is None or m <= few + ranks or m % ranks:
+    ranks, m, few = plan.layout.pp, plan.batch.accumulation, enough(plan)
+    if few == m:
         return _played_through(sheet, plan, passes, m, {})
     known: Known = {}
     span, before = (_played_through(sheet, plan, passes, count, known) for count in (few, few - ranks))
@@ -358,9 +358,9 @@ def _simulated(sheet: Sheet, plan: Plan, passes: Passes, blocks: tuple[int, int,
     spans: list[Span] = []
     step = Step(log, replace(sheet, order=order), plan, passes)
     second = range(start + period, start + 2 * period)
-    for index in range(min(m, 3)):
+    for index in range(played := enough(plan)):
         step.forward(index)
-        step.backward(index, last=index == min(m, 3) - 1)
+        step.backward(index, last=index == played - 1)
         found = log.taken()
         if keep < count and any(
             found.get((way, i)) != found.get((way, i + period))

@@ -39,6 +39,11 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import Recipe
 
 
+def _budget_gain(recipe: Recipe) -> float | None:
+    """Return how many times as fast as others what saves by a budget must be, where such plans are looked for."""
+    return {"auto": 1 + TIE, "budget": 1.0}.get(recipe.recompute.mode)
+
+
 def choose(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan to run. Raises ConfigError with everything that makes the recipe's pins illegal."""
     return Search(recipe, spec, cluster).chosen
@@ -63,7 +68,7 @@ class Search:
             self.all = sorted(plans, key=techniques.simplicity)
         whole = self.all[0].batch.global_batch_size(self.all[0].layout.dp)
         self.tried = Pipelines(self.recipe, self.spec, self.cluster, whole, self.pinned)
-        self.known = Comparison(self.spec, self.cluster)
+        self.known = Comparison(self.spec, self.cluster, _budget_gain(self.recipe))
 
     @cached_property
     def pipelines(self) -> list[StagedDegrees]:
@@ -81,8 +86,15 @@ class Search:
             best = min(found, key=lambda plan: seconds(plan).step_s, default=None)
             limit_s = seconds(self.known.with_larger_chunks(best)).step_s if best else float("inf")
             if found := found + fastest_pipelines(self, limit_s / (1 + TIE), share):
-                return found
+                return found + self._with_budgets(found, share)
         return []
+
+    def _with_budgets(self, found: list[Plan], share: float) -> list[Plan]:
+        """Return what is faster than all that was ``found`` with a budget for recomputation: of all plans without
+        a pipeline unless the recipe has some, and of those with the degrees of the fastest."""
+        best = min(found, key=lambda plan: seconds(plan).step_s)
+        own = _of_degrees(self, best) if best.layout.pp > 1 else []
+        return self.known.with_budgets([*dict.fromkeys((*self.all, *own))], share, best)
 
     @cached_property
     def best(self) -> Plan:
@@ -155,10 +167,23 @@ def best_of_kinds(search: Search) -> list[Plan]:
             more = fastest_pipelines(search, tp="tp" in each) if piped else []
             own = _lean_pipelines(search, tp="tp" in each) if piped and not more else own
             if fitting := more or known.fastest(own) or known.fastest(own, TIGHT):
-                found.append(known.with_larger_chunks(simplest(fitting)))
+                found.append(_with_budget(search, known.with_larger_chunks(simplest(fitting))))
             elif own:
                 found.append(known.timed(known.smallest(own)))
     return sorted(found, key=in_order)
+
+
+def _with_budget(search: Search, best: Plan) -> Plan:
+    """Return the plan of a kind as fast as a budget for recomputation makes it, in the same split of the ranks; of
+    pipelines, which take long to price, only the best plan itself."""
+    if kind(best) == kind(search.best) and search.best.remat.mode == "budget":
+        return search.best
+    if best.layout.pp > 1:
+        return best
+    alike = [each for each in _of_degrees(search, best) if (each.layout, each.shard) == (best.layout, best.shard)]
+    share = MARGIN if fits(best) else TIGHT
+    found = search.known.with_budgets(alike, share, best)
+    return search.known.with_larger_chunks(found[-1]) if found else best
 
 
 def _lean_pipelines(search: Search, *, tp: bool) -> list[Plan]:
@@ -183,17 +208,23 @@ def strategies(search: Search, chosen: Plan) -> list[Plan]:
     if kind(chosen) in techniques.KINDS:
         return []
 
-    def degrees(plan: Plan) -> tuple[object, ...]:
-        layout = plan.layout
-        return layout.pp, layout.tp, layout.cp, layout.ep, plan.pipeline, plan.cp_kind
-
     with uncollected():
-        staged = [each for each in search.pipelines if degrees(each.staged) == degrees(chosen)]
-        plans = (*search.all, *(plan for each in staged for plan in search.tried.plans(each)))
-        alike = [plan for plan in plans if degrees(plan) == degrees(chosen)]
+        alike = _of_degrees(search, chosen)
         others = (each for each in techniques.STRATEGIES if each != chosen.shard.strategy)
         found = [search.known.fastest([plan for plan in alike if plan.shard.strategy == each]) for each in others]
         return [search.known.with_larger_chunks(simplest(own)) for own in found if own]
+
+
+def _of_degrees(search: Search, chosen: Plan) -> list[Plan]:
+    """Return the plans with the degrees and the schedule of the chosen one."""
+    staged = [each for each in search.pipelines if _degrees(each.staged) == _degrees(chosen)]
+    plans = (*search.all, *(plan for each in staged for plan in search.tried.plans(each)))
+    return [plan for plan in plans if _degrees(plan) == _degrees(chosen)]
+
+
+def _degrees(plan: Plan) -> tuple[object, ...]:
+    layout = plan.layout
+    return layout.pp, layout.tp, layout.cp, layout.ep, plan.pipeline, plan.cp_kind
 
 
 @contextmanager

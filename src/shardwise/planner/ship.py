@@ -15,7 +15,7 @@ from shardwise import techniques
 from shardwise.models.config import ModelSpec, layer_kinds
 from shardwise.models.known import configs
 from shardwise.models.lookup import load_spec
-from shardwise.planner.sheets import key_of, pack_unit
+from shardwise.planner.sheets import key_of, pack_unit, shipped
 from shardwise.planner.shipped_units import SHIPPED, written
 from shardwise.planner.trace import trace
 from shardwise.planner.variants import chosen
@@ -29,8 +29,8 @@ TYPES = ((Precision(), False), (Precision("bf16"), True), (Precision("bf16"), Fa
 """fp32; bf16 over fp32 as FSDP2 gathers it, and cast where it is used."""
 MOST_RANKS = 16
 """A mixture's heads are cut over at most so many: latents have 128 heads, and no node so many devices."""
-ADAPTERS = (None, Lora(), Lora(nf4=True))
-"""None, LoRA, and QLoRA, on all linear layers."""
+ADAPTERS = (None, Lora(), Lora(nf4=True), Lora(float8=True))
+"""None, LoRA, and LoRA over weights in 4 bits and in float8, on all linear layers."""
 
 
 def ordinary() -> dict[Variant, None]:
@@ -47,16 +47,18 @@ def _asked() -> Iterator[tuple[ModelSpec, Plan, int | str]]:
         _, order = layer_kinds(spec)
         # Of each kind one that is not first.
         later = {kind: number for number, kind in reversed([*enumerate(order)][1:])}
-        few = 2 * spec.attention.num_key_value_heads
+        heads = spec.attention.num_key_value_heads
+        few = 2 * heads
         alone = spec.attention.num_attention_heads % few or spec.attention.qk_norm == "projection"
-        for ranks in (1, 2) if alone else (1, 2, few):
+        one_each = (heads,) if types.compute == "bf16" else ()  # of the key heads; CPUs are few
+        for ranks in (1, 2, *one_each) if alone else (1, 2, *one_each, few):
             layout = Layout(dp_shard=2 if sharded else 1, tp=ranks)
             adapted = lora and replace(lora, frozen=types.compute)
             plan = Plan(layout, Batch(ranks, 1, 64), _shard(sharded=sharded), types, lora=adapted)
             units: list[int | str] = ["embedding", "head", 0, *later.values()]
             plan = replace(plan, sequence_parallel=ranks > 1)
-            held = spec.attention.num_key_value_heads // ranks
-            long_rows = sharded and held and not (lora and lora.nf4)
+            held = heads // ranks
+            long_rows = sharded and held and not (lora and lora.codes)
             for exchanging in {1, 2, held} if long_rows else ():  # a ring; tokens for some heads, and for one
                 cut = replace(layout, cp=max(2, exchanging), ulysses=exchanging)
                 long = replace(plan, layout=cut, batch=Batch(ranks, 1, 64 * cut.cp))
@@ -98,11 +100,14 @@ def make(variants: Iterable[Variant]) -> dict[str, list[Any]]:
 
 
 def main() -> None:
-    """Write the file that the package carries. On two cores it takes some six minutes."""
-    wanted, processes = [*ordinary()], os.cpu_count() or 1
+    """Write the file that the package carries, with what it has already if it would be the same. On two cores it takes
+    some eight minutes to make all."""
+    every, processes, known = {key_of(variant): variant for variant in ordinary()}, os.cpu_count() or 1, shipped()
+    wanted = [variant for key, variant in every.items() if key not in known.keys]
     with safe_path(), get_context("spawn").Pool(processes) as pool:
         made = pool.map(make, [wanted[first::processes] for first in range(processes)])
-    units = {key: unit for each in made for key, unit in each.items()}
+    units = {key: unit for key in every if (unit := known.unit(key))}
+    units |= {key: unit for each in made for key, unit in each.items()}
     Path(__file__).with_name(SHIPPED).write_bytes(written(units))
 
 

@@ -26,8 +26,10 @@ class Symbols:
 
     @classmethod
     def of(cls, variant: Variant, sums: Mapping[str, int]) -> Symbols:
-        """Return the symbols of a variant, whose ``sums`` came to these numbers."""
-        return cls((*sums.items(), *variant.atoms), variant.rules, own=variant.concrete or not variant.atoms)
+        """Return the symbols of a variant, whose ``sums`` came to these numbers. The largest is looked for first: a
+        smaller one may happen to divide it."""
+        largest_first = sorted(sums.items(), key=lambda each: -each[1])
+        return cls((*largest_first, *variant.atoms), variant.rules, own=variant.concrete or not variant.atoms)
 
     @cached_property
     def _known(self) -> dict[int, Dim]:

@@ -387,9 +387,9 @@ class _Naming:
 def _dims(name: str, event: RecordedOp, size: Callable[[int], Dim]) -> tuple[Dim, ...]:
     """Return the rows and columns of the matrix of an operation that takes memory meanwhile, and what else it is sized
     by; nothing of any other."""
-    if name == "shardwise.dequantise":
-        rows, half = event.shapes[0]
-        return size(rows), size(2 * half)
+    if name in ("shardwise.dequantise", "shardwise.from_float8"):
+        rows, bytes_each = event.shapes[0]
+        return size(rows), size(bytes_each if name.endswith("8") else 2 * bytes_each)
     if name == "shardwise.row_norms":
         (rank, columns), read = event.shapes[1], event.read[1]
         return *map(size, event.shapes[0]), size(rank if read < 4 * rank * columns else 0)

@@ -74,6 +74,7 @@ class Reasons:
             none = "activations fit" if peak_share(best) <= 1 else "activations are not what does not fit"
             found["remat.mode"] = f"searched: {none}"
         why = {**best.why, **{key: words for key, words in found.items() if best.why.get(key) != "pinned"}}
+        why |= techniques.float8.reasons(self.known.spec, best)
         order = [each.name for each in fields(best)]
         ordered = sorted(why, key=lambda key: (key != "shard.strategy", order.index(key.partition(".")[0])))
         return replace(best, why={key: why[key] for key in ordered})

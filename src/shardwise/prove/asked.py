@@ -17,17 +17,22 @@ from shardwise.methods.pairs import Answers, figures, losses_of
 from shardwise.prove.beside import quiet
 from shardwise.spec.recipe import Method, OptimSection
 from shardwise.spec.records import PREFERENCE_FIGURES
-from shardwise.techniques.nf4.fourbit import dequantise, quantise
+from shardwise.techniques.frozen_float8 import eightbit
+from shardwise.techniques.nf4 import fourbit
 from shardwise.techniques.optim import learning_rate
-from shardwise.techniques.quantised import NF4_BLOCK
+from shardwise.techniques.quantised import FLOAT8_BLOCK, NF4_BLOCK
 
 TOLERANCE = 1e-9
 """Of rates, relative to the full one; and of losses of pairs."""
 LOOKED, PAIRS = 500, 64
 """Of a run's steps at most about so many are looked at; pairs of answers that are drawn."""
-MATRIX, FAR, USUAL = (64, 256), 0.16, 0.096
+WORDS = {"nf4": "4 bits", "float8": "float8"}
+MATRIX = (128, 256)
+FAR, USUAL = {"nf4": 0.16, "float8": 1 / 17}, {"nf4": 0.096, "float8": 0.027}
 """A matrix of normal numbers in 4 bits is off by at most half the widest step, (1 - 0.696) / 2 of a block's largest,
-and by 0.0925 of its length (Dettmers et al., "QLoRA", arXiv 2305.14314); a little more, as scales are in 8 bits."""
+and by 0.0925 of its length (Dettmers et al., "QLoRA", arXiv 2305.14314); a little more, as scales are in 8 bits. In
+float8 it is off by at most half the widest step, 16 of a block's largest, which is 272 of it at least, and by 0.0265 of
+the length."""
 FALLS = {
     **dict.fromkeys(("linear", "linear_to_last", "wsd"), "linear"),
     **dict.fromkeys(("cosine", "cosine_to_last", "wsd_cosine"), "cosine"),
@@ -42,12 +47,13 @@ Factor = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Requested:
-    """The numbers that a recipe asks of its ``steps``. ``nf4``: whether what is frozen is in 4 bits."""
+    """The numbers that a recipe asks of its ``steps``. ``codes``: how what is frozen is stored, ``nf4`` or
+    ``float8``."""
 
     optim: OptimSection
     method: Method
     steps: int
-    nf4: bool = False
+    codes: str = ""
 
     @property
     def warmup(self) -> float:
@@ -97,8 +103,8 @@ def prove(asked: Requested, told: dict[str, float]) -> Iterator[str]:
     yield from _rates(asked, told)
     if asked.method.spec.pairs:
         yield from _pulls(asked.method, told)
-    if asked.nf4:
-        yield from _fourbit()
+    if asked.codes:
+        yield from _stored(asked.codes)
 
 
 def _rates(asked: Requested, told: dict[str, float]) -> Iterator[str]:
@@ -159,12 +165,18 @@ def _pulls(method: Method, told: dict[str, float]) -> Iterator[str]:
             yield f"{method.name}: how likely pairs are changes the loss where model and reference judge alike"
 
 
-def _fourbit() -> Iterator[str]:
-    """A matrix that goes into 4 bits and back is about what it was."""
+def _stored(codes: str) -> Iterator[str]:
+    """A matrix that goes into 4 bits, or float8, and back is about what it was."""
     matrix = torch.from_numpy(np.random.default_rng(0).normal(size=MATRIX)).float()
-    apart = dequantise(*quantise(matrix), torch.float32) - matrix
-    far = float((apart.view(-1, NF4_BLOCK).abs().amax(1) / matrix.view(-1, NF4_BLOCK).abs().amax(1)).max())
+    if codes == "nf4":
+        found, (rows, columns) = fourbit.dequantise(*fourbit.quantise(matrix), torch.float32), (1, NF4_BLOCK)
+    else:
+        matrix[:, FLOAT8_BLOCK:] *= 8  # of other scales
+        found, (rows, columns) = eightbit.dequantise(eightbit.coded(matrix), torch.float32), 2 * [FLOAT8_BLOCK]
+    apart, size = found - matrix, (MATRIX[0] // rows, rows, MATRIX[1] // columns, columns)
+    far = float((apart.view(size).abs().amax((1, 3)) / matrix.view(size).abs().amax((1, 3))).max())
     usual = float(apart.norm() / matrix.norm())
-    if not (far <= FAR and usual <= USUAL):
-        off = f"off by {usual:.3g} of their length, at most {USUAL}"
-        yield f"weights in 4 bits: {off}, and by {far:.3g} of a block's largest, at most {FAR}"
+    most, length = FAR[codes], USUAL[codes]
+    if not (far <= most and usual <= length):
+        off = f"off by {usual:.3g} of their length, at most {length}"
+        yield f"weights in {WORDS[codes]}: {off}, and by {far:.3g} of a block's largest, at most {most}"

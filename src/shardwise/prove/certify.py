@@ -105,7 +105,7 @@ def subject_of(
     """``plan`` of ``recipe``, and what is left of it on at most so many ranks: with effort on up to four along each
     axis."""
     read = read_of(recipe, plan)
-    asks = Requested(recipe.optim, recipe.method, steps_of(recipe, read), plan.lora is not None and plan.lora.nf4)
+    asks = Requested(recipe.optim, recipe.method, steps_of(recipe, read), plan.lora.codes if plan.lora else "")
     subject = partial(Certification, spec, plan, read=read, asked=asks)
     try:
         small = shrink(spec, plan, 4 if effort == "thorough" else 2)

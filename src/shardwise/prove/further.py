@@ -52,10 +52,11 @@ def alone(plan: Plan, axis: Axis) -> Plan:
     if axis in ("ring", "ulysses"):
         few = {"cp": layout.degree(axis), "ulysses": layout.ulysses if axis == "ulysses" else 1}
         kind = "ulysses" if axis == "ulysses" else "gather" if kind == "gather" else "ring"
-    return replace(
+    made = replace(
         plan,
         layout=Layout(**few, v_shaped=layout.v_shaped and staged),
         cp_kind=kind,
         sequence_parallel=plan.sequence_parallel and axis == "tp",
         pipeline=plan.pipeline if staged else Pipeline(),
     )
+    return made if made.sharded else replace(made, precision=replace(made.precision, gather="compute"))

@@ -48,6 +48,7 @@ def elsewhere(plan: Plan) -> Plan:
         layout=replace(layout, ranks_per_node=ranks),
         batch=replace(plan.batch, micro_batch_size=1, accumulation=rows // ranks),
         shard=Shard("ddp" if whole else "zero3", bucket_bytes=plan.shard.bucket_bytes),
+        precision=replace(plan.precision, gather="compute"),
         sequence_parallel=False,
         pipeline=Pipeline(),
     )

@@ -31,9 +31,9 @@ from shardwise.methods.pairs import Answers, losses_of
 from shardwise.models.blocks import each_named
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.hf_model import Model, model_of
-from shardwise.models.roles import is_adapter, is_counted, is_stacked
+from shardwise.models.roles import is_adaptable, is_adapter, is_counted, is_stacked
 from shardwise.prove.distance import Worst, apart, differences, digest, directions, farthest, worst
-from shardwise.prove.plain_linear import adapted, gain, plain_narrow
+from shardwise.prove.plain_linear import adapted, as_stored, gain, plain_narrow
 from shardwise.prove.plain_routers import plain_balance
 from shardwise.prove.pool import Ranks
 from shardwise.prove.predicted import logits_of
@@ -47,17 +47,19 @@ from shardwise.runtime.step import accumulate, step
 from shardwise.spec.plan import Plan
 from shardwise.spec.recipe import OptimSection, Recipe, Run
 from shardwise.spec.records import ENTROPY, FURTHER, TOKEN_ACCURACY
-from shardwise.techniques import lora, nf4
+from shardwise.techniques import lora
 from shardwise.techniques.dtypes import torch_dtype
-from shardwise.techniques.nf4.fourbit import dequantise, quantise
+from shardwise.techniques.frozen_float8 import eightbit
+from shardwise.techniques.nf4.fourbit import restore
 from shardwise.techniques.optim import dealt, program
-from shardwise.techniques.quantised import NF4_PARTS
+from shardwise.techniques.quantised import FLOAT8_PARTS, NF4_PARTS, matrices
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
 """In float64, relative: what sums in another order come to after its steps is a thousandth of it."""
 FP16_SCALE = 256.0
 """Of the loss in fp16: a run begins with more and finds by skipped steps what does not overflow."""
+STORED_PARTS = (*NF4_PARTS, *FLOAT8_PARTS)
 Tensors = Mapping[str, Tensor]
 
 
@@ -239,14 +241,13 @@ def held(state: TrainState) -> dict[str, list[int]]:
 
 
 def whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``weights``, with those in 4 bits dequantised."""
-    found = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in NF4_PARTS}
-    for layer in (name.removesuffix("codes") for name in weights if name.endswith(".codes")):
-        count = nf4.matrices(f"{layer}weight", lambda other: weights[other].shape[0])
-        each = zip(*(weights[layer + kept].chunk(count) for kept in NF4_PARTS), strict=True)
-        found[f"{layer}weight"] = torch.cat(
-            [dequantise(codes, absmax, groups, torch.float64) for codes, absmax, groups in each]
-        )
+    """``weights``, with those in 4 bits and in float8 dequantised."""
+    found = {name: value for name, value in weights.items() if name.rpartition(".")[2] not in STORED_PARTS}
+    for (first, *more), made in ((NF4_PARTS, restore), (FLOAT8_PARTS, eightbit.restore)):
+        for layer in (name.removesuffix(first) for name in weights if name.endswith(f".{first}")):
+            count = matrices(f"{layer}weight", lambda other: weights[other].shape[0])
+            stored = [weights[layer + word] for word in (first, *more)]
+            found[f"{layer}weight"] = made(stored, torch.float64, None, count)
     return found
 
 
@@ -343,9 +344,9 @@ def plain_parameters(job: Workload) -> dict[str, nn.Parameter]:
         if job.lora is not None:
             held = not (is_adapter(name) or job.lora.saves(name))
         if job.lora is not None and held and not (name == "norm.weight" and job.lora.saves("head.weight")):
-            if job.lora.nf4 and nf4.quantised(name):
+            if job.lora.codes and is_adaptable(name):
                 each = value.chunk(job.spec.experts.num_experts if is_stacked(name) else 1)
-                value = torch.cat([dequantise(*quantise(one), one.dtype) for one in each])
+                value = torch.cat([as_stored(one, job.lora) for one in each])
             else:
                 value = value.to(torch_dtype(job.lora.frozen))
         parameters[name] = nn.Parameter(value.to(torch_dtype(job.weights)), requires_grad=not held)

@@ -13,7 +13,10 @@ from torch.nn import functional
 
 from shardwise.models.moe import Stacked
 from shardwise.models.roles import is_stacked
+from shardwise.prove.regimes import STORED_BLOCK
 from shardwise.prove.workload import Workload
+from shardwise.spec.plan import Lora
+from shardwise.techniques.nf4.fourbit import dequantise, quantise
 
 DIGITS, LEAST, MOST = 3, -6, 448.0
 """Binary digits of e4m3 after the first, the exponent below which numbers are spaced evenly, and the largest number."""
@@ -59,7 +62,7 @@ def _beside_adapter(
 
 
 def _of_each(multiply: Callable[..., Tensor], x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
-    """What a layer multiplies, or each of its experts, whose rows come one's after another's."""
+    """Return what a layer multiplies, or each of its experts, whose rows come one's after another's."""
     if counts is None:
         return multiply(x, weight)
     each = zip(x.split(counts.tolist()), weight.chunk(len(counts)), strict=True)
@@ -73,7 +76,7 @@ def _biased(out: Tensor, layer: nn.Linear | Stacked, counts: Tensor | None) -> T
 
 
 def gain(held: Mapping[str, Tensor], parameters: Mapping[str, Tensor], layer: str, job: Workload) -> Tensor:
-    """What DoRA multiplies each row of an adapted layer by."""
+    """Return what DoRA multiplies each row of an adapted layer by."""
     return parameters[f"{layer}lora_m"] / adapted(held, layer, job).detach().norm(dim=1)
 
 
@@ -115,3 +118,12 @@ def rounded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     unit = (blocks / scale).float().double()  # torch has no other way from fp64
     step = torch.exp2(torch.floor(torch.log2(unit.abs())).clamp(min=LEAST) - DIGITS)
     return (torch.round(unit / step) * step * scale).view(matrix.shape).to(matrix.dtype)
+
+
+def as_stored(matrix: Tensor, of: Lora) -> Tensor:
+    """The matrix that 4 bits, or float8, keep of this one."""
+    if of.nf4:
+        return dequantise(*quantise(matrix), matrix.dtype)
+    rows, columns = matrix.shape
+    filled = functional.pad(matrix, (0, -columns % STORED_BLOCK, 0, -rows % STORED_BLOCK))
+    return rounded(filled, STORED_BLOCK, STORED_BLOCK)[:rows, :columns]

@@ -26,7 +26,7 @@ from shardwise.prove.regimes import Case
 from shardwise.prove.small_layout import Raised, small_layout
 from shardwise.spec.cluster import Cluster, parse_cluster
 from shardwise.spec.layout import MESH, Axis, Layout
-from shardwise.spec.plan import Batch, Lora, Plan, Precision, Remat
+from shardwise.spec.plan import Batch, Lora, Plan, Precision
 from shardwise.spec.rows import parts_of
 from shardwise.techniques import float8
 from shardwise.techniques.dtypes import compute_dtype
@@ -154,7 +154,7 @@ def _plan(plan: Plan, layout: Layout, split: tuple[int, ...]) -> Plan:
             plan.shard, reshard_after_forward=bool(plan.shard.reshard_after_forward), bucket_bytes=BUCKET_BYTES
         ),
         precision=EXACT,
-        remat=Remat(plan.remat.mode, min(2, plan.remat.every)),
+        remat=replace(plan.remat, every=min(2, plan.remat.every)),
         compile=False,
         attention="auto",
         optim=plan.optim.exact,
@@ -334,7 +334,7 @@ def _products(spec: ModelSpec, plan: Plan, blocks: Sequence[int], few: ModelSpec
         return {}
     within, every = float8.layers(spec, own), float8.layers(few, replace(own, exclude=()))
     exclude = tuple(name for name in every if real_name(name, blocks) not in within)
-    return {"products": own.products, "scales": own.scales, "exclude": exclude}
+    return {"products": own.products, "scales": own.scales, "exclude": exclude, "gather": own.gather}
 
 
 def _in_own_dtypes(plan: Plan, blocks: Sequence[int], few: ModelSpec, small: Plan) -> Plan:

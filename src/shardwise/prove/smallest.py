@@ -126,12 +126,13 @@ def _ddp(spec: ModelSpec, plan: Plan) -> Case:
 
 
 def _wide_products(spec: ModelSpec, plan: Plan) -> Case:
-    return spec, replace(plan, precision=replace(plan.precision, products="compute", scales="block", exclude=()))
+    wide = replace(plan.precision, products="compute", scales="block", exclude=(), gather="compute")
+    return spec, replace(plan, precision=wide)
 
 
 def _one_dtype(spec: ModelSpec, plan: Plan) -> Case:
     own = plan.precision
-    kept = Precision(products=own.products, scales=own.scales, exclude=own.exclude)
+    kept = Precision(products=own.products, scales=own.scales, exclude=own.exclude, gather=own.gather)
     return spec, plan if own.compute == "fp64" else replace(plan, precision=kept)
 
 
@@ -190,8 +191,13 @@ SWITCHES: dict[str, Callable[[ModelSpec, Plan], Case]] = {
     "recomputation": lambda spec, plan: (spec, replace(plan, remat=Remat())),
     "accumulation": _no_accumulation,
     "4-bit weights": lambda spec, plan: (spec, replace(plan, lora=plan.lora and replace(plan.lora, nf4=False))),
+    "weights in float8": lambda spec, plan: (spec, replace(plan, lora=plan.lora and replace(plan.lora, float8=False))),
     "adapters": lambda spec, plan: (spec, replace(plan, lora=None)),
     "frozen weights": lambda spec, plan: (spec, replace(plan, frozen=())),
+    "weights gathered as codes": lambda spec, plan: (
+        spec,
+        replace(plan, precision=replace(plan.precision, gather="compute")),
+    ),
     "products in float8": _wide_products,
     "dtypes": _one_dtype,
     "optimizer": lambda spec, plan: (spec, replace(plan, optim=Optim())),

@@ -28,7 +28,7 @@ from shardwise.spec import finetune
 from shardwise.spec.plan import Dtype, Lora, Optim, Plan
 from shardwise.spec.recipe import Method, OptimSection, Recipe
 from shardwise.techniques import float8
-from shardwise.techniques.quantised import FLOAT8_BLOCK
+from shardwise.techniques.quantised import FLOAT8_BLOCKS
 
 STEPS = 5
 MAX_STEPS = 10
@@ -104,7 +104,7 @@ def job_of(spec: ModelSpec, plan: Plan, steps: int, setting: Setting | None = No
     length, precision = plan.batch.seq_len, plan.precision
     sizes = (spec, rows, length, precision.compute, precision.weights, steps)
     told: dict[str, Any] = {"figures": () if plan.method.pairs else plan.loss_figures, "setting": setting or Setting()}
-    told["narrow"] = (*float8.layers(spec, precision),), FLOAT8_BLOCK if precision.scales == "block" else 0
+    told["narrow"] = (*float8.layers(spec, precision),), FLOAT8_BLOCKS.get(precision.scales, 0)
     return Workload(*sizes, frozen=plan.frozen, lora=plan.lora, optim=plan.optim.exact, **told)
 
 

@@ -20,12 +20,7 @@ from shardwise.runtime.job import Job
 from shardwise.runtime.metrics.log import Log
 from shardwise.runtime.report.warn import failure
 from shardwise.runtime.state import TrainState
-from shardwise.spec.files import regular_lines
-from shardwise.spec.recipe import EvaluationTask
-from shardwise.spec.record import from_json
-
-SHOWN_PROMPTS, SHOWN_CHARACTERS = 3, 200
-"""How much of a task's answers a report shows."""
+from shardwise.spec.evaluation_task import EvaluationTask
 
 
 def task_group(job: Job) -> HostGroup:
@@ -87,24 +82,3 @@ def _asked(job: Job, one: Question) -> Asked:
 
 def _file(run: Path, task: str, step: int) -> Path:
     return run / "answers" / task / f"step-{step:08d}.jsonl"
-
-
-def side_by_side(run: Path) -> list[str]:
-    """Return lines for report.md: of each task the scores by step, and beside them the answers to its first prompts."""
-    lines = []
-    for folder in sorted((run / "answers").glob("*/")):
-        for place, file in enumerate(sorted(folder.glob("step-*.jsonl"))):
-            found = [from_json(dict[str, Any], line) for line in regular_lines(file)]
-            shown = found[:SHOWN_PROMPTS]
-            if place == 0:
-                heads = ["step", "score", *(_cell(f"{one['prompt']} ({one['expected']})") for one in shown)]
-                lines += ["", f"## {folder.name}", "", f"| {' | '.join(heads)} |", "|---:|---:|" + "---|" * len(shown)]
-            cells = [str(int(file.stem[5:])), f"{fmean(one['score'] for one in found):.3f}"]
-            lines += [f"| {' | '.join([*cells, *(_cell(one['answer']) for one in shown)])} |"]
-    return lines
-
-
-def _cell(text: str) -> str:
-    """A text in one cell of a table, cut short."""
-    plain = " ".join(text.split()).replace("|", "\\|")
-    return plain if len(plain) <= SHOWN_CHARACTERS else f"{plain[:SHOWN_CHARACTERS]}..."

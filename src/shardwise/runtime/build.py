@@ -18,6 +18,7 @@ from shardwise.models.added_rows import adds_tokens
 from shardwise.models.blocks import named, tie
 from shardwise.models.config import ModelSpec, parameter_shapes
 from shardwise.models.decoder import Decoder
+from shardwise.models.float8 import InBlocks
 from shardwise.models.hf_model import HFDecoder, model_of
 from shardwise.models.init import Draw
 from shardwise.models.roles import is_adapter
@@ -113,9 +114,9 @@ def fill(parts: Sequence[nn.Module], spec: ModelSpec, recipe: Recipe, plan: Plan
         drawn = (draw or init.fill)(name, shapes[name], wanted[name], recipe.run.seed, spec)
         _put(parameters, name, wanted[name], drawn, plan)
     if directory is not None:
-        theirs, grown = {name: wanted[name] for name in wanted if name in stored}, adds_tokens(recipe.data)
-        for name, values in hf.read_weights(directory, theirs, spec, grown=grown):
-            _put(parameters, name, wanted[name], values, plan)
+        found = hf.stored_weights(directory, spec, grown=adds_tokens(recipe.data))
+        for name, part in ((name, part) for name, part in wanted.items() if name in stored):
+            _put(parameters, name, part, found[name].read_finite(part), plan, found[name].block_scales(part[0]))
     if recipe.lora.path is not None and plan.lora is not None:
         own = {name: local_slice(one) for name, one in parameters.items() if is_adapter(name) or plan.lora.saves(name)}
         names = lora.trained(spec, plan.lora)
@@ -139,15 +140,22 @@ def load_weights(decoder: Decoder, source: str | Path, revision: str | None = No
         put(parameters[name], values)
 
 
-def _put(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], values: Tensor, plan: Plan) -> None:
-    """Fill what follows from the weight ``name``, of which ``values`` are a ``part``: the parameter of this name, where
-    there is one, and those of techniques."""
+def _put(
+    parameters: Mapping[str, Tensor],
+    name: str,
+    part: tuple[slice, ...],
+    values: Tensor,
+    plan: Plan,
+    scales: Tensor | None = None,
+) -> None:
+    """Fill what follows from the weight ``name``, of which ``values`` are a ``part``, with the ``scales`` of their
+    blocks where the files have it so: the parameter of this name, where there is one, and those of techniques."""
     if name in parameters:
         own = local_slice(parameters[name])
         mine = (slice(held.start - given.start, held.stop - given.start) for held, given in zip(own, part, strict=True))
         put(parameters[name], values if own == part else values[tuple(mine)])
         values = values.to(parameters[name].dtype)
-    techniques.store(parameters, name, part, values, plan)
+    techniques.store(parameters, name, part, values if scales is None else InBlocks(values, scales), plan)
 
 
 def begins_trained(recipe: Recipe) -> bool:

@@ -11,21 +11,26 @@ from typing import NoReturn
 import torch
 
 from shardwise.data.stream import EvaluationBatch, evaluation
+from shardwise.data.whole import write_whole
 from shardwise.distributed.slices import kept
 from shardwise.errors import OutputError, PreemptedError, Problem
 from shardwise.models.stored import KeptLayers
-from shardwise.runtime.answers import answer_tasks, side_by_side
+from shardwise.runtime.answers import answer_tasks
 from shardwise.runtime.checkpoint.host_group import HostGroup
 from shardwise.runtime.checkpoint.locate import best, newest
 from shardwise.runtime.checkpoint.manifest import step_name, train_again, whole
 from shardwise.runtime.checkpoint.save import RunCheckpoints
-from shardwise.runtime.evaluate import Preference, Validation, evaluate, evaluate_pairs
+from shardwise.runtime.evaluate import evaluate, evaluate_pairs
 from shardwise.runtime.export import export, export_adapter, kept_of
 from shardwise.runtime.faults.guard import Guard, StopRequest
 from shardwise.runtime.job import Job
 from shardwise.runtime.metrics.log import Log
 from shardwise.runtime.metrics.measure import Meter
+from shardwise.runtime.report.answer_tables import answer_tables, side_by_side
 from shardwise.runtime.report.report import Report
+from shardwise.runtime.report.report_page import REPORT_PAGE, report_page
+from shardwise.runtime.report.results import Preference, Validation
+from shardwise.runtime.report.run_files import read_history, remarkable
 from shardwise.runtime.report.sample import earlier_sample, sample, shown
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
@@ -144,18 +149,15 @@ def report_run(
         padding=state.step * job.step_room - state.tokens,
         pairs=log.preference.means(),
         notes=[
+            *remarkable(job.directory),
             *[f"Stopped early: {state.stale} validations in a row found no lower loss."] * stops_early(job, state),
             *[warning.replace("\nfix:   ", ". Fix: ") + "." for warning in log.stability.all_told()],
             *[f"Best checkpoint: {best_line}"] * bool(best_line),
         ],
     )
     if job.rank == 0:
-        kept = job.directory / "report.md"
-        with only_reports("report.md", log.say):
-            if trained or not kept.exists():  # a run that was finished before keeps what was measured then
-                text = "\n".join([report.markdown(), *side_by_side(job.directory)])
-                kept.write_text(text, encoding="utf-8")
-                report.keep()
+        if trained or not (job.directory / "report.md").exists():  # else it keeps what was measured then
+            write_reports(job.directory, report, log)
         with only_reports("the summary", log.say):
             log.say("\n".join(closing_lines(report, f"{model_directory(job).name}/")))
             if best_line:
@@ -165,6 +167,17 @@ def report_run(
         checkpoints.group.first(lambda: None)  # the first rank has written everything before any rank fails
         raise OutputError(lost(job, state.step, unsaved))
     return report
+
+
+def write_reports(directory: Path, report: Report, log: Log) -> None:
+    """Write report.md, report.json and report.html, as far as that is possible."""
+    with only_reports("report.md", log.say):
+        text = "\n".join([report.markdown(), *side_by_side(answer_tables(directory))])
+        (directory / "report.md").write_text(text, encoding="utf-8")
+        report.keep()
+    with only_reports(REPORT_PAGE, log.say):
+        page = report_page(report, read_history(directory), answer_tables(directory))
+        write_whole(directory / REPORT_PAGE, page.html())
 
 
 def stops_early(job: Job, state: TrainState) -> bool:
@@ -213,6 +226,7 @@ def closing_lines(report: Report, model: str) -> Sequence[str]:
     if report.before:
         lines += ["before  " + shown(report.before)]
     lines += ["sample  " + shown(report.after)] * bool(report.after) + ["", report.text(), ""]
-    lines += [f"{report.directory}/  checkpoints/ · {model} · metrics.jsonl · report.md"]
+    written = [name for name in ("report.md", REPORT_PAGE) if (report.directory / name).is_file()]
+    lines += [f"{report.directory}/  {' · '.join(['checkpoints/', model, 'metrics.jsonl', *written])}"]
     lines += [f"{'next' if index == 0 else '':<8}{line}" for index, line in enumerate(report.next_steps())]
     return lines

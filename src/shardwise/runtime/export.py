@@ -176,7 +176,7 @@ def load_run(path: Path, recipe: Recipe, spec: ModelSpec, *, quantised: bool = T
     precision = Precision("fp64" if weights == "fp64" else "fp32", weights)
     adapters = lora.settings(recipe.lora, precision)
     if adapters is not None and not quantised:
-        adapters = replace(adapters, nf4=False, frozen=precision.weights)
+        adapters = replace(adapters, nf4=False, float8=False, frozen=precision.weights)
     plan = Plan(precision=precision, lora=adapters)
     [model] = build_parts(spec, plan, Meshes(), torch.device("cpu"))
     assert isinstance(model, Model)
@@ -204,6 +204,7 @@ def export_run(
     if adapters is not None:
         said = merge([model], adapters)
         said += ", into the weights as they were before quantisation" if adapters.nf4 else ""
+        said += ", into the weights as their files have them" if adapters.float8 else ""
     out = float8.WRITTEN if dtype == "float8" else torch_dtype(dtype or recipe.precision.weights)
     export(dict(model.named_parameters()), spec, tokenizer, target, out, kept)
     return "; ".join(filter(None, (said, left_out)))

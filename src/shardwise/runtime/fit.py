@@ -25,9 +25,10 @@ def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torc
     accumulated, and in a pipeline all, of which several are alive at once. Then an update, which an optimizer may need
     memory for. Weights, moments and counters stay as they are: the update's gradients and learning rate are zero."""
     count = rules.plan.batch.accumulation
-    batch = longest_batch(rules.plan, vocab_size, device)
+    batch = longest_batch(rules.plan, vocab_size, torch.device("cpu"))
     if spec_of(state.parts).predictors:
         batch = batch.looking_ahead()
+    batch = batch.cut(rules.meshes.row_share).to(device)
     batches = [batch] * (count if rules.plan.layout.pp > 1 else min(2, count))
     accumulate(state, batches, sum(batch.terms() for batch in batches), rules)
     for parameter in state.trained():
@@ -37,11 +38,11 @@ def check_fit(state: TrainState, rules: StepRules, vocab_size: int, device: torc
     state.optimizer.zero_grad(set_to_none=True)
 
 
-def longest_batch(plan: Plan, vocab_size: int, device: torch.device) -> MicroBatch:
+def longest_batch(plan: Plan, vocab_size: int, device: torch.device, first: int = 0) -> MicroBatch:
     """A micro-batch whose rows are one document each: attention costs most, and every token is supervised. For pairs,
-    the two halves of a row are the two answers."""
+    the two halves of a row are the two answers. Tokens are counted up from ``first``."""
     rows, length = plan.batch.micro_batch_size, plan.batch.seq_len
-    ids = (torch.arange(rows * length) % vocab_size).view(rows, length)
+    ids = ((torch.arange(rows * length) + first) % vocab_size).view(rows, length)
     positions = torch.arange(length).expand(rows, length).contiguous()
     documents = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
     batch = MicroBatch(ids, ids.roll(-1, 1), positions, documents, length)

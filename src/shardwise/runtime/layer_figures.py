@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -42,14 +42,14 @@ class LayerFigures:
     def told(self) -> dict[str, Any]:
         """Return the metrics of a sampled step: the largest of each figure, and as columns what the layers have in
         which, of each operand, a figure is largest; likewise the largest gradient norms."""
-        norms = sorted(self.norms, key=lambda name: -self.norms[name])[:3]
+        norms = sorted(self.norms, key=lambda name: -_rank(self.norms[name]))[:3]
         found: dict[str, Any] = {
             "grad_norms": {"parameter": norms, "norm": [_short(self.norms[name]) for name in norms]}
         }
         if not self.lost:
             return found
         for place, figure in enumerate(Lost._fields):
-            found[f"float8_{figure}"] = _short(max(each[place] for each in self.lost.values()))
+            found[f"float8_{figure}"] = _short(max((each[place] for each in self.lost.values()), key=_rank))
         worst = dict.fromkeys(self._worst())
         columns: dict[str, list[Any]] = {"layer": [layer for layer, _ in worst], "operand": [one for _, one in worst]}
         for place, figure in enumerate(Lost._fields):
@@ -60,7 +60,12 @@ class LayerFigures:
         for operand in OPERANDS:
             have = [each for each in self.lost if each[1] == operand]
             for place in range(len(Lost._fields)) if have else ():
-                yield max(have, key=lambda each: self.lost[each][place])
+                yield max(have, key=lambda each: _rank(self.lost[each][place]))
+
+
+def _rank(figure: float) -> float:
+    """Return a figure to be ordered by: what is not finite comes before all others."""
+    return figure if isfinite(figure) else inf
 
 
 def _short(number: float) -> float | None:

@@ -12,18 +12,20 @@ from shardwise.data.stream import stream
 from shardwise.runtime.agree import agree
 from shardwise.runtime.answers import task_group
 from shardwise.runtime.begin import Start, begin, open_log
+from shardwise.runtime.check_bits import BitsCheck
 from shardwise.runtime.end import close, evaluate_now, leave, report_run, saving, stops_early, write_model
-from shardwise.runtime.evaluate import Preference, Validation
 from shardwise.runtime.faults import guard
 from shardwise.runtime.fit import explain_memory
 from shardwise.runtime.garbage import collecting
 from shardwise.runtime.job import Job, agree_on_identity, device_kind, identity, open_job
 from shardwise.runtime.metrics.log import Log
 from shardwise.runtime.metrics.measure import Meter
+from shardwise.runtime.metrics.pace import RankPace
 from shardwise.runtime.metrics.pending import AfterStep, PendingSteps
-from shardwise.runtime.metrics.profile import Profile
+from shardwise.runtime.metrics.profile import profiled
 from shardwise.runtime.reduce import count_tokens
 from shardwise.runtime.report.report import Report
+from shardwise.runtime.report.results import Preference, Validation
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import launch
 from shardwise.runtime.transfer import Upload
@@ -46,14 +48,14 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
         agree(recipe, plan, job.prepared.manifest.fingerprint)
         job = agree_on_identity(job, meshes)
         job, state, rules, checkpoints = begin(job, watch, start)
-        profile = Profile(job.directory / "profile", recipe.run.profiled, job.rank, job.device)
+        profile, rules = profiled(job, state.parts, rules)
         log, group = open_log(job, state), task_group(job)
-        pending = PendingSteps(job, state, log, checkpoints, after_step)
+        pending = PendingSteps(job, state, log, checkpoints, after_step, RankPace(job, state.parts, log))
         with log, profile, saving(checkpoints, log), pending, collecting() as collect:
             meter, upload = Meter(meshes, job.device), Upload(job.device)
             waits = partial(watch.enter, "wait"), partial(log.say, "waits for data: the next portion is being prepared")
             batches = stream(job.portions or job.windows, job.order, job.share, state.cursor, waits, job.end)
-            validation, good = None, True
+            bits, validation, good = BitsCheck(job, state, rules, log), None, True
             for number in range(state.step + 1, job.max_steps + 1):
                 if stops_early(job, state):
                     tell_early_stop(log, state)
@@ -66,7 +68,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 state.cursor = batch.cursor
                 watch.enter("save" if checkpoints.flight.undecided else "logging")
                 pending.add(launched, batch, typical)
-                if stopping or evaluates(job, number) or saves(job, number):
+                if stopping or evaluates(job, number) or saves(job, number) or bits.due(number):
                     pending.log_all()
                 collect(number)
                 validation = None
@@ -76,7 +78,7 @@ def train(recipe: Recipe, plan: Plan, after_step: Sequence[AfterStep] = (), star
                 better = validation is not None and checkpoints.beats(validation.loss)
                 stopping = stopping or stop.everywhere
                 last = stopping or number == job.max_steps or stops_early(job, state)
-                if better or last or saves(job, number):
+                if bits.after(number, better or last or saves(job, number)):
                     watch.enter("save")
                     good = pending.settle(upload, rules) if last else state.finite() and not state.skipped_in_row
                     checkpoints.save(state.tensors(), facts_of(job, state, validation), number, good, known=last)

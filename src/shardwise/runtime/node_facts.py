@@ -26,6 +26,7 @@ LEAST_BYTES = 2**30
 written."""
 APPEARS_S = 30.0
 """How long a file may take to be seen by another node, whose client keeps what it has looked up."""
+WRITABLE = "let it write there, or give an `--out` that every node can write"
 NAMED = 8
 """So many nodes are named for a value."""
 Facts = Mapping[str, Any]
@@ -35,6 +36,8 @@ def check_nodes(recipe: Recipe, directory: Path) -> None:
     """Compare the nodes of a run of several. On rank 0 raises ConfigError with every difference: RUN003 of versions,
     RUN008 of data, disk and directory. The first ranks of other nodes say where to read it, and all of these end."""
     me = process()
+    if not directory.is_mount():
+        directory = directory.parent  # of the run's own, some nodes may not see yet that it is there
     while not directory.exists():
         directory = directory.parent
     mark = directory / f".node-{token_hex(8)}"
@@ -49,7 +52,7 @@ def check_nodes(recipe: Recipe, directory: Path) -> None:
     problems = [Problem(**each) for each in json.loads(said)]
     if problems and me.rank:
         if me.local_rank == 0:
-            print(f"nodes differ, {me.host} or another: the log of rank 0 says in what", flush=True)
+            print(f"this node, {me.host}, or another differs: the log of rank 0 lists the differences", flush=True)
         raise SystemExit(ConfigError.exit_code)
     if problems:
         raise ConfigError(*problems)
@@ -105,7 +108,7 @@ def differences(nodes: Sequence[Facts], seen: Sequence[bool], directory: Path) -
         found.append(Problem("RUN008", what, str(directory), fix))
     for name, node in zip(names, nodes, strict=True):
         if node["unwritable"]:
-            found.append(Problem("RUN008", f"{name} cannot write {node['unwritable']}", str(directory), "`--out`"))
+            found.append(Problem("RUN008", f"{name} cannot write {node['unwritable']}", str(directory), WRITABLE))
         elif node["free"] < LEAST_BYTES:
             what = f"{name} has {show_bytes(node['free'])} free, less than {show_bytes(LEAST_BYTES)}"
             found.append(Problem("RUN008", what, str(directory), "make room there"))

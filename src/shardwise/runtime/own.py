@@ -199,7 +199,7 @@ def backward(module: nn.Module, loss: Tensor, *, last: bool = True, micro_batche
     all ranks."""
     plan, usage = _PLANS[module], _USAGES[module]
     usage.begin()
-    if last and micro_batches > 1 and plan.sharded and plan.shard.strategy == "zero1":
+    if last and micro_batches > 1 and plan.sharded and plan.shard.accumulates:
         complete_accumulated(module)
     techniques.before_micro_batch([module], plan, last=last)
     (loss / (plan.layout.size("loss") * micro_batches)).backward()

@@ -138,7 +138,7 @@ class Claim:
 def claim(directory: Path, token: str = "", say: Callable[[str], None] = print, pace: Pace = PACE) -> Claim:
     """Own ``directory`` from now on, after waiting for an owner of which only its heartbeat can be seen. Raises
     OutputError OUT005 while another process owns it; OSError as the disk says."""
-    mine = _me(token or token_hex(8))
+    mine = me(token or token_hex(8))
     while True:
         before = max(_numbers(directory), default=0)
         if before:
@@ -179,7 +179,7 @@ def follow(directory: Path, token: str, patience_s: float, pace: Pace = PACE) ->
         now = _newest(directory)
         owner = _parse(now[1])
         if owner and owner.token == token:
-            alive = _alive(owner)
+            alive = is_alive(owner)
             if alive or (alive is None and now != before):
                 return Claim(directory, token, follows=True)
         pace.sleep(0.1)
@@ -191,7 +191,7 @@ def check_free(directory: Path) -> None:
     """Raise OutputError OUT005 if ``directory`` surely has a living owner; nothing is waited for or written."""
     with suppress(OSError):
         owner = _owner(directory)[1]
-        if owner and _alive(owner) and owner.pid != os.getpid():
+        if owner and is_alive(owner) and owner.pid != os.getpid():
             raise OutputError(_lives(directory, owner))
 
 
@@ -200,7 +200,7 @@ def holder(directory: Path) -> tuple[Owner, bool | None] | None:
     owner can be read."""
     with suppress(OSError):
         owner = _owner(directory)[1]
-        return None if owner is None else (owner, _alive(owner))
+        return None if owner is None else (owner, is_alive(owner))
     return None
 
 
@@ -209,7 +209,7 @@ def _outlive(path: Path, mine: Owner, say: Callable[[str], None], pace: Pace) ->
     try:
         text = read_regular(path, NOTE_BYTES)
         owner = _parse(text)
-        alive = _alive(owner) if owner else None
+        alive = is_alive(owner) if owner else None
         if alive is False or (
             owner and (owner.pid, owner.started, owner.kernel) == (mine.pid, mine.started, mine.kernel)
         ):
@@ -234,7 +234,7 @@ def _lives(directory: Path, owner: Owner | None) -> Problem:
     return Problem("OUT005", what, str(directory), fix)
 
 
-def _alive(owner: Owner) -> bool | None:
+def is_alive(owner: Owner) -> bool | None:
     """Return whether ``owner`` lives; None if that cannot be known from here."""
     if not owner.kernel or owner.kernel != _kernel():
         return None
@@ -267,7 +267,8 @@ def _kernel() -> str:
         return ""
 
 
-def _me(token: str) -> Owner:
+def me(token: str) -> Owner:
+    """Return this process as an owner."""
     pid = os.getpid()
     return Owner(token, socket.gethostname(), pid, _started(pid) or 0, _kernel())
 

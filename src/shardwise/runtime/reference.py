@@ -29,9 +29,9 @@ from shardwise.runtime.build import weights_directory
 from shardwise.runtime.checkpoint.manifest import candidates
 from shardwise.runtime.evaluate import scored
 from shardwise.runtime.job import Job
-from shardwise.runtime.metrics.log import clock
 from shardwise.runtime.world import from_first
 from shardwise.spec.files import open_regular
+from shardwise.spec.units import clock
 
 Scores = dict[str, NDArray[np.float64]]
 """By split, for each pair: log p(chosen) and log p(rejected); NaN for pairs that the run does not read."""

@@ -134,9 +134,7 @@ def launch(
         reduce.scale_gradients(parameters, factor)
     optim.update(state.optimizer, skip, None if multiply else factor)
     expert_counts.correct(state.parts, figures[2 + len(loss.figures) :], finite)
-    state.optimizer.zero_grad(set_to_none=True)
-    if state.host and not state.host.scratch:
-        state.host.give_back()
+    let_go_of_gradients(state)
     figures = torch.cat([figures, state.scale.update(finite, figures[1].isfinite())])
     room = plan.batch.global_batch_size(plan.layout.dp) * plan.batch.seq_len
     learnt, read = tokens or (supervised, room)
@@ -161,10 +159,15 @@ def sound(state: TrainState, batches: Sequence[MicroBatch], supervised: int, rul
     if not state.finite():
         squares = torch.full_like(squares, math.nan)
     figures = reduce.combine(rules.meshes, squares, loss.value)
+    let_go_of_gradients(state)
+    return bool(figures.isfinite().all())
+
+
+def let_go_of_gradients(state: TrainState) -> None:
+    """Free what a backward has left that no update follows, or that one has used."""
     state.optimizer.zero_grad(set_to_none=True)
     if state.host and not state.host.scratch:
         state.host.give_back()
-    return bool(figures.isfinite().all())
 
 
 def draw_anew(seed: int, number: int, meshes: Meshes) -> None:

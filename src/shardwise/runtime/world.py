@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -26,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise.distributed.meshes import Meshes, meshes
 from shardwise.distributed.torch_private import abort_groups, set_timeout, settle_senders
-from shardwise.errors import ConfigError, Problem
+from shardwise.errors import ConfigError, Problem, UnavailableError, first_line
 from shardwise.runtime import objects
 from shardwise.spec.host import cores
 from shardwise.spec.layout import Layout
@@ -37,6 +38,11 @@ FIRST_RANK_SPEAKS_S = 5.0
 TOLD_S = 600.0
 HEARD_S = 60
 """How long rank 0 waits at most until all others have heard what it said."""
+CONNECTED_RANKS = 64
+"""Up to so many, gloo connects all ranks with one another when a group is made: each then has a socket for every other,
+and reads from the store what every other wrote there, which grows with the cube of their number (14 GB of 1,024 ranks).
+Of more ranks two are connected when they first talk."""
+OPEN_FILES = 2**20
 
 
 class Watch(Protocol):
@@ -118,6 +124,8 @@ def world(layout: Layout, kind: DeviceKind, timeout_s: float, watch: Watch | Non
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes lines between ours
     torch.set_num_threads(me.threads)
     _keep_to_ourselves(me)
+    if me.world_size > CONNECTED_RANKS:
+        _connect_late()
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo"
     if kind == "cuda":
@@ -186,9 +194,18 @@ def told_by_nodes(make: Callable[[], str], judge: Callable[[list[str]], str]) ->
 
 @cache
 def _store() -> Any:
-    """The store, cached: where rank 0 serves it, it would end with its last reference."""
+    """The store, cached: where rank 0 serves it, it would end with its last reference. Raises UnavailableError (NET004)
+    where ranks of several nodes cannot meet: the port is taken, or some do not come."""
     me = process()
-    return FileStore(me.store, me.world_size) if me.store else next(rendezvous("env://"))[0]
+    if me.store:
+        return FileStore(me.store, me.world_size)
+    try:
+        return next(rendezvous("env://"))[0]
+    except dist.DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+        fix = "read the logs of the other nodes; if the port is in use (`ss -ltnp` there), another one with `--port`"
+        problem = Problem("NET004", f"ranks do not meet on {place}: {first_line(error)}", f"rank {me.rank}", fix)
+        raise UnavailableError(problem) from error
 
 
 def _keep_to_ourselves(me: Process) -> None:
@@ -200,6 +217,16 @@ def _keep_to_ourselves(me: Process) -> None:
         os.environ["NCCL_SOCKET_IFNAME"] = "=lo"
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_for_compiled_code(me))
+
+
+def _connect_late() -> None:
+    """Have gloo connect ranks when they first talk, and let the first rank, with which all do, have that many sockets:
+    1,024 open files are what a login often allows."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _for_compiled_code(me: Process) -> Path:

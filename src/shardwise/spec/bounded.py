@@ -1,8 +1,8 @@
-"""The numbers within bounds that sections of a recipe take."""
+"""The numbers within bounds, and the words, that sections of a recipe take."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,3 +13,7 @@ Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0)]
 Degree = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 Sequences = Annotated[int, Field(ge=1, le=2**20)]
 """Of a step. A plan asks how each number of them could be divided, and looks at each micro-batch of some pipelines."""
+RecordFormat = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens", "text", "preference"
+]
+"""What records of data look like."""

@@ -189,7 +189,7 @@ def cross_check(recipe: Recipe, place: Callable[[str], str]) -> list[Problem]:
     problems += [*_check_intervals(recipe, place), *_check_method(recipe, place), *_check_streaming(recipe, place)]
     problems += _check_added(recipe, place)
     narrow = recipe.precision
-    told = {"scales": narrow.scales != "block", "exclude": bool(narrow.exclude)}
+    told = {"scales": narrow.scales != "block", "exclude": bool(narrow.exclude), "gather": narrow.gather != "compute"}
     for key in (key for key, said in told.items() if said and narrow.products == "compute"):
         what = f"`precision.{key}` is of products in float8, and they are in the dtype of `precision.compute`"
         problems.append(Problem("CFG008", what, place(f"precision.{key}"), "`precision.products: float8`"))

@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # a plan explains itself
 MARGIN = 0.8
 """An estimate below this share of the memory did not run out in 454 published runs (Fujii et al., arXiv 2411.06465)."""
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
-WORDS = {**PLANNED, "batch.loss_chunk_tokens": "tokens in a chunk of the loss"}
+SAVED = "remat.saved"
+WORDS = {**PLANNED, "batch.loss_chunk_tokens": "tokens in a chunk of the loss", SAVED: "results that recompute saves"}
 DRIVE_TBW = 600
 """What the maker of a drive of 1 TB warrants to be written to it (TBW), in TB."""
 LONG_VALUE = 24
@@ -56,11 +57,16 @@ def execution(plan: Plan) -> str:
 def memory_lines(estimate: Estimate) -> list[str]:
     """Memory of the fullest rank at its peak, a category a line, with bars."""
     total = estimate.peak_bytes or sum(estimate.memory.values()) or 1
-    held = [(name, size) for name, size in estimate.memory.items() if size]
-    rows = [(name, show_bytes(size), "#" * ceil(40 * size / total)) for name, size in held]
-    rows += [(f"{name}, on the host", show_bytes(size), "") for name, size in estimate.host.items()]
+    bars = ("#" * ceil(40 * size / total) for size in estimate.memory.values() if size)
+    rows = [(*row, next(bars, "")) for row in memory_rows(estimate)]
     lines = ["  " + line for line in columns(rows, "<><")]
     return [*lines, *(["  " + wear(estimate)] if estimate.disk_bytes else [])]
+
+
+def memory_rows(estimate: Estimate) -> list[tuple[str, str]]:
+    """Each category that has any memory, with its size; then what the rank holds on the host."""
+    rows = [(name, show_bytes(size)) for name, size in estimate.memory.items() if size]
+    return rows + [(f"{name}, on the host", show_bytes(size)) for name, size in estimate.host.items()]
 
 
 def wear(estimate: Estimate) -> str:
@@ -74,11 +80,16 @@ def wear(estimate: Estimate) -> str:
 
 def traffic_lines(estimate: Estimate) -> list[str]:
     """Return a table of what one rank sends in one step: payload, by axis and link."""
-    rows = []
+    return ["  " + line for line in columns(traffic_rows(estimate), "<<<>><")]
+
+
+def traffic_rows(estimate: Estimate) -> list[tuple[str, ...]]:
+    """Axis, collective, what of, payload, calls and link, of all that one rank sends in one step."""
+    rows = list[tuple[str, ...]]()
     for t in estimate.traffic:
         calls = f"in {t.count:,} call{'' if t.count == 1 else 's'}"
         rows.append((t.axis, words_of(t.kind), t.category, show_payload(t.bytes), calls, t.link))
-    return ["  " + line for line in columns(rows, "<<<>><")]
+    return rows
 
 
 def verdict(estimate: Estimate) -> str:
@@ -132,12 +143,18 @@ def fit(estimate: Estimate) -> tuple[str, float]:
 def why_lines(plan: Plan) -> list[str]:
     """A reason for every value, under the recipe's name for it. Long values make no column wide, and where there is no
     value the reason stands in its place."""
-    flat = dotted(asdict(plan)) | {"batch.global_batch_size": plan.batch.global_batch_size(plan.layout.dp)}
-    rows = [(WORDS.get(key, key), _as_typed(flat.get(key)), reason) for key, reason in plan.why.items()]
+    rows = why_rows(plan)
     name_width = max((len(name) for name, _, _ in rows), default=0)
     width = max((len(value) for _, value, _ in rows if len(value) <= LONG_VALUE), default=0)
     cells = ((f"{name:{name_width}}", *([f"{value:{width}}"] if value else []), reason) for name, value, reason in rows)
     return ["  " + "  ".join(row) for row in cells]
+
+
+def why_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """The recipe's name of each setting that has a reason, its value, and the reason."""
+    whole = {"batch.global_batch_size": plan.batch.global_batch_size(plan.layout.dp)}
+    flat = dotted(asdict(plan)) | whole | {SAVED: ""}  # numbers, which the reason has in words
+    return [(WORDS.get(key, key), _as_typed(flat.get(key)), reason) for key, reason in plan.why.items()]
 
 
 def _as_typed(value: object) -> str:

@@ -65,7 +65,7 @@ def read_regular(path: str | Path, most_bytes: int = TABLE_BYTES) -> bytes:
     """Read all of a regular file. Raises OSError (EOVERFLOW) for one larger than ``most_bytes``, of which nothing is
     read: a sparse file of a terabyte takes no room on a disk."""
     with open_regular(path) as file:
-        _check_size(file, path, most_bytes)
+        check_size(file, path, most_bytes)
         return file.read()
 
 
@@ -73,11 +73,12 @@ def regular_lines(path: str | Path) -> Iterator[bytes]:
     """The lines of a log, each with its end. Raises OSError as :func:`read_regular`; a line of more than a MiB, which
     none is, comes in pieces."""
     with open_regular(path) as file:
-        _check_size(file, path, LOG_BYTES)
+        check_size(file, path, LOG_BYTES)
         while line := file.readline(LINE_BYTES):
             yield line
 
 
-def _check_size(file: BinaryIO, path: str | Path, most_bytes: int) -> None:
+def check_size(file: BinaryIO, path: str | Path, most_bytes: int) -> None:
+    """Raise OSError (EOVERFLOW) for an open file that is larger than ``most_bytes``."""
     if os.fstat(file.fileno()).st_size > most_bytes:
         raise OSError(errno.EOVERFLOW, f"it is larger than {most_bytes:,} bytes (limit)", str(path))

@@ -132,6 +132,15 @@ class Keys:
             return homes[0]
         return None
 
+    def meant(self, dotted: str) -> str | None:
+        """The key that is meant by ``dotted``, which may be a section that can be written as one value."""
+        return self.canonical(dotted) or self.canonical(f"{dotted}.{SHORT.get(dotted, '')}")
+
+    def types(self, key: str) -> set[str]:
+        """The types of JSON that a key takes, without those of references; none for an unknown key."""
+        schema = self.leaves.get(key, {})
+        return {option.get("type", "") for option in schema.get("anyOf", [schema])}
+
     def nearest(self, dotted: str) -> str | None:
         """The key that ``dotted`` misspells, in its section or in its name; None if there is none. Of keys in a section
         that is none of ours nothing is known."""

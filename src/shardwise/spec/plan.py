@@ -13,6 +13,8 @@ from shardwise.spec.optimizers import OPTIMIZERS, OptimizerName
 from shardwise.spec.pipelines import PIPELINES, PipelineSpec
 from shardwise.spec.pipelines import ScheduleName as ScheduleName
 from shardwise.spec.rank_kind import stages_of
+from shardwise.spec.recomputation import Remat as Remat
+from shardwise.spec.recomputation import SavedResult as SavedResult
 from shardwise.spec.records import ENTROPY, MethodSpec, OptimizerSpec
 
 Strategy = Literal["ddp", "zero1", "zero2", "zero3"]
@@ -82,13 +84,14 @@ CpKind = Literal["ring", "ulysses", "nested", "gather"]
 
 
 Products = Literal["compute", "float8"]
-Scales = Literal["block", "row"]
+Scales = Literal["block", "row", "mx"]
+Gather = Literal["compute", "float8"]
 
 
 @dataclass(frozen=True)
 class Precision:
     """``products``: the dtype that linear layers and experts of blocks multiply in, with float8's ``scales``, but those
-    whose names match one of ``exclude``: a glob, or ``first`` and ``last`` for these blocks."""
+    whose names match one of ``exclude``: a glob, or ``first`` and ``last`` (blocks). ``gather``: how they are sent."""
 
     compute: Dtype = "fp32"
     weights: Dtype = "fp32"
@@ -98,26 +101,18 @@ class Precision:
     products: Products = "compute"
     scales: Scales = "block"
     exclude: tuple[str, ...] = ()
+    gather: Gather = "compute"
 
     @property
     def products_words(self) -> str:
-        """What linear layers multiply in, where that is another dtype, as an addition to a line."""
-        return "" if self.products == "compute" else f", products in {self.products} (a scale each {self.scales})"
+        """Return what linear layers multiply in, where that is another dtype, as an addition to a line."""
+        each = {"mx": "32 elements"}.get(self.scales, self.scales) + ", sent as codes" * (self.gather == "float8")
+        return f", products in {self.products} (a scale each {each})" * (self.products != "compute")
 
     @property
     def loss_scaling(self) -> bool:
         """fp16's gradients underflow without a scale."""
         return self.compute == "fp16"
-
-
-@dataclass(frozen=True)
-class Remat:
-    mode: Literal["none", "selective", "full"] = "none"
-    every: int = 1
-
-    def treats(self, block: int) -> bool:
-        """Say whether the block of this number in the whole model recomputes."""
-        return self.mode != "none" and block % self.every == 0
 
 
 @hash_once
@@ -215,8 +210,8 @@ class Offload:
 class Lora:
     """``targets`` are roles of linear layers (none: all). The product of both matrices is multiplied by alpha / rank,
     or with ``rslora`` by alpha / sqrt(rank). ``frozen`` is the dtype of the frozen weights; with ``nf4`` those of the
-    blocks' linear layers are stored in 4 bits. ``modules_to_save``: of ``embed`` and ``head`` those that are trained
-    whole."""
+    blocks' linear layers are stored in 4 bits, with ``float8`` in a byte each. ``modules_to_save``: of ``embed`` and
+    ``head`` those that are trained whole."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -227,6 +222,12 @@ class Lora:
     dropout: float = 0.0
     dora: bool = False
     modules_to_save: tuple[str, ...] = ()
+    float8: bool = False
+
+    @property
+    def codes(self) -> str:
+        """The word for how the frozen weights of the blocks' linear layers are stored; empty where as the others."""
+        return "nf4" if self.nf4 else "float8" if self.float8 else ""
 
     def saves(self, name: str) -> bool:
         """Return whether the parameter with this canonical name is trained whole."""
@@ -386,6 +387,6 @@ class Plan:
         moments += f" ({self.offload.optimizer_fraction:.0%})" * (self.offload.optimizer_fraction < 1)
         if self.lora is None:
             return f"weights {self.precision.weights}, moments {moments}"
-        frozen = f"nf4 and {self.lora.frozen}" if self.lora.nf4 else self.lora.frozen
+        frozen = f"{self.lora.codes} and {self.lora.frozen}" if self.lora.codes else self.lora.frozen
         whole = "".join(f", {name}" for name in self.lora.modules_to_save)
         return f"adapters{whole} {self.precision.weights}, moments {moments}, frozen weights {frozen}"

@@ -8,14 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.errors import Problem
-from shardwise.spec.bounded import Degree, Sequences, Steps
+from shardwise.spec.bounded import Degree, RecordFormat, Sequences, Steps
+from shardwise.spec.evaluation_task import EvaluationTask
 from shardwise.spec.launchers import AUTO, LauncherName
 from shardwise.spec.methods import METHODS, MethodName
 from shardwise.spec.methods import PREFERENCE as PREFERENCE
 from shardwise.spec.methods import SFT_ONLY as SFT_ONLY
 from shardwise.spec.mtp import Mtp
 from shardwise.spec.optimizers import OPTIMIZERS, OPTIONS, OptimizerName
-from shardwise.spec.plan import Dtype, Products, Scales, ScheduleName
+from shardwise.spec.plan import Dtype, Gather, Products, Scales, ScheduleName
 from shardwise.spec.records import MethodSpec, OptimizerSpec
 from shardwise.spec.schedules import SCHEDULES, ScheduleWord, WarmupWord
 
@@ -95,9 +96,7 @@ class Data(Section):
     repeat: bool = False
     streaming: bool = False
     streaming_bytes: int = Field(default=2**30, ge=1)
-    format: Literal[
-        "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "segments", "tokens", "text", "preference"
-    ] = "auto"
+    format: RecordFormat = "auto"
     messages_key: str | None = None
     role_key: str | None = None
     content_key: str | None = None
@@ -218,16 +217,15 @@ class OffloadSection(Section):
             yield Problem("CFG008", what, "offload.directory", fix)
         if self.optimizer_fraction not in (None, 1.0) and self.optimizer == "none":
             what = "`offload.optimizer_fraction` has no effect with `offload.optimizer: none`"
-            fix = "`offload.optimizer: host`, or leave it out"
-            yield Problem("CFG008", what, "offload.optimizer_fraction", fix)
+            yield Problem("CFG008", what, "offload.optimizer_fraction", "`offload.optimizer: host`, or leave it out")
 
 
 class LoraSection(Section):
     """Adapters instead of full weights: on when ``rank`` is given. ``targets``: all-linear, or roles of linear layers
     (q k v o gate up down; PEFT's q_proj and so on are read too). ``alpha`` is twice the rank unless given. ``dropout``
-    applies to an adapter's input. ``frozen``: the dtype of the model's own, frozen weights: nf4 is QLoRA; auto is bf16
-    if ``precision.compute`` is, else ``precision.weights``. ``modules_to_save``: embed_tokens and lm_head, to be
-    trained whole beside the adapters. ``path``: an adapter in PEFT's format to start from."""
+    applies to an adapter's input. ``frozen``: the dtype of the model's own, frozen weights: nf4 is QLoRA, float8 a byte
+    each; auto is bf16 if ``precision.compute`` is, else ``precision.weights``. ``modules_to_save``: embed_tokens and
+    lm_head, to be trained whole beside the adapters. ``path``: an adapter in PEFT's format to start from."""
 
     rank: int | None = Field(default=None, ge=1)
     alpha: float | None = Field(default=None, gt=0)
@@ -235,19 +233,18 @@ class LoraSection(Section):
     rslora: bool = False
     dora: bool = False
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    frozen: Literal["auto", "fp32", "bf16", "nf4"] = "auto"
+    frozen: Literal["auto", "fp32", "bf16", "float8", "nf4"] = "auto"
     modules_to_save: list[str] = []
     path: str | None = None
 
     def contradictions(self) -> Iterator[Problem]:
-        off = self.rank is None and "rank" in self.model_fields_set  # whatever else the section says
-        if self.rank is None and self.path is None and self != LoraSection() and not off:
+        # a rank that is given as null turns adapters off, whatever else the section says
+        if self.rank is None and self.path is None and self != LoraSection() and "rank" not in self.model_fields_set:
             said = ", ".join(f"`lora.{key}`" for key in sorted(self.model_fields_set))
             what = f"{said} has no effect without `lora.rank`, which turns adapters on"
             yield Problem("CFG008", what, "lora", "`lora.rank: 16`")
         if not self.targets:
-            fix = "leave it out for all-linear, or list some of q k v o gate up down"
-            yield Problem("CFG005", "`lora.targets` names no layer", "lora.targets", fix)
+            yield Problem("CFG005", "`lora.targets` names no layer", "lora.targets", "some of q k v o gate up down")
 
 
 class Parallel(Section):
@@ -272,9 +269,8 @@ class Parallel(Section):
 
 
 class PrecisionSection(Section):
-    """Data types. ``weights`` are the master weights; ``compute`` is used in forward and backward. ``products``: what
-    the linear layers and experts of blocks multiply in, ``compute`` or float8 with its ``scales``; ``exclude`` names
-    layers that stay in ``compute``, by globs, or ``first`` and ``last`` (blocks): these two unless it is given."""
+    """Data types, of forward and backward ``compute``. Linear layers and experts of blocks multiply in ``products``,
+    and zero3 gathers them in ``gather``, but those that ``exclude`` names: globs, ``first`` and ``last`` (blocks)."""
 
     compute: Literal["auto"] | Dtype = "auto"
     weights: Dtype = "fp32"
@@ -284,10 +280,11 @@ class PrecisionSection(Section):
     products: Products = "compute"
     scales: Scales = "block"
     exclude: list[str] | None = None
+    gather: Gather = "compute"
 
 
 class Recompute(Section):
-    mode: Literal["auto", "none", "selective", "full"] = "auto"
+    mode: Literal["auto", "none", "selective", "budget", "full"] = "auto"
     every: int = Field(default=1, ge=1)
 
 
@@ -301,19 +298,6 @@ class Checkpoint(Section):
     keep_every: int | None = Field(default=None, ge=1)
     keep_best: bool = False
     asynchronous: bool = True
-
-
-class EvaluationTask(Section):
-    """Prompts that the model answers at every evaluation: the first ``samples`` lines of the jsonl file ``path``, each
-    with a ``prompt`` to be continued, or ``messages``, and the expected ``answer``. ``score`` is ``exact_match``, or a
-    function of yours as ``FILE.py:FUNCTION``, which gets the model's answer and the expected one."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
-    path: str
-    samples: int = Field(default=8, ge=1)
-    max_new_tokens: int = Field(default=64, ge=1)
-    temperature: float = Field(default=0.0, ge=0)
-    score: str = "exact_match"
 
 
 class Evaluate(Section):
@@ -333,7 +317,11 @@ class Evaluate(Section):
 
 
 class Run(Section):
-    """A run's place and output. ``log_steps``: of trackers and logs that are no terminal. ``profile_steps``: 10:12."""
+    """A run's place and output. ``log_steps``: of trackers and logs that are no terminal. ``profile_steps``: 10:12.
+    ``check_bits_steps``: every so many steps, and before each save, ranks compute a micro-batch alike and compare its
+    bits, and those of what several of them hold; auto is 1,000 for 64 ranks and more, and else off, as null is.
+    ``on_oom``: where training runs out of memory on one machine, it is planned again with less, once, or stops.
+    ``on_loss``: where one of several nodes is lost, the others wait for it, or are planned for again, or all stop."""
 
     name: str = "run"
     out: str = "runs"
@@ -346,10 +334,13 @@ class Run(Section):
     log_steps: int | None = Field(default=None, ge=1)
     max_skipped_steps: int = Field(default=3, ge=0)
     watch_steps: int | None = Field(default=20, ge=1)
+    check_bits_steps: Literal["auto"] | Annotated[int, Field(ge=1)] | None = "auto"
     trackers: Tracker | list[Tracker] = []
     profile_steps: str | None = None
     deterministic: bool = False
     certificate: Literal["tell", "require"] = "tell"
+    on_oom: Literal["replan", "stop"] = "replan"
+    on_loss: Literal["stop", "wait", "replan"] = "stop"
 
     @property
     def tracker_names(self) -> list[Tracker]:
@@ -396,5 +387,5 @@ class Recipe(Section):
     @property
     def judged(self) -> tuple[str, ...]:
         """The keys given that need a validation loss during the run."""
-        best, patience = self.checkpoint.keep_best, self.evaluate.early_stopping_patience
-        return ("checkpoint.keep_best",) * best + ("evaluate.early_stopping_patience",) * (patience is not None)
+        patience = ("evaluate.early_stopping_patience",) * (self.evaluate.early_stopping_patience is not None)
+        return ("checkpoint.keep_best",) * self.checkpoint.keep_best + patience

@@ -54,6 +54,13 @@ def show_seconds(seconds: float) -> str:
     return _scaled(seconds * 1e6, {"s": 1e6, "ms": 1e3}, " us")
 
 
+def clock(seconds: float) -> str:
+    """``1:41`` or ``2:03:09``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def show_age(seconds: float) -> str:
     """``3 days ago``, ``1 hour ago``, ``just now``."""
     for unit, length_s in (("day", 86400), ("hour", 3600), ("minute", 60)):

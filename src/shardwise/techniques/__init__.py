@@ -59,6 +59,7 @@ from shardwise.techniques import (
     ep,
     float8,
     freeze,
+    frozen_float8,
     lora,
     nf4,
     offload,
@@ -122,7 +123,7 @@ if TYPE_CHECKING:
     from shardwise.distributed.meshes import Meshes
 
 ORDER: tuple[ModuleType, ...]
-ORDER = (pp, lora, precision, freeze, nf4, float8, tp, cp, ep, remat, compile, shard, offload, optim)
+ORDER = (pp, lora, precision, freeze, nf4, frozen_float8, float8, tp, cp, ep, remat, compile, shard, offload, optim)
 
 
 SPLIT = (pp, tp, cp, ep)
@@ -345,11 +346,11 @@ def wanted(parameters: Mapping[str, Tensor], spec: ModelSpec, plan: Plan) -> dic
     return slices
 
 
-def store(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], values: Tensor, plan: Plan) -> None:
-    """Fill the parameters that follow from the weight ``name``, of which ``values`` are the ``part`` that was
+def store(parameters: Mapping[str, Tensor], name: str, part: tuple[slice, ...], values: Any, plan: Plan) -> None:
+    """Fill the parameters that follow from the weight ``name``, of which ``values`` are, or give, the ``part`` that was
     :func:`wanted`. What was applied last replaced the weight last, so it is the first to store: the next is told what
     the layer then computes with."""
-    made: Callable[[], Tensor] = lambda: values  # noqa: E731
+    made: Callable[[], Tensor] = values if callable(values) else lambda: values
     for technique in reversed(acting(plan, "store")):
         made = technique.store(parameters, name, part, made)
 

@@ -70,7 +70,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     device, problems = cluster.device, []
     if plan.compile and plan.lora is not None and plan.lora.nf4:
         what = "nf4 does not work with compiled blocks yet"
-        problems.append(Problem("PLAN018", what, "compile", "false, or `lora.frozen: bf16`"))
+        problems.append(Problem("PLAN018", what, "compile", "false, or `lora.frozen: float8`"))
     if plan.compile and plan.layout.ep > 1:
         what = "how many rows come to a rank's experts differs in every step, which compiled blocks cannot do"
         problems.append(Problem("PLAN027", what, "compile", "false, or `parallel.ep=1`"))

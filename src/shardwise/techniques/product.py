@@ -4,8 +4,8 @@ order.
     precision   inside, outside     the dtypes that it computes in and returns
     tp          inside, outside; the layer's share; a norm that is cut multiplies in its own way
     ep          inside, outside
-    nf4         multiply            by a matrix in 4 bits
-    float8      multiply            codes of one byte by codes of one byte
+    nf4, frozen_float8  multiply    by a matrix that is stored in 4 bits, or in a byte each
+    float8      multiply            codes of one byte by codes of one byte; comes last, by what those store
 
 An adapter is a forward hook, and comes after all of these. Nobody else gives a layer another forward.
 """

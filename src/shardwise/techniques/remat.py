@@ -11,7 +11,7 @@ non-reentrant checkpoint, which stops recomputing at the last tensor that backwa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ from shardwise.errors import Problem
 from shardwise.models.blocks import numbered, surround
 from shardwise.models.config import ModelSpec
 from shardwise.spec.cluster import Cluster
-from shardwise.spec.plan import Plan, Remat
+from shardwise.spec.plan import Plan, Remat, SavedResult
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
 
@@ -30,9 +30,13 @@ if TYPE_CHECKING:
     from shardwise.distributed.meshes import Meshes
 
 SETTINGS = {"remat.mode": "none"}
-Mode = Literal["none", "selective", "full"]
-MODES: tuple[Mode, ...] = ("none", "selective", "full")
-"""From the least recomputation to the most."""
+Mode = Literal["none", "selective", "budget", "full"]
+MODES: tuple[Mode, ...] = ("none", "selective", "budget", "full")
+"""From the least recomputation to the most. What a budget saves, a search finds that knows the memory."""
+
+
+ALL = "all"
+"""Places of what is saved, where that is all that may be."""
 
 
 def saves(block: Unit) -> frozenset[int]:
@@ -40,16 +44,39 @@ def saves(block: Unit) -> frozenset[int]:
     the rule of gated delta nets, tokens that are exchanged for heads, rows that go to experts and come back, and every
     matrix product but the last, whose result no gradient needs; but not those of which the block's program says that
     they are made again (:func:`shardwise.models.layers.made_again`)."""
+    return frozenset(i for i in may_save(block) if block.again.isdisjoint(block.forward[i].allocates))
+
+
+def may_save(block: Unit) -> list[int]:
+    """Return the same with those that are made again. ``Remat.saved`` has places in this list."""
     products = [i for i, op in enumerate(block.forward) if op.kind == "matmul"]
     others = (i for i, op in enumerate(block.forward) if op.kind in ("attention", "rule") or op.name == "all_to_all")
-    found = (*products[:-1], *others)
-    return frozenset(i for i in found if block.again.isdisjoint(block.forward[i].allocates))
+    return sorted((*products[:-1], *others))
+
+
+@lru_cache(maxsize=8 * KEPT_UNITS)
+def products_of(block: Unit) -> int:
+    """Return how many matrix products a block has, by which a budget tells kinds of blocks apart."""
+    return sum(op.kind == "matmul" for op in block.forward)
+
+
+def budgeted(plan: Plan, saved: Iterable[SavedResult]) -> Plan:
+    """The plan with a budget that saves these."""
+    return dataclasses.replace(plan, remat=Remat("budget", plan.remat.every, tuple(sorted(saved))))
+
+
+def saving_all(plan: Plan) -> Plan | None:
+    """Return the plan that saves all results that a budget may, where ``plan`` saves none of them."""
+    if plan.remat.mode not in ("budget", "full") or plan.remat.saved:
+        return None
+    return dataclasses.replace(plan, remat=Remat("selective", plan.remat.every))
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
     """The pinned mode, else from the least recomputation to the most."""
     asked = recipe.recompute
-    for mode in MODES if asked.mode == "auto" else (asked.mode,):
+    searched = (mode for mode in MODES if mode != "budget")
+    for mode in searched if asked.mode == "auto" else (asked.mode,):
         reason = "derived: less recomputation would need more memory than is available"
         if asked.mode != "auto":
             reason = "pinned"
@@ -71,6 +98,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if plan.remat.mode != "none" and plan.remat.every > spec.num_hidden_layers:
         what = f"recompute.every is {plan.remat.every}, but the model has {spec.num_hidden_layers} blocks"
         return [Problem("PLAN013", what, "recompute.every", f"1 to {spec.num_hidden_layers}")]
+    if plan.remat.mode == "budget" and plan.precision.modules and plan.sharded and plan.compile:
+        # As techniques/precision.py says of selective, and for the same reason.
+        what = "compiled, recompute by budget does not work with sharded modules that have their own compute dtype"
+        return [Problem("PLAN016", what, "recompute.mode", "full or none; or `compile=false`")]
     return []
 
 
@@ -84,18 +115,29 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
 
 
 def cost(sheet: Sheet, plan: Plan) -> Sheet:
-    treated_kinds = tuple(_recomputing(block, selective=plan.remat.mode == "selective") for block in sheet.blocks)
-    each = zip(sheet.order, sheet.rank_kind.blocks, strict=True)
-    order = tuple(kind + len(sheet.blocks) if plan.remat.treats(number) else kind for kind, number in each)
-    return dataclasses.replace(sheet, blocks=sheet.blocks + treated_kinds, order=order)
+    kinds = {(kind, places): 0 for kind, places in _treated(sheet, plan) if places is not None}
+    made = tuple(_recomputing(sheet.blocks[kind], plan.remat.mode, places) for kind, places in sorted(kinds))
+    kinds = {key: number for number, key in enumerate(sorted(kinds), len(sheet.blocks))}
+    order = tuple(kind if places is None else kinds[kind, places] for kind, places in _treated(sheet, plan))
+    return dataclasses.replace(sheet, blocks=sheet.blocks + made, order=order)
+
+
+def _treated(sheet: Sheet, plan: Plan) -> Iterator[tuple[int, tuple[int, ...] | None]]:
+    """Yield the kind of each block, with the places of what it saves by a budget; None if it does not recompute."""
+    for kind, number in zip(sheet.order, sheet.rank_kind.blocks, strict=True):
+        treated, products = plan.remat.treats(number), products_of(sheet.blocks[kind])
+        yield kind, plan.remat.places(number, products) if treated else None
 
 
 @lru_cache(maxsize=8 * KEPT_UNITS)
-def _recomputing(block: Unit, *, selective: bool) -> Unit:
+def _recomputing(block: Unit, mode: Mode, places: tuple[int, ...]) -> Unit:
     """A block without a backward saves nothing, with or without recomputation."""
     if not block.backward:
         return block
-    return dataclasses.replace(block, recompute=True, saved_ops=saves(block) if selective else frozenset())
+    saved = saves(block) if mode in ("selective", "budget") else frozenset()
+    if mode == "budget":
+        saved &= {i for place, i in enumerate(may_save(block)) if place in places}
+    return dataclasses.replace(block, recompute=True, saved_ops=saved)
 
 
 def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]:
@@ -109,8 +151,11 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
         for number, block in numbered(part):
             if plan.remat.treats(number):
                 options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
-                if plan.remat.mode == "selective":
-                    options["context_fn"] = partial(_counted, str(_products(block)), compiled=plan.compile)
+                if plan.remat.saves:
+                    products = _products(block)
+                    places = plan.remat.places(number, products)
+                    given = str(products), " ".join(map(str, places)) if plan.remat.mode == "budget" else ALL
+                    options["context_fn"] = partial(_counted, *given, compiled=plan.compile)
                 elif plan.compile and torch.__version__ < "2.13":
                     options["context_fn"] = _nothing_saved
                 surround(block, partial(partial, checkpoint, **options))
@@ -127,10 +172,10 @@ def _products(block: nn.Module) -> int:
     return sum(map(multiplies, block.modules()))
 
 
-def _counted(number: str, *, compiled: bool) -> Any:
+def _counted(products: str, places: str, *, compiled: bool) -> Any:
     """Forward and recomputation each count their matrix products; the count, not the shape, says which is the last.
-    The number of products is given as text: an int that differs between blocks is to the compiler one that it does not
-    know, which it refuses here.
+    The number of products is given as text, and ``places`` too: an int that differs between blocks is to the compiler
+    one that it does not know, which it refuses here.
     torch's own pair of contexts is for what is compiled: it asks that both run exactly the same operations, and what
     FSDP2 does for modules within a block differs."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -138,8 +183,8 @@ def _counted(number: str, *, compiled: bool) -> Any:
     if not compiled:
         from shardwise.techniques.selective import saving
 
-        return saving(_Chosen(number), _Chosen(number))
-    chosen = {False: _Chosen(number), True: _Chosen(number)}
+        return saving(_Chosen(products, places), _Chosen(products, places))
+    chosen = {again: _Chosen(products, places) for again in (False, True)}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if chosen[ctx.is_recompute](op) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -178,13 +223,16 @@ class _Chosen:
         }
     )
 
-    def __init__(self, products: str) -> None:
+    def __init__(self, products: str, places: str) -> None:
         from shardwise.models.layers import is_made_again
 
         self.left, self.is_made_again = int(products) - 1, is_made_again
+        self.place, self.places = -1, None if places == ALL else frozenset(map(int, places.split()))
 
     def __call__(self, op: Any) -> bool:
         product = op.name() in self.PRODUCTS
         self.left -= product
         saved = self.left >= 0 if product else op.name() in self.OTHERS
-        return saved and not self.is_made_again()
+        self.place += saved
+        chosen = self.places is None or self.place in self.places
+        return saved and chosen and not self.is_made_again()

@@ -1,4 +1,4 @@
-"""Whether the attention kernel that a plan pins serves its model on its devices."""
+"""Checks whether the attention kernel that a plan pins serves its model on its devices."""
 
 from __future__ import annotations
 

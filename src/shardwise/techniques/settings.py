@@ -25,7 +25,7 @@ def inside(plan: Plan) -> Plan:
     batch, given = plan.batch, plan.layout
     shards = (2 if plan.sharded else 1) * given.ep
     layout = Layout(dp_shard=shards, cp=given.cp, tp=given.tp, ep=given.ep, ulysses=given.ulysses)
-    types = replace(plan.precision, reduce="fp32", matmul="highest")
+    types = replace(plan.precision, reduce="fp32", matmul="highest", gather="compute")
     return replace(
         plan,
         layout=layout,
@@ -57,9 +57,10 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
     return plan.offload.optimizer != "none", *piped, *inside, *degrees.simplicity(plan), *pieces
 
 
-def recomputation(plan: Plan) -> int:
-    """Return how much a plan computes again, from 0 on."""
-    return MODES.index(plan.remat.mode)
+def recomputation(plan: Plan) -> float:
+    """Return how much a plan computes again, from 0 on: with a budget the less, the more results it saves."""
+    saved = sum(one.eighths for one in plan.remat.saved) / 8
+    return MODES.index(plan.remat.mode) + (1 / (1 + saved) if plan.remat.mode == "budget" else 0)
 
 
 def searched(recipe: Recipe, best: Plan) -> dict[str, Callable[[Plan], bool]]:

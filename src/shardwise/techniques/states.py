@@ -48,25 +48,29 @@ _COLUMNS, _INPUTS, _WHOLE, _NARROW, _CUT = (
 )
 """The layers of all mixers, and of the MLP, by how ranks share them."""
 TABLE = (
-    TableRow(_COLUMNS, "weight bias codes sizes lora_b lora_m", tp="outputs"),
-    TableRow(_COLUMNS, "groups lora_a", tp="own"),
-    TableRow(_INPUTS, "weight codes sizes lora_a", tp="inputs"),
-    TableRow(_INPUTS, "groups lora_b lora_m", tp="own"),
+    TableRow(_COLUMNS, "weight bias codes sizes e4m3 lora_b lora_m", tp="outputs"),
+    TableRow(_COLUMNS, "scales groups lora_a", tp="own"),
+    TableRow(_INPUTS, "weight codes sizes e4m3 lora_a", tp="inputs"),
+    TableRow(_INPUTS, "scales groups lora_b lora_m", tp="own"),
     TableRow(_INPUTS, "bias", tp="stream"),
-    TableRow(_WHOLE, "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),
-    TableRow(_NARROW, "weight bias codes sizes groups lora_a lora_b lora_m", tp="stream"),
+    TableRow(_WHOLE, "weight bias codes sizes e4m3 scales groups lora_a lora_b lora_m", tp="own"),
+    TableRow(_NARROW, "weight bias codes sizes e4m3 scales groups lora_a lora_b lora_m", tp="stream"),
     TableRow("attention", _CUT, tp="outputs"),
     TableRow("router shared_gate join", "weight bias", tp="stream"),
     TableRow("router", "correction", tp="stream"),
-    TableRow("expert_gate expert_up expert_down", "weight bias codes sizes groups lora_a lora_b lora_m", tp="stream"),
+    TableRow(
+        "expert_gate expert_up expert_down",
+        "weight bias codes sizes e4m3 scales groups lora_a lora_b lora_m",
+        tp="stream",
+    ),
     TableRow("embed head", "weight", tp="outputs"),
     TableRow("q_norm k_norm", "weight", tp="own"),
     TableRow("norm attention_norm mlp_norm attention_after_norm mlp_after_norm", "weight", tp="stream"),
     TableRow("main_norm embed_norm hidden_norm", "weight", tp="stream"),
 )
-FEW_KEY_HEADS = (TableRow("k v", "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),)
+FEW_KEY_HEADS = (TableRow("k v", "weight bias codes sizes e4m3 scales groups lora_a lora_b lora_m", tp="own"),)
 """In place of the above where there are fewer key heads than ranks: each uses the head that its query heads look at."""
-ALL_TOKENS = (TableRow(_NARROW, "weight bias codes sizes groups lora_a lora_b lora_m", tp="own"),)
+ALL_TOKENS = (TableRow(_NARROW, "weight bias codes sizes e4m3 scales groups lora_a lora_b lora_m", tp="own"),)
 """In place of the above where heads are computed of the stream too, so that it is the stream that is gathered."""
 PROJECTION_NORMS = (TableRow("q_norm k_norm", "weight", tp="outputs"),)
 """In place of the above where a norm is of all heads together."""

@@ -1,4 +1,4 @@
-"""What of the operands of a product in float8 its codes cannot tell, counted by layer in the steps that are sampled.
+"""Counts, by layer in the steps that are sampled, what of the operands of a product in float8 its codes cannot tell.
 
 A layer has a row for each operand in one small table on the device. Within :func:`counting` the operations that make
 codes add to it; the host waits for nothing. An operation does not declare that it does so, since nothing in a graph
@@ -23,7 +23,7 @@ LARGEST_CODE = 0x7E << 1 & 0xFF
 
 
 class Counting:
-    """Whether operations count."""
+    """Says whether operations count."""
 
     on = False
 

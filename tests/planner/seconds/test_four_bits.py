@@ -15,7 +15,10 @@ from shardwise.planner.seconds import kernels
 from shardwise.planner.seconds.rates import DEQUANTISED_BYTES, own_traits, rates_of
 from shardwise.planner.sheets import sheet_of
 from shardwise.spec.cluster import parse_cluster
+from shardwise.spec.layout import Layout
 from shardwise.spec.load import load_recipe
+from shardwise.spec.plan import Lora, Plan, Precision
+from shardwise.techniques.frozen_float8 import eightbit
 from shardwise.techniques.nf4 import fourbit
 
 pytestmark = pytest.mark.usefixtures("by_table")
@@ -49,6 +52,23 @@ def test_bytes_are_those_of_the_operation() -> None:
     one_pass = 0.5 + 2
     assert counted.bytes / weight.numel() == pytest.approx(DEQUANTISED_BYTES + one_pass)
     assert counted.kernels == 2 * kernels.DEQUANTISE_KERNELS
+
+
+def test_float8_moves_seven_bytes_an_element() -> None:
+    """The code, the result that it is widened to, and that again, read and written as it is multiplied."""
+    kept, counted = eightbit.coded(torch.randn(ROWS, COLUMNS)), Moved()
+    with counted:
+        eightbit._from_float8._init_fn(*kept, torch.bfloat16, None, 1, False)
+    assert counted.bytes == 7 * ROWS * COLUMNS
+    cluster, spec = parse_cluster("8xH100"), load_spec("meta-llama/Llama-3.1-8B")
+    plan = Plan(Layout(dp_replicate=8), precision=Precision("bf16"), lora=Lora(16, frozen="bf16", float8=True))
+    sheet = sheet_of(spec, plan)
+    unit = sheet.blocks[sheet.order[0]]
+    op = next(op for op in unit.forward if op.name == kernels.FROM_FLOAT8)
+    rates, elements = rates_of(plan, cluster, own_traits()), 4096 * 4096
+    moved_s = 7 * elements * rates.bytes_share / rates.memory_bytes_per_s
+    took = kernels._of(op, unit, rates, (1, 1024))
+    assert took.device_ns == pytest.approx(1e9 * (moved_s + kernels.FROM_FLOAT8_KERNELS * rates.gap_s), rel=2e-3)
 
 
 def test_a_plan_s_dequantising_by_hand() -> None:

@@ -260,6 +260,21 @@ def test_a_rank_that_stands_still_writes_its_stacks(tmp_path: Path) -> None:
     assert "test_a_rank_that_stands_still_writes_its_stacks" in text
 
 
+def test_a_disk_that_refuses_the_stacks_ends_no_watch(tmp_path: Path) -> None:
+    """Under NCCL nothing but the watch ends a rank that waits for ever."""
+    (tmp_path / "hang-step-5").touch()
+    watch = Guard(tmp_path, me(), 0.4)
+    watch.first_step = 1
+    watch.step = 5
+    watch.enter("forward")
+    deadline = time.monotonic() + 10
+    while watch._dumped_count < 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    watch._thread.join(0.2)
+    assert watch._dumped_count > 0 and watch._thread.is_alive()
+    watch.close()
+
+
 def test_the_first_steps_and_slow_phases_have_more_time(tmp_path: Path) -> None:
     watch = Guard(tmp_path, me(), 60.0)
     watch.fetch(1, iter([0]))

@@ -14,9 +14,9 @@ import torch
 from shardwise.distributed.meshes import Meshes
 from shardwise.models.config import parameter_count
 from shardwise.prove.pool import RankPool
-from shardwise.runtime.evaluate import Validation
-from shardwise.runtime.metrics.measure import Memory, Meter, resident_bytes, return_freed_memory
+from shardwise.runtime.metrics.measure import Meter, resident_bytes, return_freed_memory
 from shardwise.runtime.report.report import Report
+from shardwise.runtime.report.results import Memory, Validation
 from shardwise.runtime.state import TrainState
 from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Estimate, Plan, Seconds, Shard, Traffic

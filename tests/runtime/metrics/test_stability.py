@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardwise.runtime.layer_figures import LayerFigures, Lost
-from shardwise.runtime.metrics.stability import WINDOW, StabilityWatch
+from shardwise.runtime.metrics.stability import StabilityWatch
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
 from shardwise.spec.plan import Plan, Precision
@@ -97,7 +97,8 @@ def test_the_first_samples_are_compared_with_nothing() -> None:
 def test_a_layer_whose_gradients_were_zero_has_not_grown() -> None:
     watch = watched()
     watch.add(41, 9.0, None)
-    assert "head" not in watch.add(45, 9.0, sample(norms={"new.weight": 5.0}))
+    told = watch.add(45, 9.0, sample(norms={"new.weight": 5.0}))
+    assert told and "`" not in told.partition("\n")[0]
 
 
 # Real runs -----------------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def test_a_planted_instability_is_named(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("precision", [FLOAT8, Precision("fp32")], ids=["float8", "fp32"])
 def test_a_quiet_run_is_not_said_to_be_unstable(tmp_path: Path, precision: Precision) -> None:
     report, _ = run_of(tmp_path, precision, steps=300)
-    assert not report.notes and WINDOW < 300
+    assert not report.notes
 
 
 @pytest.mark.prove

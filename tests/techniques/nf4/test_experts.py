@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from shardwise.spec.plan import Lora, Plan, Precision, Shard
 from shardwise.techniques import nf4, wanted
 from shardwise.techniques.nf4 import fourbit
 from shardwise.techniques.quantised import dequantise_bytes
+from shardwise.techniques.stored_matrix import stacked
 from tests.techniques.test_workspaces import SMALL_BYTES, held_bytes
 
 SPEC = model_spec("mix", 96, 64, 64, 1, 4, 2, 16, num_experts=8, experts_per_token=2, expert_size=192)
@@ -46,8 +49,12 @@ def test_products_of_experts_and_what_they_save() -> None:
     each = fourbit.dequantise_each(kept, 4, torch.float64).chunk(4)
     right = torch.cat([rows @ weight.T for rows, weight in zip(x.split(counts.tolist()), each, strict=True)])
     saved: list[Tensor] = []
+
+    def made(kept: Sequence[Tensor], dtype: torch.dtype, again: bool) -> Tensor:
+        return fourbit.restore(kept, dtype, None, 4).unflatten(0, (4, 32))
+
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        found = fourbit.stacked(x, counts, kept, 32)
+        found = stacked(x, counts, kept, made)
     assert torch.allclose(found, right, rtol=1e-12, atol=1e-12)
     assert {tensor.dtype for tensor in saved} == {torch.uint8, torch.int64}
     one, other = (torch.autograd.grad(out.square().sum(), x)[0] for out in (found, right))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Lora, Plan, Shard
 from shardwise.techniques import nf4
 from shardwise.techniques.nf4 import fourbit
+from shardwise.techniques.stored_matrix import linear
 
 SHAPES = [(64, 128), (7, 64), (96, 192), (300, 1024), (1030, 4096)]
 """Groups that are full and not, blocks of zeros, and more elements than are wide at one time."""
@@ -87,7 +89,7 @@ def test_the_layer_computes_with_the_whole_matrix() -> None:
     weight, bias = fourbit.dequantise(*kept, torch.float64), torch.randn(96, dtype=torch.float64)
     x = torch.randn(5, 192, dtype=torch.float64, requires_grad=True)
     right = functional.linear(x, weight, bias)
-    found = fourbit.linear(x, bias, kept)
+    found = linear(x, bias, kept, lambda kept, dtype, again: fourbit.restore(kept, dtype, None, 1))
     assert torch.equal(found, right)
     other = torch.autograd.grad(right.square().sum(), x)[0]
     assert torch.allclose(torch.autograd.grad(found.square().sum(), x)[0], other, rtol=1e-12, atol=1e-12)
@@ -100,7 +102,7 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [problem.where for problem in problems] == ["lora.frozen", "compile"]
     assert "layers.0.attention.q.weight has 48 columns" in problems[0].what
     assert not techniques.check(replace(spec, hidden_size=64), replace(plan, compile=False), cluster)
-    monkeypatch.setattr(nf4.importlib.metadata, "version", lambda name: "2.11.0+cu130")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.11.0+cu130")
     sharded = Plan(Layout(dp_shard=2), lora=plan.lora, shard=Shard("zero3"))
     (problem,) = nf4.check(replace(spec, hidden_size=64), sharded, parse_cluster("2xH100"))
     assert problem.what.endswith("this is torch 2.11.0+cu130")

@@ -23,10 +23,9 @@ from shardwise.runtime.reduce import local_squares, scale_gradients
 from shardwise.spec.measured import FLOAT8, AttentionTime, Pointwise, Product
 from shardwise.spec.plan import Scales
 from shardwise.techniques.float8.codes import coded
-from shardwise.techniques.float8.scaled import multiplied
+from shardwise.techniques.float8.scaled import block_sizes, multiplied
 from shardwise.techniques.offload.scratch import Scratch, aligned
 from shardwise.techniques.offload.sizes import BLOCK_BYTES, THREADS
-from shardwise.techniques.quantised import FLOAT8_BLOCK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCTS = {
@@ -90,14 +89,25 @@ def products(clock: Clock, dtypes: Sequence[str]) -> Iterator[Product]:
 
 
 def scaled_products(clock: Clock, each: Sequence[Scales]) -> Iterator[Product]:
-    """Products in float8, with each of these kinds of scales, of codes that are there."""
+    """Products in float8, with each of these kinds of scales, of codes that are there; not those that this torch
+    refuses on some rank."""
     for scales in each:
-        rows, columns = (FLOAT8_BLOCK, FLOAT8_BLOCK) if scales == "block" else (1, None)
         for m, n, k in SCALED_PRODUCTS:
-            first = coded(_drawn((m, k), "bf16", clock), 1, columns or k)
-            second = coded(_drawn((n, k), "bf16", clock), rows, columns or k)
-            seconds = clock.seconds(partial(multiplied, first, second, torch.bfloat16))
-            yield Product(f"{FLOAT8} {scales}", m, n, k, seconds)
+            first, second = (
+                coded(_drawn((size, k), "bf16", clock), *block)
+                for size, block in zip((m, n), block_sizes(scales, k), strict=True)
+            )
+            work = partial(multiplied, first, second, torch.bfloat16)
+            if not clock.slowest(float(_refused(work))):
+                yield Product(f"{FLOAT8} {scales}", m, n, k, clock.seconds(work))
+
+
+def _refused(work: Work) -> bool:
+    try:
+        work()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _forms(clock: Clock, dtype: str, shape: tuple[int, int, int]) -> Iterator[Work]:

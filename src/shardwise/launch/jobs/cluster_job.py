@@ -23,7 +23,8 @@ class ClusterJob:
     """The run ``name``: ``shardwise train`` with ``words`` on each of ``nodes`` machines with ``nproc`` devices.
     ``title`` says what is run on what. ``files``, by name, are the recipe and a plan that is given, for machines that
     do not see the user's. ``out``: the directory of runs; ``directory``: where the user stands. ``image``: a
-    container's."""
+    container's. ``stays``: nodes that are left go on when one is lost (``run.on_loss``), so that the job must let
+    them."""
 
     name: str
     title: str
@@ -37,10 +38,11 @@ class ClusterJob:
     directory: Path
     port: int
     image: str
+    stays: bool = False
 
     @property
     def settings(self) -> list[str]:
-        """What is said beside the recipe: the run's place."""
+        """The options beside the recipe: the run's place."""
         return [f"--run={self.name}", f"--out={self.out}"]
 
     @property

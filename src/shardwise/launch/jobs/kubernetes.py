@@ -117,9 +117,10 @@ def _train_job(job: ClusterJob) -> dict[str, Any]:
 
 
 def _set_spec(job: ClusterJob, place: dict[str, str], labels: dict[str, str]) -> dict[str, Any]:
-    """The JobSet of one Job. Any failure ends all pods, which are then started together."""
+    """The JobSet of one Job. Any failure ends all pods, which are then started together; but where nodes that are left
+    go on, only the pod that failed is."""
     once = {"name": "same_again", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    spec = _job_spec(job, place, 0)
+    spec = _job_spec(job, place, RETRIES * job.nodes if job.stays else 0)
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": {"maxRestarts": RETRIES, "rules": [once]},
@@ -212,6 +213,7 @@ def _client(objects: str) -> Client:
         submit=["kubectl apply --filename={file} {more}"],
         listed=f"kubectl get {main} {ours} --output=json {{more}}",
         read=_listed,
+        by_label=True,
         logs=f"kubectl logs {instance},{FIRST_POD} --tail=-1 --prefix {{follow}} {{more}}",
         stop=delete,
         remove=delete,
@@ -228,10 +230,10 @@ FIXES = {
     ),
 }
 KINDS = [
-    JobKind(name, title, partial(text, documents=documents), _client(objects))
-    for name, title, documents, objects in (
-        ("kubernetes", "a Job, its service and its ConfigMap, for kubectl", (_config, _service, _job), "job,service"),
-        ("jobset", "a JobSet and its ConfigMap, for kubectl", (_config, _job_set), "jobset"),
-        ("kubeflow", "a TrainJob of Kubeflow's trainer", (_config, _runtime, _train_job), "trainjob,trainingruntime"),
+    JobKind(name, partial(text, documents=documents), _client(objects))
+    for name, documents, objects in (
+        ("kubernetes", (_config, _service, _job), "job,service"),
+        ("jobset", (_config, _job_set), "jobset"),
+        ("kubeflow", (_config, _runtime, _train_job), "trainjob,trainingruntime"),
     )
 ]

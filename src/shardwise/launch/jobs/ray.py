@@ -105,6 +105,9 @@ CLIENT = Client(
     file="job.py",
     listed="ray job list {more}",
     read=_listed,
+    by_label=True,
+    found_by=("--submission-id", "--job-id", "--metadata-json"),
+    saves=False,
     logs="ray job logs {id} {follow} {more}",
     stop=["ray job stop --no-wait {id} {more}"],
     remove=["ray job delete {id} {more}"],
@@ -114,4 +117,4 @@ CLIENT = Client(
         "token|unauthenticated|401": "the cluster's token: RAY_AUTH_TOKEN, or `ray get-auth-token` there",
     },
 )
-KIND = JobKind("ray", "a Ray Train job", text, CLIENT)
+KIND = JobKind("ray", text, CLIENT)

@@ -89,6 +89,8 @@ CLIENT = Client(
     told=r"Managed Job ID: (\d+)",
     listed="sky jobs queue --all --output=json",
     read=_listed,
+    by_label=True,
+    found_by=("--name", "-n"),
     logs="sky jobs logs {id} {follow}",
     follow=("--no-follow", "--follow"),
     stop=["sky jobs cancel --yes {id}"],
@@ -98,4 +100,4 @@ CLIENT = Client(
         "volume": "`sky volumes apply`: a volume named shardwise, that every node mounts",
     },
 )
-KIND = JobKind("skypilot", "a task for SkyPilot", text, CLIENT)
+KIND = JobKind("skypilot", text, CLIENT)

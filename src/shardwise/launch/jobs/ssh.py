@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -17,6 +18,15 @@ from shardwise.launch.jobs.client import Client, JobKind, Submitted, call
 from shardwise.launch.jobs.cluster_job import ClusterJob, remarks
 from shardwise.spec.safe_path import SAFE_PATH
 from shardwise.spec.units import counted
+
+ALL_END = [
+    '        if [ "$ended" != 0 ] && [ "$code" = 0 ]; then',
+    "            code=$ended  # the first; 75: everything is saved, and there is more to do",
+    "            close",
+    "        fi",
+]
+LEFT_GO_ON = ["        code=$ended  # the last: when one ends, those that are left go on (run.on_loss)"]
+"""What follows when a connection has ended."""
 
 
 def text(job: ClusterJob) -> str:
@@ -65,10 +75,7 @@ def text(job: ClusterJob) -> str:
         '        wait "${connections[number]}"',
         "        ended=$?",
         '        unset "connections[number]"',
-        '        if [ "$ended" != 0 ] && [ "$code" = 0 ]; then',
-        "            code=$ended  # the first; 75: everything is saved, and there is more to do",
-        "            close",
-        "        fi",
+        *(LEFT_GO_ON if job.stays else ALL_END),
         "    done",
         "    sleep 0.2",
         "done",
@@ -91,7 +98,7 @@ def start(job: ClusterJob, script: str, hosts: Sequence[str]) -> str:
     place.mkdir(parents=True, exist_ok=True)
     with (place / "ssh.log").open("a") as log:
         if not _free(log):
-            what = f"run {job.name} is submitted already, and runs; nothing was submitted"
+            what = f"run {job.name} was started already, and runs; nothing was started"
             raise OutputError(Problem("JOB003", what, "--run", "stop it first, or give another `--run`"))
         command = ["bash", "-c", script, "job.sh", *hosts]
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -103,17 +110,18 @@ def start(job: ClusterJob, script: str, hosts: Sequence[str]) -> str:
 def found(directory: Path) -> list[Submitted]:
     """Return what was started for the runs of ``directory``; ``id`` is a pid, with its host where that is another."""
     jobs = []
-    for path in sorted(directory.glob("*/ssh.log")):
-        pid, _, host = (path.parent / "ssh.pid").read_text().partition(" ")
-        with path.open("r+") as log:
-            ended = _free(log)
+    for path in sorted(directory.glob("*/ssh.pid")):
+        (pid, _, host), ended = path.read_text().partition(" "), True
+        log = path.parent / "ssh.log"
+        with suppress(FileNotFoundError), log.open("r+") as held:
+            ended = _free(held)
         where = pid if host == socket.gethostname() else f"{pid}@{host}"
-        jobs.append(Submitted(where, path.parent.name, "ended" if ended else "running", "", ended, str(path)))
+        jobs.append(Submitted(where, path.parent.name, "ended" if ended else "running", "", ended, str(log)))
     return jobs
 
 
 def _free(log: TextIO) -> bool:
-    """Whether no script holds this log; it is then held by this process, and by whom it hands the file to."""
+    """Return whether no script holds this log; it is then held by this process, and by whom it hands the file to."""
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -133,7 +141,11 @@ CLIENT = Client(
     start=start,
     found=found,
     logs="tail -n +1 {follow} {log}",
-    follow=("", "-f"),
+    follow=("", "-F"),
     stop=["kill -TERM {id}"],
+    fixes={
+        "no such process": "it has just ended: look with `shardwise runs --on ssh`",
+        "": "only the machine that started it can stop it: `shardwise stop` there; its name is behind the @",
+    },
 )
-KIND = JobKind("ssh", "a shell script that starts it over ssh", text, CLIENT)
+KIND = JobKind("ssh", text, CLIENT)

@@ -16,7 +16,7 @@ from shardwise.planner.seconds.rates import Rates
 from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.records import TOKEN_ACCURACY
 from shardwise.spec.sheet import GROUPED, GROUPED_OUTER, KEPT_UNITS, SCALED, SEND, Op, Sheet, Unit, number
-from shardwise.techniques.quantised import nf4_rows_at_once
+from shardwise.techniques.quantised import rows_at_once
 
 SUM = "aten.sum"
 """A sum over tokens, which gives the gradient of a small weight, is a kernel of its own in a fused run."""
@@ -29,6 +29,8 @@ GROUPED_PRODUCTS = 9
 """Of a layer with experts, forward and backward: each bears its part of what the host does more there."""
 DEQUANTISE, DEQUANTISE_KERNELS = "shardwise.dequantise", 4
 """In a round of rows: codes become indices, these are looked up, scaled, and narrowed."""
+FROM_FLOAT8, FROM_FLOAT8_KERNELS = "shardwise.from_float8", 6
+"""Codes are widened into the result, which is then read, multiplied and written again; of rows it takes the scales."""
 CODE_BYTES, CASTS = 1, {"eager": (4, 8), "fused": (2, 2), "compiled": (2, 2)}
 """In float8 each matrix of a product is read for its maxima, read and written as it is scaled, and read once more to
 become codes, in so many kernels, most of them of scales; compiled, it is read twice."""
@@ -130,8 +132,11 @@ def _of(op: Op, window: int | None, rates: Rates, sizes: tuple[int, int]) -> Dur
     if op.name == DEQUANTISE and rates.dequantised:
         rows, columns = (_number(dim, sizes) for dim in op.dims)
         moved += round(rates.dequantised * rows * columns)
-        rounds = -(-rows // nf4_rows_at_once(rows, columns))
+        rounds = -(-rows // rows_at_once(rows, columns))
         return _timed(rates.pointwise_s(moved), rates, "pointwise", kernels=DEQUANTISE_KERNELS * rounds)
+    if op.name == FROM_FLOAT8:
+        moved += 2 * sum(_number(dim, sizes) for dim in op.written)
+        return _timed(rates.pointwise_s(moved), rates, "pointwise", kernels=FROM_FLOAT8_KERNELS)
     extra = rates.product_s(*(_number(dim, sizes) for dim in op.dims)) if len(op.dims) == 4 else 0.0
     made = _kernel(moved, rates, transcendental=op.name.removeprefix("aten.").startswith(TRANSCENDENTAL))
     return Duration(made.device_ns + round(1e9 * extra), made.host_ns) if extra else made

@@ -22,7 +22,7 @@ from shardwise.planner.seconds.network import Network, network_of
 from shardwise.planner.seconds.rates import Rates, Traits, own_traits, rates_of
 from shardwise.planner.seconds.stages import pipeline_times
 from shardwise.planner.spans import Span, joined
-from shardwise.planner.unit_passes import Passes, put_off
+from shardwise.planner.unit_passes import Pass, Passes, put_off
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import BYTES, Plan, Seconds
 from shardwise.spec.sheet import Sheet, Unit
@@ -156,17 +156,32 @@ def least(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> tuple[
     passes, network = Passes.of(costed, plan, cluster.kind, rates), network_of(plan.layout, cluster)
     found = []
     for unit in costed.units:
-        device_s, host_ns = [], 0
-        for which in (Passes.forward, Passes.backward):
-            span = joined(piece for piece in folded_pass(which, passes, unit) if isinstance(piece, Span))
-            host_ns += span.host_ns
-            waits_s = sum(n * waited_s(send, network, traits.hidden) for send, n in span.sent.items())
-            device_s.append(sum(span.busy_ns.values()) / 1e9 + waits_s)
+        forward, backward = _span(Passes.forward, passes, unit), _span(Passes.backward, passes, unit)
+        device_s = [_on_device(span, network, traits) for span in (forward, backward)]
         later = put_off(unit)
         takes = durations(unit, "backward", rates, passes.b, passes.s) if later else ()
         later_s = sum(takes[i].device_ns for i in later) / 1e9
-        found.append(Least(device_s[0], device_s[1], later_s, host_ns / 1e9))
+        found.append(Least(device_s[0], device_s[1], later_s, (forward.host_ns + backward.host_ns) / 1e9))
     return tuple(found)
+
+
+def recomputations(costed: Sheet, units: Sequence[Unit], plan: Plan, cluster: Cluster) -> tuple[float, ...]:
+    """Return the seconds of the device in which each of ``units``, which recompute, runs forward again, as
+    :func:`least` has them within backward."""
+    traits = own_traits()
+    rates, network = rates_of(plan, cluster, traits), network_of(plan.layout, cluster)
+    passes = Passes.of(costed, plan, cluster.kind, rates)
+    return tuple(_on_device(_span(Passes.recompute, passes, unit), network, traits) for unit in units)
+
+
+def _span(which: Pass, passes: Passes, unit: Unit) -> Span:
+    return joined(piece for piece in folded_pass(which, passes, unit) if isinstance(piece, Span))
+
+
+def _on_device(span: Span, network: Network, traits: Traits) -> float:
+    """Return the seconds of all that a device computes, and of what is sent between kernels."""
+    waits_s = sum(n * waited_s(send, network, traits.hidden) for send, n in span.sent.items())
+    return sum(span.busy_ns.values()) / 1e9 + waits_s
 
 
 def once_s(costed: Sheet, plan: Plan, cluster: Cluster, traits: Traits) -> float:

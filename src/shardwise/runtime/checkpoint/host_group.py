@@ -108,8 +108,17 @@ class HostGroup:
         ``first`` does."""
         if self.size == 1:
             return self.first(work)[0]
-        parts = self.first(lambda: [encode(thing) for thing in work()])
-        return decode(parts[self.rank])
+        parts: list[torch.Tensor] = []
+
+        def make() -> list[int]:
+            parts.extend(encode(thing) for thing in work())
+            return [len(part) for part in parts]
+
+        sizes = self.first(make)
+        own = torch.empty(max(sizes), dtype=torch.uint8)
+        padded = [torch.nn.functional.pad(part, (0, len(own) - len(part))) for part in parts]
+        dist.scatter(own, padded or None, group=self.group, group_src=0)
+        return decode(own[: sizes[self.rank]])
 
     def each(self, work: Callable[[], T]) -> list[T]:
         """Do ``work`` on every rank; the list of results on the first rank, an empty one elsewhere.

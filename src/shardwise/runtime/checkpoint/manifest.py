@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import prod
 from operator import add, gt, sub
 from pathlib import Path
@@ -143,7 +143,7 @@ def chunk_hashes(blocks: Iterable[memoryview]) -> FileRecord:
 
 def dump(manifest: Manifest) -> bytes:
     """The manifest's file: its JSON inside a frame with the sha256 of exactly those bytes."""
-    body = json.dumps(asdict(manifest), separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+    body = json.dumps(manifest, default=vars, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
     return _HEAD + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _TAIL
 
 

@@ -39,6 +39,7 @@ from shardwise.runtime.checkpoint.host_group import HostGroup, RankError
 from shardwise.runtime.checkpoint.inflight import NOT_FINITE, InFlight, Kind, SaveResult
 from shardwise.runtime.checkpoint.locate import Signature, best, check_run, compare, locate, run_of, tell, to_resume
 from shardwise.runtime.checkpoint.manifest import Manifest, Rejected, step_name
+from shardwise.runtime.checkpoint.packed import pack_plan, pack_results, unpack_plan, unpack_results
 from shardwise.runtime.checkpoint.retention import Keep, expire
 from shardwise.runtime.checkpoint.storage import ShardPlanner, ShardWriter, Target, copy_stream, fill
 from shardwise.spec.recipe import Checkpoint
@@ -205,17 +206,17 @@ class RunCheckpoints:
         """Decide which rank writes which slice: two collectives, only when the layout of the tensors is new."""
         self._planned = None
 
-        def local() -> SavePlan:
+        def local() -> str:
             self._planner.set_up_planner(dict(tensors), is_coordinator=self.group.rank == 0)
-            return self._planner.create_local_plan()
+            return pack_plan(self._planner.create_local_plan())
 
         plans = self.group.each(local)
 
-        def whole() -> list[SavePlan]:
-            self._plans, self._metadata = self._planner.create_global_plan(plans)
-            return self._plans
+        def whole() -> list[str]:
+            self._plans, self._metadata = self._planner.create_global_plan([unpack_plan(each) for each in plans])
+            return [pack_plan(each) for each in self._plans]
 
-        self._plan = self._planner.finish_plan(self.group.deal(whole))
+        self._plan = self._planner.finish_plan(unpack_plan(self.group.deal(whole)))
         self._planned = layout
 
     def _copy(self, tensors: Tensors, facts: Mapping[str, Any], step: int, stream: torch.cuda.Stream | None) -> None:
@@ -235,8 +236,8 @@ class RunCheckpoints:
             group.first(self._claim)
             path = group.first(lambda: writer.begin(self._plans))
             plan = dataclasses.replace(self._plan, storage_data=Target(path, group.rank, group.size))
-            results = group.each(lambda: writer.write_data(plan, self._planner).wait())
-            return group.first(lambda: writer.commit(self._metadata, results))
+            results = group.each(lambda: pack_results(writer.write_data(plan, self._planner).wait()))
+            return group.first(lambda: writer.commit(self._metadata, [unpack_results(each) for each in results]))
 
         try:
             group.each(copy)

@@ -22,7 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -35,6 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from shardwise.distributed.pinned import host_buffer
+from shardwise.distributed.torch_private import deduplicated
 from shardwise.errors import OutputError, Problem
 from shardwise.models.tensorfile import DTYPES, NAMES, encode_header
 from shardwise.runtime.checkpoint import commit
@@ -53,6 +58,12 @@ class ShardPlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return what DCP's does, which also compares slices with one another: all with all where a tensor is not cut
+        along its longest dim. Here that is checked, sooner, before a checkpoint is committed."""
+        self.global_plan, self.metadata = create_default_global_save_plan(deduplicated(all_plans))
+        return self.global_plan, self.metadata
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()

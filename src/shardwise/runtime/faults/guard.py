@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+import torch
+
 from shardwise.errors import Problem, ShardwiseError, TrainingError, first_line
 from shardwise.runtime.checkpoint.manifest import train_again
 from shardwise.runtime.faults import flight
@@ -33,13 +35,14 @@ SLOWER = 10.0
 Item = TypeVar("Item")
 SLOW_PHASES = frozenset({"start", "wait", "save", "evaluate", "end"})
 """Phases that may take that much longer. The phases of a step are: data, count, forward, backward, reduce, clip,
-optimizer, logging; of a pipeline, forward and backward of a stage and a micro-batch, and waits for another rank."""
+optimizer, logging, of some compare; of a pipeline, forward and backward of a stage and a micro-batch, and waits for
+another rank."""
 
 
 @dataclass(frozen=True)
 class InjectedFault:
     """A fault that a test plants at one phase of one step on one rank: ``phase:step:rank[:signal]``. The signal is a
-    name or number, or ``raise`` for an exception, or ``hang`` to sleep for ever."""
+    name or number, or ``raise`` for an exception, ``oom`` for that of memory, or ``hang`` to sleep for ever."""
 
     phase: str
     step: int
@@ -62,6 +65,8 @@ class InjectedFault:
             return
         if self.action == "raise":
             raise RuntimeError(f"fault ordered at {self.phase} of step {self.step} on rank {self.rank}")
+        if self.action == "oom":
+            raise torch.OutOfMemoryError(f"out of memory ordered at {self.phase} of step {self.step}")
         if self.action == "hang":
             time.sleep(3600)
         number = int(self.action) if self.action.isdigit() else int(signal.Signals[self.action])
@@ -203,14 +208,18 @@ class Guard:
         return told is not None and told.kind not in ("done", "preempted") and told.rank != self.page.status.rank
 
     def dump_stacks(self) -> None:
-        """Write the stack of every thread of this rank under ``hang-step-N/``."""
+        """Write the stack of every thread of this rank under ``hang-step-N/``, if the disk takes it: a watch without
+        stacks still ends a rank that hangs."""
         status = self.page.status
         path = self.directory / f"hang-step-{status.step}" / f"rank-{status.rank:05d}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
         place = f"rank {status.rank} on {status.host}, pid {status.pid}: phase {status.phase} of step {status.step},"
-        with path.open("w") as file:
-            print(f"{place}\nnewest collective {status.collective or '-'} #{status.sequence}", file=file, flush=True)
-            faulthandler.dump_traceback(file, all_threads=True)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w") as file:
+                print(
+                    f"{place}\nnewest collective {status.collective or '-'} #{status.sequence}", file=file, flush=True
+                )
+                faulthandler.dump_traceback(file, all_threads=True)
 
 
 class StopRequest:
@@ -310,7 +319,7 @@ def outcome(error: BaseException, status: RankStatus) -> Exit:
         kinds: dict[str, Kind] = {"HANG001": "hang", "LOST001": "peer_lost", "MEM001": "memory", "STOP001": "preempted"}
         kind = kinds.get(error.problems[0].code, "error")
         problems = [asdict(problem) for problem in error.problems]
-        again = kind in ("hang", "peer_lost", "preempted")
+        again = kind in ("hang", "peer_lost", "preempted") or error.problems[0].code == "SDC001"
         return Exit(kind, error.exit_code, str(error), problems=problems, restartable=again, **place)
     if isinstance(error, KeyboardInterrupt):
         return Exit("error", 130, "stopped by a second Ctrl-C without saving", restartable=True, **place)

@@ -3,7 +3,6 @@ events.jsonl, and the line on the terminal."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -25,15 +24,17 @@ from shardwise.models.mixers import mixer_of
 from shardwise.models.roles import MULTIPLIED, is_expert
 from shardwise.runtime.checkpoint.inflight import SaveResult
 from shardwise.runtime.expert_counts import told
+from shardwise.runtime.metrics.json_lines import Lines
 from shardwise.runtime.metrics.measure import resident_bytes, return_freed_memory
 from shardwise.runtime.metrics.preference import PreferenceWatch
 from shardwise.runtime.metrics.stability import StabilityWatch
 from shardwise.runtime.metrics.trackers import Outcome, Tracks
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import StepStats
-from shardwise.spec.files import open_regular, regular_lines
+from shardwise.spec.files import regular_lines
 from shardwise.spec.plan import Plan
 from shardwise.spec.record import Numbered, from_json
+from shardwise.spec.units import clock
 from shardwise.techniques import lora
 from shardwise.techniques.states import frozen
 
@@ -92,28 +93,6 @@ class Speed:
     def mfu(self, tokens_per_s: float) -> float | None:
         """Model flops utilisation, 0 to 1; None where the peak is unknown."""
         return self.flops_per_token * tokens_per_s / self.peak_flops if self.peak_flops else None
-
-
-class Lines:
-    """A jsonl file that only grows, a flushed line at a time. A last line that was cut off is ended, so that it does
-    not damage the next. Numbers that are not finite become null, since JSON has none."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("a", encoding="utf-8")
-        with open_regular(path) as file:
-            file.seek(max(0, self._file.tell() - 1))
-            if file.read(1) not in (b"", b"\n"):
-                self._file.write("\n")
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        plain = {
-            key: None if isinstance(value, float) and not isfinite(value) else value for key, value in record.items()
-        }
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def keep_until(path: Path, step: int) -> str:
@@ -269,7 +248,7 @@ class Log(AbstractContextManager["Log"]):
     def event(self, kind: str, **facts: Any) -> None:
         """Write one line to events.jsonl."""
         if self.rank == 0:
-            self._events.write({"time_s": round(time.time(), 3), "event": kind, **facts})
+            self._events.event(kind, **facts)
             if kind == "validation":
                 self._tracks.row(facts["step"], kind, facts)
             elif kind == "task":
@@ -386,10 +365,3 @@ def unfit(stats: StepStats, next_scale: float) -> str:
     why += f" at loss scale {stats.loss_scale:,.0f}"
     search = f"; halved to {next_scale:,.0f}, which is how fp16 finds its scale"
     return why + search * (next_scale < stats.loss_scale)
-
-
-def clock(seconds: float) -> str:
-    """``1:41`` or ``2:03:09``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

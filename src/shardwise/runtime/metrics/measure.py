@@ -21,6 +21,7 @@ from shardwise import techniques
 from shardwise.distributed.calls import collective, group_name, payload_bytes
 from shardwise.distributed.meshes import Meshes
 from shardwise.distributed.slices import local
+from shardwise.runtime.report.results import Memory
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import TrainState
 from shardwise.spec.sheet import is_control
@@ -71,21 +72,6 @@ def record_traffic() -> Iterator[list[Call]]:
     same."""
     with suspended(), _CollectiveRecorder() as recorder:
         yield recorder.calls
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of torch's allocations on one rank. ``state`` by category at the step's start, ``peak_bytes`` at its worst;
-    ``resident_bytes``: the whole process (RSS)."""
-
-    state: dict[str, int]
-    peak_bytes: int
-    resident_bytes: int
-
-    def categories(self) -> dict[str, int]:
-        """Memory at the peak. Apart from weights and moments, allocations cannot be divided into categories
-        (activations, gradients, gathered weights, logits)."""
-        return self.state | {"the rest": self.peak_bytes - sum(self.state.values())}
 
 
 def state_bytes(state: TrainState) -> dict[str, int]:

@@ -17,6 +17,7 @@ from shardwise.runtime.end import close
 from shardwise.runtime.faults import guard
 from shardwise.runtime.job import Job
 from shardwise.runtime.metrics.log import Log
+from shardwise.runtime.metrics.pace import RankPace
 from shardwise.runtime.passes import StepRules
 from shardwise.runtime.state import TrainState
 from shardwise.runtime.step import Launched, StepStats, sound
@@ -36,6 +37,7 @@ class PendingSteps(AbstractContextManager["PendingSteps"]):
     log: Log
     checkpoints: RunCheckpoints
     after_step: Sequence[AfterStep] = ()
+    pace: RankPace | None = None
     newest_good: tuple[StepBatch, int] | None = None
     _open: deque[tuple[Launched, StepBatch, bool]] = field(default_factory=deque)
 
@@ -51,6 +53,8 @@ class PendingSteps(AbstractContextManager["PendingSteps"]):
         waited_for = bool(self.after_step) or launched.known.step == self.log.first_step + 1
         waited_for = waited_for or self.checkpoints.flight.undecided
         self._open.append((launched, batch, typical))
+        if self.pace:
+            self.pace.after(launched.known.step)
         while len(self._open) > (0 if waited_for or self.state.skipped_in_row else 1):
             self._log()
 

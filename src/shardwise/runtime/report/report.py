@@ -9,13 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shardwise.errors import DataError, Problem
-from shardwise.runtime.evaluate import Preference, Validation
-from shardwise.runtime.metrics.log import clock
-from shardwise.runtime.metrics.measure import Memory
+from shardwise.runtime.report.results import Memory, Preference, Validation
 from shardwise.spec.files import NOTE_BYTES, read_regular, regular_lines
 from shardwise.spec.plan import Estimate, Traffic
 from shardwise.spec.record import Numbered, from_json
-from shardwise.spec.units import columns, counted, show_bytes, show_payload, typed
+from shardwise.spec.units import clock, columns, counted, show_bytes, show_payload, typed
 
 STATE = ("weights", "moments")
 """Memory categories that can be measured from the tensors of the state."""
@@ -61,7 +59,7 @@ class Report:
     padding: int = 0
     pairs: dict[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    """Why it ended before its last step, and which checkpoint is the best."""
+    """Where it was planned again, slow ranks, why it ended before its last step, which checkpoint is the best."""
 
     @property
     def losses(self) -> dict[int, float]:
@@ -92,12 +90,27 @@ class Report:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(what, predicted, measured, difference) for the table."""
-        rows = _memory_rows(self.estimate, self.memory) if self.memory else []
+        whole = [("memory per rank", self._predicted_bytes(), self.memory.peak_bytes)] if self.memory else []
+        rows = [_row(*figures) for figures in [*self.memory_figures(), *whole]]
         rows += _traffic_rows(self.estimate, self.traffic)
         if self.step_s:
             predicted_s = self.estimate.seconds.step_s if self.estimate.seconds else None
             rows.append(_row("step time", predicted_s or None, self.step_s, "{:.3f} s".format))
         return rows
+
+    def memory_figures(self) -> list[tuple[str, int | None, int]]:
+        """(what, predicted, measured) of the parts of a rank's memory, in bytes; nothing where it was not measured."""
+        predicted, memory = self.estimate.memory, self.memory
+        if memory is None:
+            return []
+        known = [*STATE, *["offloaded"] * bool(memory.state.get("offloaded"))]
+        figures = [(f"memory: {name}", predicted.get(name), memory.state.get(name, 0)) for name in known]
+        whole = self._predicted_bytes()
+        rest = None if whole is None else whole - sum(predicted.get(name, 0) for name in known)
+        return [*figures, ("memory: all else at the peak", rest, memory.categories()["the rest"])]
+
+    def _predicted_bytes(self) -> int | None:
+        return self.estimate.allocated_bytes if self.estimate.memory else None
 
     def text(self) -> str:
         """The table as plain lines."""
@@ -109,10 +122,9 @@ class Report:
             lines.append("(memory is measured in the third step after a start; there were fewer)")
         return "\n".join(lines)
 
-    def markdown(self) -> str:
-        """The content of report.md."""
-        done = f"{counted(self.steps, 'step')}, {self.tokens:,} tokens{self.shares} in {self.took}."
-        lines = [f"# {self.directory.name}", "", done]
+    def told(self) -> list[str]:
+        """What the run came to: a line each."""
+        lines = [f"{counted(self.steps, 'step')}, {self.tokens:,} tokens{self.shares} in {self.took}."]
         if self.unsaved is not None:
             lines.append(f"**Not saved: {self.warning}.** The exported model is complete.")
         if self.skipped:
@@ -123,8 +135,18 @@ class Report:
         if self.pairs:
             means = ", ".join(f"{name} {value:.3f}" for name, value in self.pairs.items())
             lines.append(f"Training pairs, mean of the last steps: {means}.")
-        lines += self.notes
-        lines += ["", "| | predicted | measured | |", "|---|---:|---:|---:|"]
+        return [*lines, *self.notes]
+
+    def markdown(self) -> str:
+        """The content of report.md."""
+        lines = [
+            f"# {self.directory.name}",
+            "",
+            *self.told(),
+            "",
+            "| | predicted | measured | |",
+            "|---|---:|---:|---:|",
+        ]
         lines += [f"| {' | '.join(row)} |" for row in self.rows()]
         if self.memory:
             resident = show_bytes(self.memory.resident_bytes)
@@ -155,17 +177,6 @@ def read_report(directory: Path) -> Report:
     except ValueError as error:
         fix = "report.md has the same in words"
         raise DataError(Problem("REP002", f"the report cannot be read: {error}", str(path), fix)) from None
-
-
-def _memory_rows(estimate: Estimate, memory: Memory) -> list[tuple[str, str, str, str]]:
-    predicted = estimate.memory
-    known = [*STATE, *["offloaded"] * bool(memory.state.get("offloaded"))]
-    rows = [_row(f"memory: {name}", predicted.get(name), memory.state.get(name, 0)) for name in known]
-    whole = estimate.allocated_bytes if predicted else None
-    rest = None if whole is None else whole - sum(predicted.get(name, 0) for name in known)
-    rows.append(_row("memory: all else at the peak", rest, memory.categories()["the rest"]))
-    rows.append(_row("memory per rank", whole, memory.peak_bytes))
-    return rows
 
 
 def _traffic_rows(estimate: Estimate, traffic: tuple[Traffic, ...]) -> list[tuple[str, str, str, str]]:

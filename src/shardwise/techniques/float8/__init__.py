@@ -15,7 +15,7 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Problem
@@ -28,7 +28,8 @@ from shardwise.spec.plan import Plan, Precision, Scales
 from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import SCALED, At, Op, SentMeanwhile, Within, number
-from shardwise.techniques.quantised import FLOAT8_BLOCK
+from shardwise.techniques.float8 import gathers
+from shardwise.techniques.quantised import FLOAT8_BLOCK, FLOAT8_BLOCKS
 from shardwise.techniques.states import division, one_of_each, use
 from shardwise.techniques.variant import Traced
 
@@ -43,25 +44,23 @@ INSIDE = (
     "techniques/float8/codes.py",
     "techniques/float8/scaled.py",
     "techniques/quantised.py",
+    "techniques/stored_matrix.py",
     "techniques/product.py",
     "techniques/share.py",
     "techniques/tally.py",
 )
 WIDE_EXPERTS = 4096
 """On a GPU experts are multiplied one after another: narrower ones stay as they are, unless layers are named."""
-MULTIPLES: Mapping[Scales, int] = {"block": FLOAT8_BLOCK, "row": 16}
+MULTIPLES: Mapping[Scales, int] = {"block": FLOAT8_BLOCKS["block"], "mx": FLOAT8_BLOCKS["mx"], "row": 16}
 """What divides the rows and columns of a weight that is multiplied by with these scales: torch's kernel for rows asks
-for whole 16 bytes."""
+for whole 16 bytes. Those that depend on no cut come first."""
 ENDS = ("first", "last")
 """The words for the first and the last block."""
 CAPABILITY = (9, 0)
-"""The first CUDA capability with products whose rows have scales (Hopper); those of blocks, cuBLAS has for it alone."""
-CUBLAS = (12, 9)
-"""The first CUDA release whose cuBLAS multiplies in blocks of 128."""
-NO_REGIMES = (
-    "a layer's name decides whether it is in float8, and whole blocks are computed alike, however many there are"
-)
-"""Why no size of a model or a plan makes its code take another path."""
+"""The first CUDA capability with products whose rows have scales, Hopper's; those of blocks of 128, cuBLAS has for it
+alone, those of 32 for what came after it."""
+CUBLAS: Mapping[Scales, tuple[int, int]] = {"block": (12, 9), "mx": (12, 8)}
+"""The first CUDA release whose cuBLAS multiplies in such blocks."""
 
 
 def in_float8(layer: str, blocks: int, precision: Precision) -> bool:
@@ -95,7 +94,7 @@ def layers(spec: ModelSpec, precision: Precision) -> dict[str, tuple[int, ...]]:
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
     """Yield the plan with what the recipe says: no search turns it on. Where it names no layers that are to stay as
-    they are, those of the ends stay, and those whose sizes no kernel serves."""
+    they are, those of the ends stay, those whose sizes no kernel serves, and on GPUs narrow experts."""
     asked = recipe.precision
     if asked.products == "compute":
         yield plan
@@ -110,9 +109,12 @@ def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> It
         if cluster.kind == "cuda" and 0 < spec.experts.expert_size < WIDE_EXPERTS:
             exclude += ("*.expert_*",)
             reason += f"; experts narrower than {WIDE_EXPERTS:,} lose more by a launch for each than they gain"
-    settings = dataclasses.replace(plan.precision, products=asked.products, scales=asked.scales, exclude=exclude)
+    settings = dataclasses.replace(
+        plan.precision, products=asked.products, scales=asked.scales, exclude=exclude, gather=asked.gather
+    )
     scales = "pinned" if "scales" in asked.model_fields_set else "default: as exact under every layout as on one device"
     why = {"precision.products": "pinned", "precision.scales": scales, "precision.exclude": reason}
+    why |= {gathers.KEY: "pinned"} if "gather" in asked.model_fields_set else {}
     yield dataclasses.replace(plan, precision=settings, why={**plan.why, **why})
 
 
@@ -136,7 +138,15 @@ def pins(recipe: Recipe, plan: Plan) -> dict[str, tuple[object, object]]:
         "precision.products": (planned.products, asked.products),
         "precision.scales": (planned.scales, asked.scales if on else "auto"),
         "precision.exclude": (", ".join(planned.exclude), words),
+        gathers.KEY: (planned.gather, asked.gather),
     }
+
+
+def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Return what is beside weights that are gathered as codes. Else a layer's name decides whether it is in float8,
+    and whole blocks are computed alike, however many there are."""
+    others = gathers.divided(spec, plan, layers(spec, plan.precision))[1] if plan.precision.gather == "float8" else []
+    return {"a weight in float8 of which ranks have no whole blocks": bool(others)}
 
 
 def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
@@ -144,8 +154,10 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     the plan stands against it, and where results would depend on the layout."""
     if plan.precision.products == "compute":
         return []
-    problems = [*_of_device(plan, cluster), *_beside(spec, plan)]
     found = layers(spec, plan.precision)
+    problems = [*_of_device(plan, cluster), *_beside(spec, plan)]
+    if plan.precision.gather == "float8" and spec.hf_model is None:
+        problems += gathers.problems(spec, plan, found)
     key = "precision.exclude"
     for pattern in plan.precision.exclude:
         if pattern not in ENDS and not any(fnmatchcase(name, pattern) for name in _candidates(spec)):
@@ -157,13 +169,20 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
         problems.append(Problem("PLAN012", what, key, fix))
     if odd := _odd(spec, plan.precision):
         name, multiple = odd[0], MULTIPLES[plan.precision.scales]
-        what = f"`{name}` is {' x '.join(map(str, found[name]))}, and float8 with scales of a {plan.precision.scales} "
+        what = f"`{name}` is {' x '.join(map(str, found[name]))}, and float8 with `scales: {plan.precision.scales}` "
         what += f"takes sizes that {multiple} divides"
         problems.append(Problem("PLAN012", what, key, _excluding(odd, plan)))
     elif reasons := _cut(spec, plan):
         what = "; ".join(dict.fromkeys(reasons.values()))
         problems.append(Problem("PLAN012", what, "parallel.tp", f"{_excluding([*reasons], plan)}; or fewer ranks"))
     return problems
+
+
+def reasons(spec: ModelSpec, plan: Plan) -> dict[str, str]:
+    """Return why settings are what they are, as far as the whole plan says it."""
+    if plan.precision.gather == "compute":
+        return {}
+    return {gathers.KEY: gathers.reason(spec, plan, layers(spec, plan.precision))}
 
 
 def _excluding(names: list[str], plan: Plan) -> str:
@@ -212,7 +231,7 @@ def _beside(spec: ModelSpec, plan: Plan) -> Iterator[Problem]:
         yield Problem("PLAN012", what, "precision.modules", "leave it out, or name the layers in precision.exclude")
     if plan.lora is not None and plan.lora.nf4:
         what = "frozen weights in 4 bits are multiplied as they are dequantised, not in float8"
-        yield Problem("PLAN012", what, key, "compute, or `lora.frozen: bf16`")
+        yield Problem("PLAN012", what, key, "compute, or `lora.frozen: float8`")
     if plan.layout.pp > 1 and plan.pipeline.spec.splits_backward:
         what = (
             f"the schedule {plan.pipeline.schedule} makes gradients of weights apart, which products in float8 do not"
@@ -227,9 +246,8 @@ def _of_device(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
     device = cluster.device
     scales = plan.precision.scales
     key = "precision.products"
-    blocks = scales == "block"
-    able = [one for one in devices().values() if _able(one.capability, blocks=False)]
-    if not _able(device.capability, blocks=False):
+    able = [one for one in devices().values() if _able(one.capability, "row")]
+    if not _able(device.capability, "row"):
         has = (
             f"{device.name} has CUDA capability {'.'.join(map(str, device.capability))}"
             if device.capability
@@ -237,35 +255,38 @@ def _of_device(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
         )
         what = f"products in float8 need GPUs of CUDA capability 9.0 or later ({_named(able)}): {has}"
         yield Problem("PLAN012", what, key, "compute")
-    elif not _able(device.capability, blocks=blocks):
-        what = f"cuBLAS has products with scales of blocks of {FLOAT8_BLOCK} for Hopper alone "
-        what += f"({_named([one for one in able if _able(one.capability, blocks=True)])}), not for {device.name}"
-        yield Problem("PLAN012", what, "precision.scales", "row")
+    elif not _able(device.capability, scales):
+        what = f"cuBLAS has products with scales of blocks of {FLOAT8_BLOCKS[scales]} for "
+        what += f"{_named([one for one in able if _able(one.capability, scales)])}, not for {device.name}"
+        others = [one for one in MULTIPLES if _able(device.capability, one)]
+        yield Problem("PLAN012", what, "precision.scales", " or ".join(others))
     if plan.precision.compute != "bf16":
         what = f"on GPUs products in float8 come out in bf16, and it is computed in {plan.precision.compute}"
         yield Problem("PLAN012", what, "precision.compute", "bf16")
-    if blocks and (here := _cublas()) and here < CUBLAS:
-        what = f"products with scales of blocks need CUDA {'.'.join(map(str, CUBLAS))} or later, and torch is installed"
+    if (first := CUBLAS.get(scales)) and (here := _cublas()) and here < first:
+        what = f"products with scales of blocks need CUDA {'.'.join(map(str, first))} or later, and torch is installed"
         what += f" here with cuBLAS {'.'.join(map(str, here))}"
         yield Problem("PLAN012", what, "precision.scales", "row, or torch for a newer CUDA")
 
 
-def _able(capability: tuple[int, int] | None, *, blocks: bool) -> bool:
-    return capability is not None and capability >= CAPABILITY and not (blocks and capability[0] > CAPABILITY[0])
+def _able(capability: tuple[int, int] | None, scales: Scales) -> bool:
+    if capability is None or capability < CAPABILITY:
+        return False
+    return scales == "row" or (scales == "block") == (capability[0] == CAPABILITY[0])
 
 
 def scales_on(capability: tuple[int, int] | None) -> list[Scales]:
     """Return the scales with which a device of this capability, and torch as it is installed here, multiply."""
-    old = (_cublas() or CUBLAS) < CUBLAS
-    served: dict[Scales, bool] = {"block": _able(capability, blocks=True) and not old}
-    served["row"] = _able(capability, blocks=False)
-    return [scales for scales, does in served.items() if does]
+    here = _cublas()
+    new = {scales for scales in MULTIPLES if not here or here >= CUBLAS.get(scales, (0, 0))}
+    return [scales for scales in MULTIPLES if scales in new and _able(capability, scales)]
 
 
 def _named(found: list[Device]) -> str:
     return ", ".join(one.name for one in found)
 
 
+@cache
 def _cublas() -> tuple[int, ...] | None:
     """The release of the cuBLAS that torch was installed with here; None where that is not known, or torch is for
     CPUs."""
@@ -292,20 +313,22 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Tr
 
 def workspace_bytes(op: Op, at: At) -> Within:
     """The most that a product holds beside what it is given and makes: where it is emulated what the codes of its input
-    stand for, then of the weight that and its codes; or before them those of the input, and its scales. On a GPU, which
-    multiplies codes, it is less. Where ranks have parts of the rows it sends an exponent for each."""
+    stand for, then of the weight that and its codes; or before them those of the input, and its scales, counted as of
+    blocks of 128 (of MX they are up to a hundredth of all more). On a GPU, which multiplies codes, it is less. Where
+    ranks have parts of the rows it sends an exponent for each."""
     groups, m, n, k = (number(dim, (at.b, at.s)) for dim in op.dims)
     left, right = m * k, groups * n * k
     held = max((at.width + 1) * left, at.width * left + (at.width + 1) * right) + 4 * (left // FLOAT8_BLOCK)
     return Within(held, (SentMeanwhile("all_reduce", 4 * (m + n)),) if op.axis else ())
 
 
-WITHIN = dict.fromkeys((*SCALED, *(f"{name}_over_ranks" for name in SCALED)), workspace_bytes)
+OVER_RANKS = tuple(f"{name}_over_ranks" for name in SCALED)
+WITHIN = dict.fromkeys((*SCALED, *OVER_RANKS), workspace_bytes)
 
 
 def steps_of(operation: str) -> Callable[..., Any] | None:
     """Return what an operation of this technique's own does, operation by operation."""
-    if operation not in ("shardwise::scaled_product_over_ranks", "shardwise::scaled_gradient_over_ranks"):
+    if operation.replace("::", ".") not in OVER_RANKS:
         return None
     from shardwise.techniques.float8 import scaled
 
@@ -317,15 +340,19 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
     from torch import nn
 
     from shardwise.models.moe import Stacked
+    from shardwise.techniques.float8.codes import WeightCodes
     from shardwise.techniques.float8.scaled import Scaling, multiply_scaled
 
     spec, scales = spec_of(parts), plan.precision.scales
     found, divided = layers(spec, plan.precision), division(spec, plan)
     group = str(meshes.groups["tp"].group_name) if scales == "row" and plan.layout.tp > 1 else ""
+    gathered = gathers.divided(spec, plan, found)[0] if plan.precision.gather == "float8" else []
     for part in parts:
         for name, module in part.named_modules():
             if type(module) in (nn.Linear, Stacked) and name in found:
                 used = use(f"{name}.weight", divided) if group else ""
-                over = (group * (used == dim) for dim in ("inputs", "outputs"))
-                multiply_scaled(module, Scaling(scales, plan.compile, *over))
+                forward, back = (group * (used == dim) for dim in ("inputs", "outputs"))
+                multiply_scaled(module, Scaling(scales, plan.compile, forward, back, name in gathered))
+                if name in gathered:
+                    vars(module)["gathered_as"] = WeightCodes(module, plan.compile)
     return parts

@@ -1,24 +1,25 @@
 """Matrices in float8 (e4m3) beside the scales that their codes are to be multiplied by.
 
-Scales are powers of two, rounded up: a code is then a value rounded once, and what codes stand for is exact in every
-dtype that a model is computed in. So results depend neither on the dtype in which scales are kept nor on which kernel
+Scales are powers of two, rounded up: a code is then a value rounded once, and what codes stand for is exact in
+bf16, fp32 and fp64. So results depend neither on the dtype in which scales are kept nor on which kernel
 multiplies, and a piece of a matrix that is cut between blocks has the codes that it has in the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from shardwise.models.float8 import LARGEST_EXPONENT, LARGEST_MANTISSA, SMALLEST_EXPONENT
+from shardwise.techniques.quantised import FLOAT8_BLOCK
+from shardwise.techniques.tally import OPERANDS, count, tally_of
 
 E4M3 = torch.float8_e4m3fn
-LARGEST_MANTISSA, LARGEST_EXPONENT = 0.875, 9
-"""The largest number of e4m3 is 448, 0.875 times 2^9."""
-SMALLEST_SCALE = -126
-"""The exponent of the smallest scale: below it the inverse of a scale is no number of 32 or 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,14 @@ class CodedMatrix:
         scales = self.scales[first // self.rows : -(-last // self.rows)].clone()
         return CodedMatrix(self.codes[first:last], scales, self.rows, self.columns)
 
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for, [m,k]."""
-        found = self.codes.to(dtype)
+    def lengthened(self, rows: int) -> CodedMatrix:
+        """Return it with so many rows of zeros below; each row of it has scales of its own."""
+        codes = pad(self.codes.view(torch.uint8), (0, 0, 0, rows)).view(E4M3)
+        return CodedMatrix(codes, pad(self.scales, (0, 0, 0, rows), value=1.0), self.rows, self.columns)
+
+    def values(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Return what the codes stand for, [m,k]; in the memory of ``out`` where that is given."""
+        found = self.codes.to(dtype) if out is None else out.copy_(self.codes)
         return _scaled(found, self.scales.to(dtype), self.rows, self.columns, out=found)
 
 
@@ -57,6 +63,57 @@ def coded(
         raise ValueError(f"a matrix of {m} x {k} is not made of whole blocks of {rows} x {columns}")
     codes, scales = (_compiled() if fused else codes_and_scales)(matrix, rows, columns, exponents)
     return CodedMatrix(codes, scales, rows, columns)
+
+
+@dataclass(frozen=True)
+class WeightCodes:
+    """The form in which the weight of a ``layer`` is gathered whose product is in float8: codes and scales of 128 x
+    128. Multiplied, it is coded again, to codes that stand for the same: that is exact in the dtype that it is used in.
+    ``fused``: on a GPU, in kernels that the compiler makes."""
+
+    layer: nn.Module
+    fused: bool = False
+
+    def sent(self, shard: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return codes, as bytes, and scales of a rank's rows [n,k], rounded to the dtype in which they are used."""
+        code = _compiled_codes() if self.fused and has_kernels(shard) else codes_of
+        used = shard.to(dtype)  # in a kernel of its own: one that is fused would leave the rounding out
+        codes, scales = code(used)
+        count(tally_of(self.layer), OPERANDS.index("weight"), used, codes)
+        return codes.view(torch.uint8), scales
+
+    def values(self, gathered: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        """Return what the codes and scales of all ranks stand for."""
+        codes, scales = gathered
+        out = torch.empty(codes.shape, dtype=dtype, device=codes.device) if out is None else out
+        value = _compiled_values() if self.fused and has_kernels(codes) else values_of
+        return value(codes.view(E4M3), scales, out)
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """Return whether a tensor is on a device for which kernels are worth compiling."""
+    return tensor.is_cuda
+
+
+def codes_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight's codes and scales."""
+    return codes_and_scales(weight, FLOAT8_BLOCK, FLOAT8_BLOCK)
+
+
+def values_of(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Write to ``out`` what a weight's codes and scales stand for, and return it."""
+    return CodedMatrix(codes, scales, FLOAT8_BLOCK, FLOAT8_BLOCK).values(out.dtype, out)
+
+
+@cache
+def _compiled_codes() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return one kernel for weights of all sizes: with one for each the compiler would soon give up."""
+    return torch.compile(codes_of, dynamic=True)
+
+
+@cache
+def _compiled_values() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return torch.compile(values_of, dynamic=True)
 
 
 @cache
@@ -84,7 +141,8 @@ def exponents_of(matrix: Tensor, rows: int, columns: int) -> Tensor:
     else:
         bits = largest.float().view(torch.int32)
         wanted = (bits >> 23) - 126 - LARGEST_EXPONENT + ((bits & 0x7FFFFF) > 0x600000).int()
-    return torch.where(torch.isfinite(largest), wanted.clamp(min=SMALLEST_SCALE, max=-SMALLEST_SCALE), _NOT_FINITE)
+    wanted = wanted.clamp(min=SMALLEST_EXPONENT, max=-SMALLEST_EXPONENT)
+    return torch.where(torch.isfinite(largest), wanted, _NOT_FINITE)
 
 
 _NOT_FINITE = 1 << 10

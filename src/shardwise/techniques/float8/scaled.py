@@ -26,7 +26,8 @@ from shardwise.models.layers import returned
 from shardwise.models.moe import Stacked, of_owners
 from shardwise.techniques.float8.codes import CodedMatrix, coded, exponents_of
 from shardwise.techniques.product import bias_of, product_of, share_of
-from shardwise.techniques.quantised import FLOAT8_BLOCK
+from shardwise.techniques.quantised import FLOAT8_BLOCKS
+from shardwise.techniques.stored_matrix import Made, StoredMatrix, as_kept, parts
 from shardwise.techniques.tally import count, tally_of
 
 ALIGNED_ROWS = 16
@@ -37,17 +38,50 @@ class Scaling(NamedTuple):
     """The way in which a product is one of codes. ``scales``: for blocks, or a ``row`` each. ``fused``: on a GPU codes
     are made in kernels that the compiler makes. ``group``: the name of the process group whose ranks have the other
     parts of rows that are multiplied; empty where these are whole. ``back``: of those that give the gradient of the
-    input."""
+    input. ``gathered``: the weight came as codes, and was counted where these were made."""
 
     scales: str
     fused: bool = False
     group: str = ""
     back: str = ""
+    gathered: bool = False
 
     @property
     def words(self) -> str:
-        """What operations are told of it: the scales, and whether codes are made in fused kernels."""
-        return f"{self.scales} fused" if self.fused else self.scales
+        """Return what operations are told of it: the scales, and ``fused`` and ``gathered`` where it is so."""
+        return self.scales + " fused" * self.fused + " gathered" * self.gathered
+
+
+def block_sizes(scales: str, length: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The rows and columns that share a scale, of an input and of a weight whose rows have this length."""
+    size = FLOAT8_BLOCKS.get(scales, 0)
+    return ((1, size), (size, size)) if size else ((1, length), (1, length))
+
+
+class Operands(NamedTuple):
+    """Makes codes of both matrices of a product, counted in ``tally``: an input and a weight, or, ``turned``, the
+    gradient of what the layer returns and the weight, which is counted with the input alone."""
+
+    tally: Tensor | None
+    words: str
+    group: str
+    turned: bool
+
+    def coded(self, x: Tensor, weight: Tensor) -> Iterator[CodedMatrix]:
+        """Yield the codes of both, one after the other. In blocks, a scale of a weight is one of its transposed matrix
+        too; of rows, the transposed matrix has its own."""
+        scales, *more = self.words.split()
+        of_x, of_weight = block_sizes(scales, x.shape[1])
+        if self.turned:
+            of_weight = of_weight[::-1]
+        given = (x, of_x), (weight.flatten(0, -2), of_weight)
+        greatest = _greatest([exponents_of(matrix, *each) for matrix, each in given], self.group) if self.group else ()
+        for i, (matrix, block) in enumerate(given):
+            own = greatest[i] if greatest else None
+            found = coded(matrix, *block, fused="fused" in more and not emulated(x), exponents=own)
+            if i == 0 or not (self.turned or "gathered" in more):
+                count(self.tally, 2 if self.turned else i, matrix, found.codes)
+            yield found
 
 
 def product(x: Tensor, weight: Tensor, counts: Tensor | None, tally: Tensor | None, words: str, group: str) -> Tensor:
@@ -94,14 +128,14 @@ def _multiplied(x: Tensor, weight: Tensor, counts: Tensor | None, operands: Oper
     turned = operands.turned
     if emulated(x):
         codes = operands.coded(x, weight)
-        left, right = next(codes).values(x.dtype), next(codes).values(x.dtype)
-        right = right.view_as(weight) if turned else right.view_as(weight).transpose(-1, -2)
-        return left @ right if counts is None else grouped(left, right.transpose(1, 2), counts)
+        left, right = next(codes).values(x.dtype), next(codes).values(x.dtype).view_as(weight)
+        if counts is not None:
+            return grouped(left, right.transpose(1, 2) if turned else right, counts)
+        return left @ (right if turned else right.t())
+    left_codes, right_codes = operands.coded(x, weight)
     if counts is None:
-        left_codes, right_codes = operands.coded(x, weight)
         return multiplied(left_codes, right_codes.transposed() if turned else right_codes, x.dtype)
-    padded = functional.pad(x, (0, 0, 0, ALIGNED_ROWS - 1))
-    left_codes, right_codes = operands.coded(padded, weight)
+    left_codes = left_codes.lengthened(ALIGNED_ROWS - 1)
     out, rows = x.new_empty(x.shape[0], weight.shape[2 if turned else 1]), weight.shape[1]
     for expert, (start, stop) in enumerate(pairwise([0, *counts.cumsum(0).tolist()])):
         if start < stop:
@@ -109,33 +143,6 @@ def _multiplied(x: Tensor, weight: Tensor, counts: Tensor | None, operands: Oper
             many = left_codes.part(start, stop + (start - stop) % ALIGNED_ROWS)  # with some of the next expert's
             out[start:stop] = multiplied(many, own.transposed() if turned else own, x.dtype)[: stop - start]
     return out
-
-
-class Operands(NamedTuple):
-    """Both matrices of a product as codes, counted in ``tally``: an input and a weight, or, ``turned``, the gradient of
-    what the layer returns and the weight, which is counted with the input alone."""
-
-    tally: Tensor | None
-    words: str
-    group: str
-    turned: bool
-
-    def coded(self, x: Tensor, weight: Tensor) -> Iterator[CodedMatrix]:
-        """Yield the codes of both, one after the other. In blocks, a scale of a weight is one of its transposed matrix
-        too; of rows, the transposed matrix has its own."""
-        scales, _, fused = self.words.partition(" ")
-        rows, columns = weight.shape[-2:]
-        blocks = (1, FLOAT8_BLOCK), (FLOAT8_BLOCK, FLOAT8_BLOCK)
-        if scales == "row":
-            blocks = (1, x.shape[1]), (rows, 1) if self.turned else (1, columns)
-        given = [*zip((x, weight.flatten(0, -2)), blocks, strict=True)]
-        greatest = _greatest([exponents_of(matrix, *each) for matrix, each in given], self.group) if self.group else ()
-        for i, (matrix, block) in enumerate(given):
-            own = greatest[i] if greatest else None
-            found = coded(matrix, *block, fused=bool(fused) and not emulated(x), exponents=own)
-            if i == 0 or not self.turned:
-                count(self.tally, 2 if self.turned else i, matrix, found.codes)
-            yield found
 
 
 def _greatest(exponents: list[Tensor], group: str) -> list[Tensor]:
@@ -148,16 +155,37 @@ def _greatest(exponents: list[Tensor], group: str) -> list[Tensor]:
 
 def multiplied(a: CodedMatrix, b: CodedMatrix, dtype: torch.dtype) -> Tensor:
     """a [m,k] times the transpose of b [n,k]. The kernels want the contraction in consecutive memory."""
-    codes = b.codes.contiguous().t()
-    if a.columns == a.codes.shape[1]:
+    codes, order = b.codes.contiguous().t(), SwizzleType.NO_SWIZZLE
+    if b.rows == 1:  # and not a block of 128 x 128, which may be as long as a row
         scales, kinds = (a.scales, b.scales.t().contiguous()), (ScalingType.RowWise, ScalingType.RowWise)
+    elif b.rows == FLOAT8_BLOCKS["mx"]:
+        scales, kinds = (_in_tiles(a.scales), _in_tiles(b.scales.repeat_interleave(b.rows, 0))), (_MX, _MX)
+        order = SwizzleType.SWIZZLE_32_4_4
     else:
         # Scales of 1 x 128 lie column by column; those of 128 x 128 too, the blocks of k filled up to a multiple of 4.
-        of_b = functional.pad(b.scales, (0, -b.scales.shape[1] % 4)).contiguous().t()
-        scales = a.scales.t().contiguous().t(), of_b
+        of_b = functional.pad(b.scales, (0, -b.scales.shape[1] % 4)).t()
+        scales = _by_columns(a.scales), _by_columns(of_b)
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    plain = SwizzleType.NO_SWIZZLE
-    return scaled_mm(a.codes, codes, scales[0], kinds[0], scales[1], kinds[1], plain, plain, output_dtype=dtype)
+    return scaled_mm(a.codes, codes, scales[0], kinds[0], scales[1], kinds[1], order, order, output_dtype=dtype)
+
+
+_MX = ScalingType.BlockWise1x32
+
+
+def _in_tiles(scales: Tensor) -> Tensor:
+    """Scales [m,n] as their exponents, bytes in the order in which kernels of MX read them: in tiles of 128 x 4, of
+    which row i + 32 j stands before row i + 32 (j + 1), and these before row i + 1. What fills up the last ones is of
+    no effect."""
+    m, n = scales.shape
+    filled = functional.pad(scales, (0, -n % 4, 0, -m % 128), value=1.0)
+    exponents = (filled.view(torch.int32) >> 23).to(torch.uint8)
+    tiles = exponents.view(-(-m // 128), 4, 32, -(-n // 4), 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(torch.float8_e8m0fnu)
+
+
+def _by_columns(matrix: Tensor) -> Tensor:
+    """The matrix [m,n] with strides (1, m), of a single row or column too."""
+    return matrix.new_empty(matrix.shape[::-1]).t().copy_(matrix)
 
 
 class _ScaledLinear(torch.autograd.Function):
@@ -189,12 +217,49 @@ class _ScaledLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
+Given = tuple[Tensor | None, Tensor | None, Scaling]
+"""The rows that experts have, where operands are counted, and how it is multiplied."""
+
+
+class _ScaledStored(torch.autograd.Function):
+    """Multiplies likewise by a frozen weight that is stored as bytes: saves these, and makes the weight again."""
+
+    @staticmethod
+    def forward(x: Tensor, more: Given, made: Made, codes: Tensor, scales: Tensor, groups: Tensor | None) -> Tensor:
+        counts, tally, how = more
+        multiply = PRODUCTS[bool(how.group)]
+        weight = made(as_kept(codes, scales, groups), x.dtype, False)
+        return returned(multiply(x, weight, counts, tally, how.words, how.group))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, (counts, ctx.tally, ctx.how), ctx.made, codes, scales, groups = inputs
+        ctx.save_for_backward(counts, codes, scales, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (counts, codes, scales, groups), how = ctx.saved_tensors, ctx.how
+        multiply = GRADIENTS[bool(how.back)]
+        weight = ctx.made(as_kept(codes, scales, groups), grad.dtype, True)
+        grad_x = multiply(grad, weight, counts, ctx.tally, how.words, how.back)
+        return grad_x, None, None, None, None, None
+
+
 def linear(
-    x: Tensor, weight: Tensor, how: Scaling, counts: Tensor | None = None, tally: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | StoredMatrix,
+    how: Scaling,
+    counts: Tensor | None = None,
+    tally: Tensor | None = None,
 ) -> Tensor:
     """x [..,in], weight [out,in] -> [..,out], in the dtype of x. With ``counts`` [E] rows of x are sorted by expert, of
     which each has so many, and weight is [E,out,in]. ``tally``: where operands are counted."""
-    out: Tensor = _ScaledLinear.apply(x.flatten(0, -2), weight, counts, tally, how)
+    rows = x.flatten(0, -2)
+    out: Tensor
+    if isinstance(weight, StoredMatrix):
+        out = _ScaledStored.apply(rows, (counts, tally, how), weight.made, *parts(weight.used()))
+    else:
+        out = _ScaledLinear.apply(rows, weight, counts, tally, how)
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -202,10 +267,13 @@ def multiply_scaled(layer: nn.Linear | Stacked, how: Scaling) -> None:
     """Have the layer multiply by what it holds of its weight, in float8."""
 
     def multiply(x: Tensor, counts: Tensor | None = None) -> Tensor:
-        weight = share_of(layer).used(local(layer.weight).to(x.dtype))
+        weight: Tensor | StoredMatrix | None = vars(layer).get("stored")
+        if weight is None:
+            weight = share_of(layer).used(local(layer.weight).to(x.dtype))
+            weight = weight.unflatten(0, (-1, layer.rows)) if isinstance(layer, Stacked) else weight
         if isinstance(layer, Stacked):
             assert counts is not None
-            out = linear(x, weight.unflatten(0, (-1, layer.rows)), how, counts, tally_of(layer))
+            out = linear(x, weight, how, counts, tally_of(layer))
             return out if layer.bias is None else out + of_owners(local(layer.bias), counts, out)
         out, bias = linear(x, weight, how, tally=tally_of(layer)), bias_of(layer, x.dtype)
         return out if bias is None else out + bias

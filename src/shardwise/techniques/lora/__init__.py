@@ -29,7 +29,7 @@ from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import LoraSection, Recipe
 from shardwise.spec.sheet import At, Op, Within
 from shardwise.techniques.dtypes import chosen_dtype
-from shardwise.techniques.quantised import nf4_rows_at_once, row_norms_bytes
+from shardwise.techniques.quantised import row_norms_bytes, rows_at_once
 from shardwise.techniques.states import adapted
 from shardwise.techniques.variant import Traced
 
@@ -64,9 +64,10 @@ def settings(asked: LoraSection, precision: Precision) -> Lora | None:
     names = [asked.targets] if isinstance(asked.targets, str) else asked.targets
     chosen = () if names == ["all-linear"] else tuple(name.removesuffix("_proj") for name in names)
     alpha = 2.0 * asked.rank if asked.alpha is None else asked.alpha
-    small, whole = asked.frozen == "nf4", {_WHOLE.get(name, name) for name in asked.modules_to_save}
+    small, eight = asked.frozen == "nf4", asked.frozen == "float8"
+    whole = {_WHOLE.get(name, name) for name in asked.modules_to_save}
     ends = tuple(sorted(whole))
-    return Lora(asked.rank, alpha, chosen, asked.rslora, frozen, small, asked.dropout, asked.dora, ends)
+    return Lora(asked.rank, alpha, chosen, asked.rslora, frozen, small, asked.dropout, asked.dora, ends, eight)
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
@@ -186,7 +187,7 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     """Say whether norms of rows are made in rounds."""
     shapes = [shape for name, shape in parameter_shapes(spec).items() if plan.lora and targets(plan.lora, name)]
     dora = plan.lora is not None and plan.lora.dora
-    return {"norms of rows in rounds": dora and any(nf4_rows_at_once(*shape) < shape[0] for shape in shapes)}
+    return {"norms of rows in rounds": dora and any(rows_at_once(*shape) < shape[0] for shape in shapes)}
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
@@ -202,7 +203,8 @@ def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Tr
         rank, made = RANK, made.told(atoms=(*made.variant.atoms, ("r", RANK))).bound(r=lora.rank)
     some = tuple(dict.fromkeys(chosen)) or lora.targets if len(chosen) < len(linear) else ()
     dropout = 0.5 if lora.dropout else 0.0
-    return made.applied(lora=Lora(rank, 1.0, some, frozen=lora.frozen, nf4=lora.nf4, dropout=dropout, dora=lora.dora))
+    kind = Lora(rank, 1.0, some, frozen=lora.frozen, nf4=lora.nf4, dropout=dropout, dora=lora.dora, float8=lora.float8)
+    return made.applied(lora=kind)
 
 
 WITHIN: Mapping[str, Callable[[Op, At], Within]] = {

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.distributed.slices import local
-from shardwise.techniques.quantised import nf4_rows_at_once
+from shardwise.techniques.quantised import rows_at_once
 from shardwise.techniques.share import WHOLE, LayerShare
 
 
@@ -34,7 +34,7 @@ def _row_norms(weight: Tensor, down: Tensor, up: Tensor, factor: float) -> Tenso
     """One operation, since in how many rounds it runs depends on sizes; quantised.py says what it takes meanwhile."""
     wide = torch.promote_types(up.dtype, torch.float32)
     norms = torch.empty(weight.shape[0], dtype=wide, device=weight.device)
-    down, step = down.to(wide), nf4_rows_at_once(*weight.shape)
+    down, step = down.to(wide), rows_at_once(*weight.shape)
     for start in range(0, weight.shape[0], step):
         part = slice(start, start + step)
         rows = (up[part].to(wide) @ down).mul_(factor).add_(weight[part])

@@ -10,14 +10,13 @@ arithmetic.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Problem
 from shardwise.models.config import ModelSpec, parameter_shapes
-from shardwise.models.roles import is_adaptable, is_expert, is_stacked, router_of
+from shardwise.models.roles import is_adaptable
 from shardwise.spec.cluster import Cluster
 from shardwise.spec.plan import Plan
 from shardwise.spec.rank_kind import RankKind
@@ -27,9 +26,13 @@ from shardwise.techniques.quantised import (
     NF4_BLOCK,
     NF4_GROUP,
     NF4_PARTS,
+    ask_for_rows,
     dequantise_bytes,
-    nf4_rows_at_once,
+    matrices,
     nf4_shapes,
+    rows_at_once,
+    unsharded_bytes,
+    with_lengths,
 )
 from shardwise.techniques.variant import Traced
 
@@ -38,18 +41,16 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.distributed.meshes import Meshes
-    from shardwise.models.moe import Stacked
 
 
 Slices = tuple[slice, ...]
-SHARDS_BYTES = (2, 13)
-"""The first torch release whose ``fully_shard`` accepts integer parameters."""
 
 SETTINGS = {"lora": None}
 INSIDE = (
     "techniques/nf4/__init__.py",
     "techniques/nf4/fourbit.py",
     "techniques/quantised.py",
+    "techniques/stored_matrix.py",
     "techniques/product.py",
     "techniques/share.py",
 )
@@ -58,11 +59,6 @@ INSIDE = (
 def quantised(name: str) -> bool:
     """The technique's one fact: whether the parameter with this canonical name is kept in 4 bits."""
     return is_adaptable(name)
-
-
-def matrices(name: str, rows_of: Callable[[str], int]) -> int:
-    """Return how many matrices the weight with this name is: one for each expert, as many as the router has rows."""
-    return rows_of(router_of(name)) if is_stacked(name) else 1
 
 
 def choices(recipe: Recipe, spec: ModelSpec, cluster: Cluster, plan: Plan) -> Iterator[Plan]:
@@ -82,12 +78,7 @@ def check(spec: ModelSpec, plan: Plan, cluster: Cluster) -> list[Problem]:
     if odd := [name for name, shape in names.items() if quantised(name) and shape[1] % NF4_BLOCK]:
         what = f"nf4 stores rows in blocks of {NF4_BLOCK}, but {odd[0]} has {names[odd[0]][1]} columns"
         problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, or a model of other dimensions"))
-    here = importlib.metadata.version("torch")
-    if plan.sharded and tuple(map(int, here.split(".")[:2])) < SHARDS_BYTES:
-        since = ".".join(map(str, SHARDS_BYTES))
-        what = f"sharding nf4 weights needs torch {since} or later, and this is torch {here}"
-        problems.append(Problem("PLAN018", what, "lora.frozen", "bf16, strategy ddp, or a newer torch"))
-    return problems
+    return [*problems, *unsharded_bytes(plan)]
 
 
 def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
@@ -101,25 +92,15 @@ def regimes(spec: ModelSpec, plan: Plan, trained: Mapping[str, tuple[int, ...]])
     return {
         "several groups of scales": any(nf4_shapes(*one)["groups"][0] > 2 for one in each),
         "a last group of scales that is not full": any(prod(one) % (NF4_BLOCK * NF4_GROUP) > 0 for one in each),
-        "a matrix that is dequantised in rounds": any(nf4_rows_at_once(*one) < one[0] for one in each),
+        "a matrix that is dequantised in rounds": any(rows_at_once(*one) < one[0] for one in each),
     }
 
 
 def traced(made: Traced, spec: ModelSpec, plan: Plan, rank_kind: RankKind) -> Traced:
-    """Count the groups of each matrix of a block, which are as many as its codes make: a sum, and no product. A plan's
-    adapters say the rest."""
+    """Count the groups of each matrix of a block, which are as many as its codes make. A plan's adapters say the
+    rest."""
     lora = made.variant.plan.lora
-    if lora is None or not lora.nf4 or made.variant.concrete:
-        return made
-    shapes, told = parameter_shapes(spec), made.names(spec)
-    groups = {name: f"groups of {name.split('.')[-2]}" for name in told if quantised(name)}
-    sums = tuple((symbol, f"{told[name].removesuffix('weight')}groups") for name, symbol in groups.items())
-    numbers = {}
-    for name, symbol in groups.items():
-        (rows, columns), count = shapes[name], matrices(name, lambda other: shapes[other][0])
-        whole = nf4_shapes(rows, columns, count)["groups"][0]
-        numbers[symbol] = whole // plan.layout.ep if is_expert(name) else whole  # a rank has those of its experts
-    return made.told(sums=sums).bound(**numbers)
+    return with_lengths(made, spec, plan, "groups", nf4_shapes) if lora is not None and lora.nf4 else made
 
 
 WITHIN: Mapping[str, Callable[[Op, At], Within]] = {
@@ -131,15 +112,10 @@ def apply(parts: list[nn.Module], plan: Plan, meshes: Meshes) -> list[nn.Module]
     """Replace each weight by parameters of bytes, which :func:`store` fills."""
     if plan.lora is None or not plan.lora.nf4:
         return parts
-    from torch import nn
+    from shardwise.techniques.nf4.fourbit import restore
+    from shardwise.techniques.stored_matrix import store_layers
 
-    from shardwise.models.moe import Stacked
-
-    for part in parts:
-        for name, module in list(part.named_modules()):
-            if isinstance(module, nn.Linear | Stacked) and quantised(f"{name}.weight"):
-                _replace(module)
-    return parts
+    return store_layers(parts, nf4_shapes, restore)
 
 
 def wanted(slices: dict[str, Slices], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slices]:
@@ -152,9 +128,7 @@ def wanted(slices: dict[str, Slices], shapes: Mapping[str, tuple[int, ...]]) -> 
         count = matrices(weight, lambda other: shapes[other][0])
         each, own = nf4_shapes(rows, columns, count)[word][0] // count, slices[name][0]
         first, last = own.start // each * rows // count, -(-own.stop // each) * rows // count
-        if (other := found.get(weight)) is not None:
-            first, last = min(first, other[0].start), max(last, other[0].stop)
-        found[weight] = (slice(first, last), slice(0, columns))
+        ask_for_rows(found, weight, (first, last), columns)
     return found
 
 
@@ -181,56 +155,3 @@ def store(
         before = made.shape[0] // (last - first) * first
         put(parameters[layer + word], made[(slice(own.start - before, own.stop - before), *columns)])
     return lambda: dequantise_each(kept, last - first, torch.float32)
-
-
-def _replace(module: nn.Linear | Stacked) -> None:
-    import torch
-    from torch import nn
-
-    from shardwise.models.moe import Stacked
-    from shardwise.techniques.product import product_of
-
-    device, (rows, columns) = module.weight.device, module.weight.shape
-    experts = module.experts if isinstance(module, Stacked) else 1
-    for name, shape in nf4_shapes(rows, columns, experts).items():
-        kept = torch.empty(shape, dtype=torch.uint8, device=device)
-        module.register_parameter(name, nn.Parameter(kept, requires_grad=False))
-    del module.weight
-    product_of(module).multiply = _of_experts(module) if isinstance(module, Stacked) else _linear(module)
-
-
-def _of_experts(module: Stacked) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the product with matrices in 4 bits, of the experts that this rank has."""
-    from shardwise.distributed.slices import local
-    from shardwise.models.moe import of_owners, taken
-    from shardwise.techniques.nf4.fourbit import stacked
-
-    def multiply(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        codes, absmax, group_absmax = (local(module.get_parameter(name)) for name in NF4_PARTS)
-        out = stacked(taken(x), counts, (codes, absmax, group_absmax), module.rows)
-        return out if module.bias is None else out + of_owners(local(module.bias), counts, out)
-
-    return multiply
-
-
-def _linear(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the product with a matrix in 4 bits, of which the layer can also give the values (``dequantised``)."""
-    import torch
-
-    from shardwise.distributed.slices import local
-    from shardwise.techniques.nf4.fourbit import dequantise, linear
-    from shardwise.techniques.product import bias_of, share_of
-
-    def used() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        share = share_of(module)
-        codes, absmax, group_absmax = (local(module.get_parameter(name)) for name in NF4_PARTS)
-        return share.used(codes), share.used(absmax), group_absmax
-
-    def multiply(x: torch.Tensor) -> torch.Tensor:
-        return linear(x, bias_of(module, x.dtype), used(), share_of(module).piece)
-
-    def dequantised() -> torch.Tensor:
-        return dequantise(*used(), torch.float32, share_of(module).piece)
-
-    module.dequantised = dequantised  # type: ignore[assignment]
-    return multiply

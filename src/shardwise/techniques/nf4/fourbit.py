@@ -1,4 +1,4 @@
-"""A matrix in 4 bits: NF4 with double quantisation, in plain torch, and the linear layer that computes with it.
+"""A matrix in 4 bits: NF4 with double quantisation, in plain torch.
 
 Every 64 elements of a row share a scale, their largest absolute value; each element is then the nearest of 16 values,
 the quantiles of a normal distribution (Dettmers et al., QLoRA, arXiv 2305.14314). The scales, less their mean, are
@@ -8,6 +8,7 @@ and values equal those of bitsandbytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwise.distributed.torch_private import outside_modes
-from shardwise.models.grouped import grouped
 from shardwise.techniques.device_tables import constant
-from shardwise.techniques.quantised import NF4_BLOCK, NF4_GROUP, nf4_rows_at_once
+from shardwise.techniques.quantised import NF4_BLOCK, NF4_GROUP, rows_at_once
 from shardwise.techniques.share import MatrixPiece
 
 # fmt: off
@@ -40,7 +40,7 @@ def quantise(weight: Tensor) -> Kept:
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(rows, columns // NF4_BLOCK, device=weight.device)
     values = constant(weight, "nf4", NF4)
-    step = nf4_rows_at_once(rows, columns)
+    step = rows_at_once(rows, columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
         blocks = weight[part].float().view(-1, columns // NF4_BLOCK, NF4_BLOCK)
@@ -103,7 +103,7 @@ def _dequantise(
     )
     wide = wide.add_(of_group[:, -1:]).view(rows, -1, 1)
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
-    step = nf4_rows_at_once(rows, columns)
+    step = rows_at_once(rows, columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
         values = functional.embedding(codes[part].int(), constant(codes, "nf4 pairs", PAIRS))
@@ -125,52 +125,14 @@ def _of(absmax: Tensor, of_group: Tensor, row: int, block: int, row_blocks: int)
     return of_group[(place // NF4_GROUP).view(-1)]
 
 
-def linear(x: Tensor, bias: Tensor | None, kept: Kept, piece: MatrixPiece | None = None) -> Tensor:
-    """x [.., in] -> [.., out] in x's dtype; ``kept`` is what :func:`quantise` made. The matrix is dequantised when it
-    is used, and not stored."""
-    made: Tensor = _Linear.apply(x, bias, *kept, piece)
-    return made
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *kept: Any) -> Tensor:
-        codes, absmax, group_absmax, ctx.piece = kept
-        ctx.save_for_backward(codes, absmax, group_absmax)
-        return functional.linear(x, dequantise(codes, absmax, group_absmax, x.dtype, ctx.piece), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        codes, absmax, group_absmax = ctx.saved_tensors
-        return grad @ dequantise(codes, absmax, group_absmax, grad.dtype, ctx.piece), None, None, None, None, None
-
-
-def stacked(x: Tensor, counts: Tensor, kept: Kept, rows: int) -> Tensor:
-    """x [R, in], sorted by expert, of which each has so many of its rows (``counts`` [E]) -> [R, out]; ``kept`` is what
-    :func:`quantise_each` made of matrices with so many ``rows``. All are dequantised when they are used."""
-    made: Tensor = _ProductOfExperts.apply(x, counts, rows, *kept)
-    return made
-
-
-class _ProductOfExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Tensor, rows: int, *kept: Any) -> Tensor:
-        ctx.rows = rows
-        ctx.save_for_backward(counts, *kept)
-        return grouped(x, _matrices(kept, rows, x.dtype), counts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        counts, *kept = ctx.saved_tensors
-        made = grouped(grad, _matrices(kept, ctx.rows, grad.dtype).transpose(1, 2), counts)
-        return made, None, None, None, None, None
-
-
-def _matrices(kept: Any, rows: int, dtype: torch.dtype) -> Tensor:
-    """Return the matrices [E, out, in]."""
+def restore(
+    kept: Sequence[Tensor], dtype: torch.dtype, piece: MatrixPiece | None, experts: int, again: bool = False
+) -> Tensor:
+    """Return the matrix that :func:`quantise` was given, or a ``piece`` of it; or those of so many ``experts``."""
     codes, absmax, group_absmax = kept
-    whole = dequantise_each((codes, absmax, group_absmax), codes.shape[0] // rows, dtype)
-    return whole.unflatten(0, (-1, rows))
+    if experts > 1:
+        return dequantise_each((codes, absmax, group_absmax), experts, dtype)
+    return dequantise(codes, absmax, group_absmax, dtype, piece)
 
 
 def _dynamic() -> tuple[float, ...]:

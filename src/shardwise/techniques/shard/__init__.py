@@ -24,7 +24,7 @@ from math import prod
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from shardwise.distributed.torch_private import begin_sharding, end_backward
+from shardwise.distributed.torch_private import begin_sharding, end_backward, gather_as
 from shardwise.errors import Problem
 from shardwise.models.blocks import blocks, ends
 from shardwise.models.config import ModelSpec, parameter_shapes
@@ -35,8 +35,10 @@ from shardwise.spec.plan import BYTES, Plan, Shard
 from shardwise.spec.rank_kind import RankKind
 from shardwise.spec.recipe import Recipe
 from shardwise.spec.sheet import KEPT_UNITS, Sheet, Unit
+from shardwise.techniques.coded_gather import layers_in_codes
 from shardwise.techniques.dtypes import compute_dtype, torch_dtype
 from shardwise.techniques.shard.degrees import grouped, layouts
+from shardwise.techniques.shard.prefetch import gather_ahead
 from shardwise.techniques.shard.replicas import Replicas, buckets
 from shardwise.techniques.states import division, is_cut, one_of_each, piece, summed_over
 
@@ -219,7 +221,7 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
 
     from shardwise.models.moe import Experts
 
-    dp_mesh = meshes.mesh("dp_replicate", "fsdp")
+    dp_mesh, codes = meshes.mesh("dp_replicate", "fsdp"), layers_in_codes(part, plan)
     reshard = plan.shard.reshard_after_forward if plan.shard.strategy == "zero3" else False
     uncut = {parameter for name, parameter in part.named_parameters() if not is_cut(name, parameter.ndim)}
     reduce = torch_dtype(plan.precision.reduce)
@@ -261,40 +263,13 @@ def _fully_shard(part: nn.Module, plan: Plan, meshes: Meshes, whole: Set[int], a
     # In a pipeline micro-batches take turns: what ran before a unit may be of another one. With dtypes of their own,
     # what ran before it is a part of it.
     if plan.layout.pp > 1 or spread or plan.shard.backward_prefetch != 1 or plan.precision.modules:
-        _gather_ahead(part, plan)
+        gather_ahead(part, plan)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             # gloo can only sum, and elsewhere FSDP2 would take a mean although the loss is divided already.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-
-
-def _gather_ahead(part: nn.Module, plan: Plan) -> None:
-    """Say, in place of FSDP2, what each unit gathers ahead in backward, with all that is sharded in it."""
-    from torch.distributed.fsdp import FSDPModule
-
-    from shardwise.models.moe import Experts
-
-    embedding, head = ends(part)
-    last = head or [part] * (plan.layout.pp == 1)  # of a stage without a head nothing runs before its last block
-    leading = [unit[0] for unit in (embedding, *([block] for block in blocks(part)), last) if unit]
-    sharded = [module for module in leading if isinstance(module, FSDPModule)]
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            itself: list[FSDPModule] = [module]
-            module.set_modules_to_backward_prefetch(itself)
-    comes_later = plan.layout.pp > 1 and plan.offload.weights != "none"
-    for number, module in enumerate(sharded):
-        if comes_later and head and module is head[0]:
-            continue  # the last block's weights are brought when its own backward begins
-        before = sharded[max(0, number - plan.shard.backward_prefetch) : number][::-1]
-        ahead: list[FSDPModule] = [each for one in before for each in one.modules() if isinstance(each, FSDPModule)]
-        if ahead:
-            module.set_modules_to_backward_prefetch(ahead)
-        if plan.layout.ep > 1:  # over other ranks; the host waits before it comes to them
-            experts = (one for one in module.modules() if isinstance(one, Experts))
-            gathered: list[FSDPModule] = [one for one in experts if isinstance(one, FSDPModule)]
-            module.set_modules_to_forward_prefetch(gathered)
+    gather_as(part, codes)
 
 
 def _without_backward(part: nn.Module) -> list[nn.Module]:

@@ -14,22 +14,29 @@ from shardwise.spec.layout import stage_rank
 from shardwise.spec.plan import BYTES, Dtype, Plan
 from shardwise.spec.sheet import Sheet, Tensor, Unit
 from shardwise.techniques.between import StageTimes
+from shardwise.techniques.coded_gather import may_be_codes
 
 
 class Own(NamedTuple):
-    """Sizes of some weights before they are sharded: the bytes that are gathered (four-bit codes stay so), how many
-    numbers are trained, and the bytes of their gradients as backward makes them."""
+    """Sizes of some weights before they are sharded: the bytes that they are once they are gathered (four-bit codes
+    stay so), how many numbers are trained, the bytes of their gradients as backward makes them, and those that are
+    ``sent`` at least to gather them."""
 
     gathered: int = 0
     trained: int = 0
     made: int = 0
+    sent: int = 0
 
     @classmethod
-    def of(cls, weights: Iterable[tuple[Tensor, int]]) -> Own:
-        """Return the sizes of weights that are there so often."""
-        each = [(times * prod(map(int, one.shape)), BYTES[one.used_as], one.trained) for one, times in weights]
-        made = sum(numbers * size * trained for numbers, size, trained in each)
-        return cls(sum(n * size for n, size, _ in each), sum(n * trained for n, _, trained in each), made)
+    def of(cls, weights: Iterable[tuple[Tensor, int, bool]]) -> Own:
+        """Return the sizes of weights that are there so often; some may be sent as codes of a byte."""
+        each = [
+            (times * prod(map(int, one.shape)), BYTES[one.used_as], one.trained, coded) for one, times, coded in weights
+        ]
+        made = sum(numbers * size * trained for numbers, size, trained, _ in each)
+        gathered = sum(numbers * size for numbers, size, *_ in each)
+        sent = sum(numbers * (1 if coded else size) for numbers, size, _, coded in each)
+        return cls(gathered, sum(numbers * trained for numbers, _, trained, _ in each), made, sent)
 
     def reduced(self, dtype: Dtype, *, added: bool) -> int:
         """Bytes of the gradients, unless they have been ``added`` to others, and of the buffer that is reduced."""
@@ -83,10 +90,12 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, sheet: Sheet, plan: Plan) -> Sizes:
+        codes = {unit: may_be_codes(unit, plan) for unit in sheet.units}
+
         def own(units: Iterable[tuple[Unit, int]], *, experts: bool = False) -> Own:
-            weights = ((weight, times) for unit, times in units for weight in unit.weights)
+            weights = ((weight, times, weight.name in codes[unit]) for unit, times in units for weight in unit.weights)
             apart = plan.layout.ep > 1
-            return Own.of((weight, n) for weight, n in weights if (apart and is_expert(weight.name)) is experts)
+            return Own.of(each for each in weights if (apart and is_expert(each[0].name)) is experts)
 
         units, last = [*sheet.repeated()], [(sheet.blocks[sheet.order[-1]], 1)]
         return cls(
@@ -97,7 +106,7 @@ class Sizes(NamedTuple):
             head=own([(sheet.head, 1)]),
             last_block=own(last),
             last_experts=own(last, experts=True),
-            ahead=min(own([(block, 1)]).gathered for block in sheet.blocks) if len(sheet.order) > 1 else 0,
+            ahead=min(own([(block, 1)]).sent for block in sheet.blocks) if len(sheet.order) > 1 else 0,
         )
 
     def gradient_bytes(self, plan: Plan, *, leave: bool) -> int:
@@ -170,12 +179,12 @@ class Sizes(NamedTuple):
             summed_s = network.seconds("all_reduce", "loss", reduced)
             return max(summed_s, network.seconds("all_reduce", "expert_loss", experts)) if experts else summed_s
         (gathers, again, reduces), blocks = _rounds(plan), spec.num_hidden_layers
-        gathered = (gathers * self.whole.gathered + again * self.blocks.gathered) // (gathers + again)
+        gathered = (gathers * self.whole.sent + again * self.blocks.sent) // (gathers + again)
         of_experts = sum(map(spec.has_experts, range(blocks)))
         busy, ways = defaultdict[str, float](float), defaultdict[str, float](float)
         for group, calls, size, summed in (
             ("fsdp", blocks, gathered, reduced),
-            ("expert_fsdp", of_experts, self.experts.gathered, experts),
+            ("expert_fsdp", of_experts, self.experts.sent, experts),
         ):
             if size:
                 gathered_s = (gathers + again) * network.least_s("all_gather", group, size, calls)
@@ -220,24 +229,28 @@ class BlockSeconds(NamedTuple):
     def of(cls, sizes: Sizes, plan: Plan, spec: ModelSpec, network: Links, copy_s: CopySeconds) -> BlockSeconds:
         """Return those of a block of the mean size; of a stage, whose blocks may differ, of the smallest."""
         count, staged = spec.num_hidden_layers, plan.layout.pp > 1
-        mean = sizes.blocks.gathered / count
-        gathered = min(mean, sizes.ahead or mean) if staged else mean
+        mean, sent = sizes.blocks.gathered / count, sizes.blocks.sent / count
+        gathered, sent = (min(size, sizes.ahead or size) if staged else size for size in (mean, sent))
         each = BYTES[plan.precision.reduce] * _all_trained(plan)
         reduced = gathered * sizes.whole.trained * each / max(1, sizes.whole.gathered)
         if not plan.sharded:  # in buckets of many blocks, perhaps
             return cls(reduced=network.seconds("all_reduce", "loss", reduced * count) / count * (reduced > 0))
         even = not staged or all(map(spec.has_experts, range(count)))
-        spread, spread_reduced = (
-            even * size / count for size in (sizes.experts.gathered, sizes.experts.trained * each)
+        experts = sizes.experts
+        spread, spread_sent, spread_reduced = (
+            even * size / count for size in (experts.gathered, experts.sent, experts.trained * each)
         )
 
         def each_s(kind: str, group: str, size: float) -> float:
             return network.least_s(kind, group, size * count, count) / count
 
-        apart = each_s("all_gather", "expert_fsdp", spread), each_s("reduce_scatter", "expert_fsdp", spread_reduced)
+        apart = (
+            each_s("all_gather", "expert_fsdp", spread_sent),
+            each_s("reduce_scatter", "expert_fsdp", spread_reduced),
+        )
         parts = reduced / plan.layout.fsdp, spread_reduced / plan.layout.size("expert_fsdp")
         return cls(
-            each_s("all_gather", "fsdp", gathered) + apart[0],
+            each_s("all_gather", "fsdp", sent) + apart[0],
             each_s("reduce_scatter", "fsdp", reduced) + apart[1],
             copy_s(gathered + spread),
             copy_s(reduced + spread_reduced),

@@ -18,6 +18,7 @@ from shardwise.spec.plan import BYTES, Plan
 from shardwise.spec.sheet import Sheet, Tensor
 from shardwise.techniques.between import Gradients, Weights
 from shardwise.techniques.events import Copy, EventLog, ExpertsRun, Send, TensorKey, UnitName
+from shardwise.techniques.shard.prefetch import head_gathers_ahead
 from shardwise.techniques.shard.unit_bytes import ExpertsOf, groups
 
 HEAD = "gradient of the tied output layer"
@@ -139,6 +140,8 @@ class Gathers:
     def begin_backward(self, name: UnitName) -> None:
         """Have the weights of a unit, and gather those of the units whose backward comes next."""
         self.copy_out_for_backward(self.group_of[name])
+        if name == "head" and not head_gathers_ahead(self.plan):
+            return
         for _ in range(self.plan.shard.backward_prefetch):
             if name == "embedding":
                 return
@@ -197,7 +200,7 @@ class Gathers:
         if again:
             self.log.wait("gather", ("kept", group))
         else:
-            self.log.add(Copy("device", "device", size.cast_bytes, "gather"))
+            self.log.add(Copy("device", "device", size.cast_bytes + size.coding_bytes, "gather"))
         for call in size.regathers if again else size.gathers:
             if self.plan.layout.size(call.over) > 1:
                 self.log.add(Send("all_gather", call.over, "weights", call.bytes, "gather"))
@@ -207,8 +210,11 @@ class Gathers:
 
     def _copy_out(self, group: Group) -> None:
         self.log.wait("compute", ("gathered", group))
-        self.log.make(("weights", group), "gathered", self.groups[group].wire_bytes)
-        self.log.add(Copy("device", "device", self.groups[group].wire_bytes))
+        size = self.groups[group]
+        self.log.make(("weights", group), "gathered", size.whole_bytes)
+        self.log.make(("codes", group), "gather buffers", size.codes_bytes)
+        self.log.add(Copy("device", "device", size.wire_bytes + size.decoding_bytes))
+        self.log.free(("codes", group))
         self.log.record("compute", ("copied out", group))
         self.log.drop(("post forward", group))
 
@@ -326,7 +332,7 @@ class Sharded(StrategyWeights):
         self.unreduced[group].join()
         self.log.make("scatter", "reduce buffers", total)
         self.copy(total)
-        self.log.follow("reduce", "to scatter")
+        self.log.follow("reduce", ("to scatter", group))
         for call in calls:
             if self.plan.layout.size(call.over) > 1:
                 self.log.add(Send("reduce_scatter", call.over, "gradients", call.bytes, "reduce"))

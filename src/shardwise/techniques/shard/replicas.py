@@ -13,6 +13,9 @@ from math import ceil
 from typing import TYPE_CHECKING
 from weakref import proxy
 
+from shardwise.distributed.torch_private import in_profile
+from shardwise.spec.range_names import sent_name
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -95,9 +98,13 @@ class Replicas:
     def _arrived(self, index: int) -> None:
         if self.active:
             for filled in self._queue.arrived(index):
-                self._send(self.buckets[filled])
+                self._send(filled)
 
-    def _send(self, bucket: list[nn.Parameter]) -> None:
+    def _send(self, index: int) -> None:
+        with in_profile(sent_name("all_reduce", "gradients", f"bucket {index}")):
+            self._sum(self.buckets[index])
+
+    def _sum(self, bucket: list[nn.Parameter]) -> None:
         import torch
         from torch import distributed
 
@@ -123,7 +130,7 @@ class Replicas:
         if not self.active:
             return
         while len(self._sent) < len(self.buckets):
-            self._send(self.buckets[len(self._sent)])
+            self._send(len(self._sent))
         from shardwise.distributed.slices import gradient_dtype, local
 
         for bucket, (wired, work) in zip(self.buckets, self._sent, strict=True):

@@ -119,7 +119,7 @@ def _names(spec: ModelSpec, adapted: bool) -> list[str]:
     """The parameters of a model, of alike blocks those of one, and those that adapters and 4 bits may add."""
     names = [*one_of_each(dict(reversed(parameter_shapes(spec).items())))]
     linear = [name.removesuffix("weight") for name in names if is_adaptable(name) and adapted]
-    added = ("lora_a.weight", "lora_b.weight", "lora_m", "codes", "sizes", "groups")
+    added = ("lora_a.weight", "lora_b.weight", "lora_m", "codes", "sizes", "groups", "e4m3", "scales")
     return names + [layer + word for layer in linear for word in added]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,12 +23,18 @@ from shardwise.spec.record import Count, Numbered, from_json
 
 WARM_UP_STEPS = 3
 """How many steps after each start do not count for speed: measurements slow them down."""
-Point = tuple[int, float]
+Point = tuple[float, float]
+PLANNED_AGAIN = "planned again"
+"""The event of a run that ran out of memory and went on with another plan."""
+NODES_CHANGED = "nodes changed"
+"""The event of a run that lost nodes or took some in, and went on with those that are there."""
+SLOW_RANK = "slow rank"
+"""The event of a rank for which all others wait."""
 
 
 @dataclass(frozen=True)
-class _StepLine(Numbered):
-    """The part of a line of metrics.jsonl that is compared; null is a value that was not finite."""
+class StepLine(Numbered):
+    """The part of a line of metrics.jsonl that is compared or drawn; null is a value that was not finite."""
 
     tokens: Count | None = None
     loss: FiniteFloat | None = None
@@ -36,14 +42,20 @@ class _StepLine(Numbered):
     seconds: FiniteFloat | None = None
     mfu: FiniteFloat | None = None
     memory_bytes: Count | None = None
+    grad_norm: FiniteFloat | None = None
+    learning_rate: FiniteFloat | None = None
     skipped: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True)
-class _Event:
-    """The part of a line of events.jsonl that is compared."""
+class EventLine:
+    """The part of a line of events.jsonl that is compared or told."""
 
     event: str
+    time_s: FiniteFloat | None = None
+    what: str = ""
+    device: str = ""
     step: Count = 0
     ranks: Count | None = None
     loss: FiniteFloat | None = None
@@ -89,6 +101,15 @@ class History:
         """The number of ranks that the run's last start recorded; None if it has not started."""
         return next((event["ranks"] for event in reversed(list(self._of("start")))), None)
 
+    def curve(self, key: str) -> list[Point]:
+        """(step, value) of every line, in the order of steps; NaN where the file has no number."""
+        return [(float(step), _number(self.rows[step], key)) for step in sorted(self.rows)]
+
+    @cached_property
+    def warm_up(self) -> set[int]:
+        """The first steps after each start."""
+        return {event["step"] + n for event in self._of("start") for n in range(1, WARM_UP_STEPS + 1)}
+
     def typical(self, key: str) -> float | None:
         """The median over the steps."""
         rows = [self.rows[step] for step in sorted(self.rows)]
@@ -105,16 +126,45 @@ class History:
 def read_history(directory: Path) -> History:
     """The run in ``directory``. Raises MissingInputError (CFG011) where none is. Lines that cannot be read are left
     out, and named unless it is the last one, which may still be being written."""
+    unread: list[str] = []
+    rows = {record["step"]: record for record in _records(directory / "metrics.jsonl", StepLine, unread)}
+    events = _records(directory / "events.jsonl", EventLine, unread)
+    return history_of(directory, rows, events, unread)
+
+
+def history_of(
+    directory: Path, rows: Mapping[int, Mapping[str, Any]], events: Sequence[Mapping[str, Any]], unread: Sequence[str]
+) -> History:
+    """The run in ``directory`` with these ``rows`` by step and ``events``, and what its other files say. ``unread``:
+    what of the two logs cannot be read. Raises MissingInputError (CFG011) where no run is."""
     if not (directory / "recipe.yaml").is_file():
         what = f"{directory} is not a run: it holds no regular file recipe.yaml"
         fix = "name run directories, such as runs/quickstart-1"
         raise MissingInputError(Problem("CFG011", what, str(directory), fix))
-    unread: list[str] = []
-    recipe = dotted(Recipe().model_dump()) | dotted(_settings(directory / "recipe.yaml", unread))
-    rows = {record["step"]: record for record in _records(directory / "metrics.jsonl", _StepLine, unread)}
-    events = _records(directory / "events.jsonl", _Event, unread)
-    measured, identity = _measured(directory / "report.md"), _identity(directory / "run.json", unread)
-    return History(directory, recipe, rows, tuple(events), measured, identity, tuple(unread))
+    found = list[str]()
+    recipe = dotted(Recipe().model_dump()) | dotted(_settings(directory / "recipe.yaml", found))
+    found += unread
+    measured, identity = _measured(directory / "report.md"), _identity(directory / "run.json", found)
+    return History(directory, recipe, rows, tuple(events), measured, identity, tuple(found))
+
+
+def since_begun(directory: Path) -> list[dict[str, Any]]:
+    """Return the events of the run in this directory since it last began from nothing, whatever was there before. What
+    begins anew because memory ran out is the same run."""
+    events = _records(directory / "events.jsonl", EventLine, [])
+    begun = 0
+    for place, event in enumerate(events):
+        again = place > 0 and events[place - 1]["event"] in (PLANNED_AGAIN, NODES_CHANGED)
+        if event["event"] == "start" and event["step"] == 0 and not again:
+            begun = place
+    return events[begun:]
+
+
+def remarkable(directory: Path) -> list[str]:
+    """Return for each time that the run was planned again or its nodes changed when and why, and what then differed;
+    and its slow ranks."""
+    told = (one for one in since_begun(directory) if one["event"] in (PLANNED_AGAIN, NODES_CHANGED, SLOW_RANK))
+    return [f"{one['event'].capitalize()} at step {one['step']:,}: {one['what']}." for one in told]
 
 
 def _settings(path: Path, unread: list[str]) -> dict[str, Any]:
