@@ -127,7 +127,7 @@ def _ended(ranks: OwnRanks, place: Node, meeting: Meeting, asked: Requests, dire
         if asked.again:
             return 128 + signal.SIGINT
         return code_of(ranks.failures, place) if ranks.failures else _stopped(asked, meeting.rules)
-    if ranks.ran and not ranks.failures and True:
+    if ranks.ran and not ranks.failures and ranks.wanted != "end":
         if place.node == 0:
             meeting.end(0)
         roster.tell("done")
