@@ -7,7 +7,6 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -185,23 +184,38 @@ def slow_writes() -> Iterator[None]:
 
 
 @contextmanager
-def one_room_at_once() -> Iterator[None]:
-    """The room is given to the next input while the last one is still to be written."""
-    with slow_writes(), patch.object(FiledTensors, "room", lambda self: self.rooms[0]):
+def held_back(*, overtaken: bool = False) -> Iterator[None]:
+    """What is to be written waits in its room until something is read: it is written before that, or after it."""
+    write, read, waiting = activations._write, activations._read, list[Any]()
+
+    def write_all() -> None:
+        while waiting:
+            write(*waiting.pop(0))
+
+    def reads(*given: Any) -> Any:
+        if not overtaken:
+            write_all()
+        found = read(*given)
+        write_all()
+        return found
+
+    with (
+        patch.object(activations, "_write", lambda *given: waiting.append(given)),
+        patch.object(activations, "_read", reads),
+    ):
         yield
 
 
 @contextmanager
-def read_at_once() -> Iterator[None]:
-    """A read does not wait for the write before it."""
-
-    def read(self: FiledTensors, place: Any, written: Any, *given: Any) -> Any:
-        done: Any = Future()
-        done.result = lambda: None
-        return ThreadPoolExecutor(1).submit(activations._read, place, activations.aligned(self._sizes[0]), done, *given)
-
-    with slow_writes(), patch.object(FiledTensors, "read", read):
+def one_room_at_once() -> Iterator[None]:
+    """The room is given to the next input while the last one is still to be written."""
+    with held_back(), patch.object(FiledTensors, "room", lambda self: self.rooms[0]):
         yield
+
+
+def read_at_once() -> AbstractContextManager[None]:
+    """A read does not wait for the write before it."""
+    return held_back(overtaken=True)
 
 
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -212,6 +226,7 @@ FAULTS: dict[str, tuple[str, bool, Fault]] = {
     "a room that is used again before it is written": ("nvme", True, one_room_at_once),
     "a read that overtakes its write": ("nvme", True, read_at_once),
     "slow writes, which are no fault": ("nvme", False, slow_writes),
+    "writes that wait for a read, which are no fault": ("nvme", False, held_back),
 }
 
 
