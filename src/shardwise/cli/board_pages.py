@@ -25,8 +25,6 @@ from shardwise.runtime.report.followed import FollowedRun, LossTrace
 from shardwise.runtime.report.report import Report, read_report
 from shardwise.runtime.report.report_page import report_page
 from shardwise.runtime.report.run_files import History
-from shardwise.spec.load import load_plan
-from shardwise.spec.plan import Estimate
 from shardwise.spec.units import counted
 
 FIRST_S, READ_S = 0.4, 1.0
@@ -263,24 +261,11 @@ def page_of_run(row: Row, followed: FollowedRun) -> WebPage:
 
 def _report(row: Row, followed: FollowedRun, history: History) -> Report:
     """What the run wrote when it had finished; else as much of it as its logs tell."""
-    last, directory = max(history.rows, default=0), followed.directory
     if row.state.startswith("finished"):
         with suppress(OSError, ShardwiseError):
-            if (report := read_report(directory)).steps == last:
-                return replace(report, directory=directory)
-    estimate = Estimate()
-    with suppress(OSError, ShardwiseError):
-        estimate = load_plan(directory / "plan.yaml").estimate
-    tokens = history.rows[last]["tokens"] or 0 if last else 0
-    return Report(
-        directory=directory,
-        steps=last,
-        tokens=tokens,
-        seconds=followed.trained_s,
-        step_s=history.typical("seconds") or 0.0,
-        estimate=estimate,
-        skipped=followed.skipped,
-    )
+            if (report := read_report(followed.directory)).steps == max(history.rows, default=0):
+                return replace(report, directory=followed.directory)
+    return followed.report(history)
 
 
 def _tables(directory: Path) -> list[TaskTable]:

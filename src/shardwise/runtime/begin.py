@@ -24,6 +24,7 @@ from shardwise.runtime.owner import Claim
 from shardwise.runtime.passes import StepRules, announce_reduce, finish_of
 from shardwise.runtime.reference import refer
 from shardwise.runtime.report.header import header
+from shardwise.runtime.report.interim import InterimPage
 from shardwise.runtime.report.sample import keep_first_sample
 from shardwise.runtime.report.warn import only_reports
 from shardwise.runtime.state import RunFacts, TrainState
@@ -99,6 +100,7 @@ def open_log(job: Job, state: TrainState) -> Log:
     log.preference.beta = job.recipe.method.beta if job.recipe.method.spec.reference else None
     log.stability.exclude = job.plan.precision.exclude
     log.log_steps = job.recipe.run.log_steps
+    log.draw_page = InterimPage(job.directory, job.max_steps, log.say).write
     log.event("start", step=state.step, ranks=job.plan.layout.world)
     if state.step:
         log.say(f"resumed at step {state.step}, {state.tokens:,} tokens in")

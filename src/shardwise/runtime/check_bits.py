@@ -114,7 +114,8 @@ class BitsCheck:
 
     def _made(self, number: int) -> dict[Place, int]:
         """What this rank makes of the micro-batch that all are given, of which ``number`` says the tokens."""
-        state, rules, meshes = self._state, self._rules, self._job.meshes
+        state, meshes = self._state, self._job.meshes
+        rules = replace(self._rules, enter=lambda phase: None)  # all of it is one phase, which may take long
         plan = rules.plan
         if plan.compile and plan.layout.pp == 1:  # eager blocks need more memory
             plan = replace(plan, batch=replace(plan.batch, micro_batch_size=1))

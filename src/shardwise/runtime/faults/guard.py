@@ -33,9 +33,9 @@ itself: its launcher may wait for it, and under NCCL nothing else would end it."
 SLOWER = 10.0
 """How many times as long as the phases of a step all other phases may last."""
 Item = TypeVar("Item")
-SLOW_PHASES = frozenset({"start", "wait", "save", "evaluate", "end"})
+SLOW_PHASES = frozenset({"start", "wait", "save", "evaluate", "compare", "end"})
 """Phases that may take that much longer. The phases of a step are: data, count, forward, backward, reduce, clip,
-optimizer, logging, of some compare; of a pipeline, forward and backward of a stage and a micro-batch, and waits for
+optimizer, logging; of a pipeline, forward and backward of a stage and a micro-batch, and waits for
 another rank."""
 
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -131,7 +131,7 @@ class Log(AbstractContextManager["Log"]):
     and they get only every so many steps; metrics.jsonl has them all. ``expert_ranks`` (set likewise): how many ranks
     have different experts, of which the fullest got at most ``expert_imbalance`` times its share; 0: not known.
     ``unsaved``: why the last save failed. ``preference`` and ``stability`` (set likewise) watch what pairs of answers,
-    and layers, come to."""
+    and layers, come to. ``draw_page`` (set likewise) is called by rank 0 when a checkpoint is there."""
 
     def __init__(
         self,
@@ -152,6 +152,7 @@ class Log(AbstractContextManager["Log"]):
         self.log_steps: int | None = None
         self.expert_ranks, self.expert_imbalance = 1, 0.0
         self.preference, self.stability = PreferenceWatch(), StabilityWatch()
+        self.draw_page: Callable[[], None] = lambda: None
         self._tracks = tracks or Tracks()
         self._start_s = self._begin_s = self._trimmed_s = time.perf_counter()
         if rank == 0:
@@ -238,12 +239,16 @@ class Log(AbstractContextManager["Log"]):
 
     def follow(self, saves: Iterable[SaveResult]) -> None:
         """Log the outcomes of saves; failures are also printed."""
+        committed = False
         for save in saves:
+            committed |= save.kind == "committed"
             self.event(f"checkpoint {save.kind}", step=save.step, what=save.what, seconds=round(save.seconds, 3))
             if save.kind in ("committed", "failed", "skipped"):
                 self.unsaved = "" if save.kind == "committed" else save.what
             if save.kind in BECAME:
                 self.say(f"warning[CKPT018]: the checkpoint of step {save.step} {BECAME[save.kind]}: {save.what}")
+        if committed and self.rank == 0:
+            self.draw_page()
 
     def event(self, kind: str, **facts: Any) -> None:
         """Write one line to events.jsonl."""

@@ -7,16 +7,21 @@ import math
 import os
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import FiniteFloat
 
+from shardwise.errors import ShardwiseError
 from shardwise.pages.charts import Point, thinned
 from shardwise.runtime.report.curves import CURVES, MOST_EVENTS, MOST_SKIPPED, ORDINARY
+from shardwise.runtime.report.report import Report
 from shardwise.runtime.report.run_files import EventLine, History, StepLine, history_of
 from shardwise.spec.files import LINE_BYTES, LOG_BYTES, check_size, open_regular
+from shardwise.spec.load import load_plan
+from shardwise.spec.plan import Estimate
 from shardwise.spec.record import Numbered, from_json
 
 TRACE_PIXELS, PAGE_PIXELS = 40, 240
@@ -151,6 +156,15 @@ class FollowedRun:
         (CFG011) where it is gone."""
         events = [*self._validations.values(), *self._told]
         return history_of(self.directory, self._rows, events, self._unread)
+
+    def report(self, history: History) -> Report:
+        """As much of a report as the logs of a run that has not ended tell, beside what its plan says."""
+        last, estimate = max(history.rows, default=0), Estimate()
+        with suppress(OSError, ShardwiseError):
+            estimate = load_plan(self.directory / "plan.yaml").estimate
+        tokens = history.rows[last]["tokens"] or 0 if last else 0
+        typical_s = history.typical("seconds") or 0.0
+        return Report(self.directory, last, tokens, self.trained_s, typical_s, estimate, skipped=self.skipped)
 
     def _add_row(self, line: bytes) -> None:
         self._lines += 1
