@@ -154,9 +154,9 @@ def test_what_does_not_fit_ends_with_a_remedy(shardwise: Run) -> None:
     code, out, _ = shardwise("plan", *words, "--cluster", "1xH100")
     assert code == 0 and "does not fit" in out
     rows = out[out.index("any one of these changes makes it fit\n") :].splitlines()[1:4]
-    assert rows[0].split("  ")[1] == "offload.weights=host" and shows(rows[0], "fits", "25.2 GiB", "79.1 GiB", "32%")
+    assert rows[0].split("  ")[1] == "offload.weights=host" and shows(rows[0], "fits", "62.1 GiB", "79.1 GiB", "79%")
     assert shows(rows[0], "on the host")
-    assert rows[1].split("  ")[1] == "lora.frozen=nf4" and shows(rows[1], "fits", "54.5 GiB", "79.1 GiB", "69%")
+    assert rows[1].split("  ")[1] == "lora.frozen=nf4" and shows(rows[1], "fits", "63.2 GiB", "79.1 GiB", "80%")
     assert rows[1].endswith("less exact")
     assert rows[2].split()[:2] == ["--cluster", "1x2xH100-SXM-80GB"] and rows[2].endswith("2 devices instead of 1")
     _, text, _ = shardwise("plan", *words, "--cluster", "1xH100", "--json")
@@ -171,7 +171,7 @@ def test_train_says_what_would_fit() -> None:
         (
             ["lora=16"],
             "1xH100",
-            ("`offload.weights=host`", "25.2 GiB", "`lora.frozen=float8`", "76.0 GiB", "`lora.frozen=nf4`", "54.5 GiB"),
+            ("`offload.weights=host`", "62.1 GiB", "`lora.frozen=float8`", "76.0 GiB", "`lora.frozen=nf4`", "63.2 GiB"),
         ),
         (
             ["seq_len=512"],

@@ -12,6 +12,7 @@ from shardwise.spec.layout import Layout
 from shardwise.spec.plan import Pipeline, Plan, Precision, Remat, SavedResult, Scales
 from shardwise.techniques.remat import may_save, products_of
 from tests.drift.test_drift import PRECISIONS, SPEC, check, plan_of
+from tests.drift.test_float8 import SPEC as BLOCKS
 from tests.drift.test_lora import ADAPTERS
 from tests.parity.mixers import DEEPSEEK, NEXT
 
@@ -59,7 +60,7 @@ def test_products_beside_others(what: str) -> None:
 @pytest.mark.parametrize("scales", ["block", "row", "mx"])
 def test_products_in_float8(scales: Scales) -> None:
     precision = Precision("bf16", products="float8", scales=scales, exclude=("first",))
-    check(spread(SPEC, plan_of("zero3", 8, precision=precision)), SPEC, ranks=(7,))
+    check(spread(BLOCKS, plan_of("zero3", 8, precision=precision)), BLOCKS, ranks=(7,))
 
 
 @pytest.mark.prove
