@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo       install into $(VENV) and train the quickstart (3 to 5 minutes on two cores)"
 	@echo "make test       the tests that take seconds: every module (6 to 12 minutes on two cores)"
-	@echo "make prove      what takes longer, an eighth of the proofs' matrices (15 to 40 minutes)"
+	@echo "make prove      what takes longer, a sixteenth of the proofs' matrices (15 to 40 minutes)"
 	@echo "make prove-2.11 of these what is compiled, under the torch that machines with GPUs have"
 	@echo "make check      the whole gate: format, lint, types, import contracts, tests, proofs"
 	@echo "make fix        format, and mend what the linter can"

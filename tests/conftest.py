@@ -60,7 +60,7 @@ LONG = (
     "tests/techniques/optim/test_rounding.py",
 )
 """Files that take longest, the longest first."""
-SHARE = 8
+SHARE = 16
 """One case in so many, and at least one, is run of what proves before every change; the others now and then."""
 
 

@@ -90,7 +90,7 @@ CASES = pairwise(SHARDINGS, PRECISIONS, REMATS, ADAPTERS)
 
 
 @pytest.mark.matrix(100)
-@pytest.mark.rare(12)
+@pytest.mark.rare(24)
 @pytest.mark.parametrize(("sharding", "precision", "remat", "adapters"), CASES)
 def test_every_setting(sharding: str, precision: str, remat: str, adapters: str) -> None:
     plan = plan_of(sharding, precision, remat, adapters)
@@ -100,7 +100,7 @@ def test_every_setting(sharding: str, precision: str, remat: str, adapters: str)
 
 
 @pytest.mark.matrix(100)
-@pytest.mark.rare(12)
+@pytest.mark.rare(24)
 @pytest.mark.parametrize(
     ("sharding", "precision", "remat", "adapters"), pairwise(SPREAD, PRECISIONS, REMATS, ("", "adapters"))
 )
@@ -129,7 +129,7 @@ def gathered_case(model: str, *case: str) -> tuple[ModelSpec, Plan]:
     return {"dense": SPEC, "mixture": MIXTURE}[model], gathered(plan_of(*case))
 
 
-@pytest.mark.rare(24)
+@pytest.mark.rare(48)
 @pytest.mark.parametrize(("model", "sharding", "precision", "remat", "adapters"), IN_CODES)
 def test_weights_that_are_gathered_as_codes(
     model: str, sharding: str, precision: str, remat: str, adapters: str

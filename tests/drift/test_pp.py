@@ -104,7 +104,7 @@ def test_settings(schedule: str, position: str, sharding: str, tensor: str, rema
 SCHEDULED = pairwise(MODELS, SCHEDULES, POSITIONS)
 
 
-@pytest.mark.parametrize(("model", "schedule", "position"), graded(SCHEDULED, 1, 10))
+@pytest.mark.parametrize(("model", "schedule", "position"), graded(SCHEDULED, 1, 5))
 def test_models(model: str, schedule: str, position: str) -> None:
     turn = list(MODELS).index(model) + list(SCHEDULES).index(schedule)
     sharding, tensor = list(SHARDINGS)[turn % len(SHARDINGS)], list(TENSOR)[turn % len(TENSOR)]

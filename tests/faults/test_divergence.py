@@ -28,7 +28,7 @@ def newest_kept(job: Job) -> int:
     return job.saved()[-1]
 
 
-@pytest.mark.prove
+@pytest.mark.rare(40)
 @pytest.mark.parametrize(("compute", "layout", "cause"), list(product(("fp16", "bf16"), LAYOUTS, CAUSES)))
 def test_a_run_that_diverges_keeps_what_is_good(make: Make, compute: str, layout: str, cause: str) -> None:
     """It ends with NUM001, exports nothing, and goes on from what is kept with a finite loss."""

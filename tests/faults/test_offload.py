@@ -147,7 +147,7 @@ def trained(root: Path, name: str, optimizer: str, limit: int) -> tuple[int, lis
     return done.returncode, losses, done.stdout + done.stderr
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_it_trains_where_memory_is_too_small_for_the_optimizer(tmp_path: Path) -> None:
     """With the losses of a run that has enough, at the peak that was planned."""
     (tmp_path / "text").mkdir()

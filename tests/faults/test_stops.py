@@ -186,7 +186,7 @@ def test_a_request_that_a_stopped_rank_cannot_follow_ends_as_a_hang(make: Make) 
     assert found.kind == "hang" and found.restartable
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_a_second_ctrl_c_stops_at_once(make: Make, whole: Job) -> None:
     """The first cannot be followed, for a rank sleeps; the second does not wait for it. Nothing that was saved is
     harmed."""

@@ -186,7 +186,7 @@ def processor_seconds(read: Callable[[], object]) -> float:
 
 
 @pytest.mark.matrix(20)
-@pytest.mark.rare(1)
+@pytest.mark.rare(4)
 @pytest.mark.parametrize("block", range(FILES // BLOCK))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_file_ends_in_a_recipe_or_a_coded_error(tmp_path: Path, watch: Watch, kind: str, block: int) -> None:

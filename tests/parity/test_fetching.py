@@ -59,7 +59,7 @@ def compiled_steps(rank: int, world: int, case: Case) -> list[parity.Trace]:
         ]
 
 
-@pytest.mark.matrix
+@pytest.mark.big
 @pytest.mark.parametrize("layout", ["one rank", "zero3"])
 def test_compiled_blocks(ranks: RankPool, layout: str) -> None:
     case = next(case for case in CASES if case.layout == layout and case.frozen == "uneven")

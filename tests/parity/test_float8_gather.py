@@ -129,7 +129,7 @@ def test_experts(ranks: RankPool, layout: str) -> None:
 COMPILED = replace(narrow(planned("shards", "selective", 1, "bf16", "all", True)), compile=True)
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_compiled_blocks(ranks: RankPool) -> None:
     assert identical(ranks, spec_of(None), COMPILED)
 

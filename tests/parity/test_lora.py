@@ -92,12 +92,12 @@ def test_magnitudes(ranks: RankPool) -> None:
         holds(ranks, spec, [lora_plan(s, 2, lora, remat, m) for s, remat, m in settings])
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_hybrid_in_four_bits(ranks: RankPool) -> None:
     holds(ranks, WIDE, [lora_plan("hsdp", 4, Lora(2, 5.0, nf4=True), "full", 2)])
 
 
-@pytest.mark.prove
+@pytest.mark.big
 def test_hybrid_tied_and_rank_stabilised(ranks: RankPool) -> None:
     lora = Lora(2, 5.0, rslora=True)
     holds(ranks, TIED, [lora_plan("hsdp", 4, lora, "full", 2), lora_plan("zero3", 4, lora, "none", 1)])

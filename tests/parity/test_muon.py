@@ -66,7 +66,7 @@ def test_up_to_four_ranks(ranks: RankPool, case: tuple[Any, ...]) -> None:
     holds(drawn.prove(ranks, spec, [plan], STEPS), [plan])
 
 
-@pytest.mark.prove
+@pytest.mark.big
 @pytest.mark.timeout(600)
 def test_eight_ranks(eight: RankPool) -> None:
     for case in MANY:

@@ -107,7 +107,7 @@ def drawn(group: int) -> list[tuple[str, dict[str, object], str, int, int]]:
     return Random(group).sample(every, 20)
 
 
-@pytest.mark.rare(1)
+@pytest.mark.rare(4)
 @pytest.mark.parametrize("group", range(10))
 def test_generated(group: int) -> None:
     for model, settings, machines, seq_len, each in drawn(group):

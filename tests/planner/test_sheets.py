@@ -101,7 +101,7 @@ def test_the_shipped_file_is_small() -> None:
     assert len(files("shardwise.planner").joinpath(SHIPPED).read_bytes()) < 800_000
 
 
-@pytest.mark.rare(3)
+@pytest.mark.rare(9)
 @pytest.mark.parametrize(
     ("model", "cluster"),
     [

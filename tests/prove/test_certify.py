@@ -109,7 +109,7 @@ def failed(checks: list[Check]) -> list[Check]:
     return [check for check in checks if check.problems]
 
 
-@pytest.mark.rare(20)
+@pytest.mark.rare(40)
 @pytest.mark.parametrize("name", CASES)
 def test_a_planted_fault_is_found_and_its_smallest_layout_is_right(ranks: RankPool, name: str) -> None:
     subject, broken = subject_of(*CASES[name]), FaultyRanks(ranks, name, faulty)
@@ -294,7 +294,7 @@ COMPOSITIONS: dict[str, tuple[ModelSpec, Plan]] = {
 }
 
 
-@pytest.mark.rare(20)
+@pytest.mark.big
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_compositions_of_several_axes_are_certified(ranks: RankPool, name: str) -> None:

@@ -25,7 +25,7 @@ def subject_of(names: tuple[str, ...]) -> Certification:
     return found
 
 
-@pytest.mark.rare(24)
+@pytest.mark.rare(72)
 @pytest.mark.parametrize("names", ROWS, ids=", ".join)
 def test_both_are_certified(ranks: RankPool, names: tuple[str, ...]) -> None:
     subject = subject_of(names)
@@ -36,7 +36,7 @@ def test_both_are_certified(ranks: RankPool, names: tuple[str, ...]) -> None:
     assert not [check for check in checks if check.problems]
 
 
-@pytest.mark.rare(8)
+@pytest.mark.rare(11)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("names", COMPILED, ids=", ".join)
 def test_compiled(names: tuple[str, ...]) -> None:

@@ -159,7 +159,7 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.matrix(4)
-@pytest.mark.rare(1)
+@pytest.mark.rare(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_backward_is_seen_and_named_first(name: str) -> None:
     fault = FAULTS[name]
@@ -186,7 +186,7 @@ RIGHT: dict[str, Callable[[int], Workload]] = {
 
 
 @pytest.mark.matrix(48)
-@pytest.mark.rare(3)
+@pytest.mark.rare(12)
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_right_raises_no_alarm(seed: int, name: str) -> None:

@@ -236,7 +236,7 @@ def test_the_quickstart_is_the_model_that_it_says() -> None:
     assert spec.name == "llama-5.3m"
 
 
-@pytest.mark.rare(12)
+@pytest.mark.rare(30)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_recipe_is_certified(path: Path, tmp_path: Path, ranks: RankPool) -> None:

@@ -302,7 +302,7 @@ def test_a_weight_made_of_codes_has_codes_that_stand_for_the_same(dtype: torch.d
         assert torch.equal(again.signbit()[9, 9], values.signbit()[9, 9])
 
 
-@pytest.mark.prove
+@pytest.mark.big
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about its own tracing
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # likewise
 def test_compiled_kernels_make_the_same_weights() -> None:

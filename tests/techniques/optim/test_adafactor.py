@@ -75,7 +75,7 @@ def test_what_is_kept_and_sent_is_what_was_planned() -> None:
 LAYOUTS = {"hybrid": with_all("hybrid")[1], "zero3 and stages": with_all("ZeRO-3", "1f1b", "LoRA")[1]}
 
 
-@pytest.mark.prove
+@pytest.mark.big
 @pytest.mark.parametrize("plan", LAYOUTS.values(), ids=LAYOUTS)
 def test_it_is_certified(ranks: RankPool, plan: Plan) -> None:
     """Its own steps, under the plan's layout against one process; saved, it goes on under another layout."""

@@ -99,7 +99,7 @@ def test_what_is_kept_and_sent_is_what_was_planned(name: str) -> None:
 LAYOUTS = {"tp and zero3": with_all("ZeRO-3", "tp", "sp", "offload")[1], "stages": with_all("1f1b", "LoRA")[1]}
 
 
-@pytest.mark.prove
+@pytest.mark.big
 @pytest.mark.parametrize("plan", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_certified(ranks: RankPool, name: str, plan: Plan) -> None:

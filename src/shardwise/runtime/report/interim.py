@@ -46,7 +46,9 @@ class InterimPage:
         history, directory = self._followed.history(), self._followed.directory
         report = self._followed.report(history)
         page = report_page(report, history, answer_tables(directory))
-        so_far = f"So far {report.steps:,} of {self.max_steps:,} steps: written beside a checkpoint, and again at the end."
+        so_far = (
+            f"So far {report.steps:,} of {self.max_steps:,} steps: written beside a checkpoint, and again at the end."
+        )
         again = Chapter("Next", [Listing("What to type if it ends before", train_again(directory))])
         sections = [*(one for one in page.sections if one.title != "Next"), again]
         return replace(page, verdict=so_far, facts=[page.verdict, *page.facts], tone="", sections=sections)
