@@ -143,7 +143,7 @@ def test_a_request_to_the_launcher_saves_and_stops(make: Make, whole: Job, numbe
     assert job.saved() == [SAVE, reached]
     found = job.ended()
     assert (found.kind, found.step, found.restartable) == ("preempted", reached, True)
-    assert f"So far {SAVE} of {STEPS} steps" in (job.directory / "report.html").read_text()
+    assert f"{SAVE} of {STEPS}" in (job.directory / "report.html").read_text()
     assert job.train(words) == [0, 0]
     assert job.begun_at() == [0, reached]  # no step is done twice
     job.same_as(whole)

@@ -21,6 +21,7 @@ from typing import IO, Any
 from shardwise.launch import elastic, local
 from shardwise.launch.roster import Patience
 from tests.faults.ranks import ROOT, environment, prepare
+from tests.launch.wire import NETNS, enter
 
 QUICK = Patience(beat_s=0.5, look_s=0.1, lost_s=20.0, settle_s=1.0, start_s=100.0, wait_s=100.0)
 
@@ -75,6 +76,8 @@ def be_node(ask: Mapping[str, Any]) -> int:
     for number in (1, 2):
         os.dup2(log, number)
     os.environ |= ask["variables"]
+    if namespace := os.environ.get(NETNS):
+        enter(namespace)
     stay = elastic.stay
     local.subprocess = ForkedRanks  # type: ignore[attr-defined]
     elastic.stay = lambda *given: stay(*given, patience=QUICK)  # type: ignore[assignment]

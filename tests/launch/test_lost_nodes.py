@@ -7,9 +7,10 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from shardwise.spec.load import dump_recipe
 from shardwise.spec.recipe import Recipe
 from tests.faults.job import MODEL
 from tests.launch.lossy_node import Nodes, nodes_to_lose
+from tests.launch.strangers import STRANGERS, greetings, ports, visit
 from tests.launch.waiting import until
 from tests.runtime.small_run import write_text
 from tests.said import shows
@@ -43,27 +45,29 @@ class Pair:
     def directory(self) -> Path:
         return self.root / "runs" / self.name
 
-    def write(self, **run: Any) -> Pair:
+    def write(self, steps: int = STEPS, save: int = SAVE, **run: Any) -> Pair:
         place = {"name": self.name, "out": str(self.root / "runs"), "device": "cpu", "timeout_s": 60.0}
         data = {"path": str(self.root / "text"), "cache": str(self.root / "cache"), "num_proc": 1}
         sections: dict[str, dict[str, Any]] = {
             "run": place | run,
             "data": data | {"tokenizer": {"vocab_size": 320}},
             "model": {"config": MODEL | {"num_key_value_heads": 2}},
-            "train": {"seq_len": 32, "global_batch_size": 8, "max_steps": STEPS},
+            "train": {"seq_len": 32, "global_batch_size": 8, "max_steps": steps},
             "optim": {"learning_rate": 1e-2, "warmup_steps": 2},
-            "checkpoint": {"save_steps": SAVE, "asynchronous": False},
+            "checkpoint": {"save_steps": save, "asynchronous": False},
             "evaluate": {"max_batches": 2, "sample_prompt": "line 1"},
         }
         (self.root / f"{self.name}.yaml").write_text(dump_recipe(Recipe.model_validate(sections)))
         return self
 
-    def start(self, node: int, fault: str = "", nodes: str = "2") -> int:
-        """Start one node; its pid."""
+    def start(
+        self, node: int, fault: str = "", nodes: str = "2", more: Mapping[str, str] = MappingProxyType({})
+    ) -> int:
+        """Start one node, with ``more`` in its environment; its pid."""
         place = {"NNODES": nodes, "NODE_RANK": str(node), "NPROC_PER_NODE": "1", "MASTER_PORT": str(self.port)}
         told = {f"PET_{key}": value for key, value in {**place, "MASTER_ADDR": "127.0.0.1"}.items()}
         words = ["train", str(self.root / f"{self.name}.yaml")]
-        return self.nodes.start(words, told | {"SHARDWISE_FAULT": fault}, self.log(node))
+        return self.nodes.start(words, told | {"SHARDWISE_FAULT": fault} | dict(more), self.log(node))
 
     def log(self, node: int) -> Path:
         return self.root / f"{self.name}-{node}.log"
@@ -105,10 +109,11 @@ def nodes() -> Iterator[Nodes]:
         yield nodes
 
 
-def pair(root: Path, nodes: Nodes, name: str, **run: Any) -> Pair:
+def pair(root: Path, nodes: Nodes, name: str, **changes: Any) -> Pair:
+    """A run that is not started; ``changes`` of its steps, its saves, and its section ``run``."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        return Pair(root, name, nodes, one.getsockname()[1]).write(**run)
+        return Pair(root, name, nodes, one.getsockname()[1]).write(**changes)
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +184,27 @@ def test_one_node_of_one_to_two_is_asked_to_stop(root: Path, nodes: Nodes) -> No
     assert shows(made.said(0), "1 node now", "2 -> 1")
     told = read_exit(made.directory)
     assert told is not None and told.kind == "preempted" and made.events("start")[-1]["ranks"] == 1
+
+
+def test_strangers_change_nothing(root: Path, nodes: Nodes, whole: Pair) -> None:
+    """What they say is neither run nor believed: while the first node waits for the second, and again while both
+    train."""
+    mark = root / "was-run"
+    said = greetings(mark)
+    made = pair(root, nodes, "visited")
+    first = made.start(0)
+    until(lambda: made.port in ports(first), 60)
+    left = visit(made.port, said)
+    second = made.start(1, f"data:{LOST}:1:SIGSTOP")
+    made.stood_still(f"data-{LOST}-1")
+    found = ports(first) | ports(second)
+    assert made.port in found and len(found) >= 3, "the store's, and one of gloo's for each rank"
+    for port in sorted(found):
+        left += visit(port, said)
+    (rank,) = Path(f"/proc/{second}/task/{second}/children").read_text().split()
+    os.kill(int(rank), signal.SIGCONT)
+    assert [nodes.finish(pid) for pid in (first, second)] == [0, 0], made.said(0)[-3000:]
+    for stranger in left:
+        stranger.close()
+    assert len(left) > STRANGERS // 2 and not mark.exists()
+    assert made.numbers() == whole.numbers() and made.weights() == whole.weights()

@@ -16,7 +16,7 @@ from shardwise.runtime.agree import together
 from shardwise.runtime.build import begins_trained, build, predictor_is_drawn
 from shardwise.runtime.checkpoint.locate import check_length
 from shardwise.runtime.checkpoint.save import RunCheckpoints
-from shardwise.runtime.faults.guard import Guard
+from shardwise.runtime.faults.guard import SLOWER, Guard
 from shardwise.runtime.job import Job
 from shardwise.runtime.metrics.log import Log, Screen, Speed, flops_per_token
 from shardwise.runtime.metrics.trackers import Subject, track
@@ -59,6 +59,7 @@ def begin(job: Job, watch: Guard, start: Start) -> tuple[Job, TrainState, StepRu
         state = together(lambda: build(job.with_scratch, job.spec, plan, job.meshes, job.device))
     where, staged = job.directory / "checkpoints", "nvme" in (plan.offload.optimizer, plan.offload.weights)
     checkpoints = RunCheckpoints(where, job.recipe.checkpoint, job.run_id, staged_on_disk=staged)
+    checkpoints.patience_s = SLOWER * run.timeout_s
     with fit.explain_memory(plan, job.device, lambda: "trying the longest batch"):
         fit.check_fit(state, rules, job.spec.vocab_size, job.device)
     if job.recipe.method.spec.reference:

@@ -1,4 +1,4 @@
-"""``report.html`` while a run goes on: the run so far, at the cost of its own steps, and never an error that ends it."""
+"""``report.html`` while a run goes on: as far as it has come, at the cost of its own steps, and no end of a run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def test_it_has_the_run_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     said = list[str]()
     page = InterimPage(tmp_path, 1000, said.append)
     page.write()
-    assert "So far 5 of 1,000 steps" in (first := shown(tmp_path)) and f"train {tmp_path}" in first
+    assert "5 of 1,000" in (first := shown(tmp_path)) and f"train {tmp_path}" in first
     add(tmp_path, range(6, 9))
     page.write()
-    assert "So far 8 of 1,000 steps" in shown(tmp_path) and said == []
+    assert "8 of 1,000" in shown(tmp_path) and said == []
 
 
 def test_a_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

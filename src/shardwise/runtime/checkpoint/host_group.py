@@ -59,12 +59,13 @@ class HostGroup:
             set_timeout(group, TIMEOUT_S)
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
-    def minimum(self, values: list[int]) -> list[int]:
-        """The smallest of each value over the ranks."""
+    def minimum(self, values: list[int], patience_s: float) -> list[int]:
+        """The smallest of each value over the ranks, which come to this as to a step: none is waited for longer."""
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.group)
+        vote = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.group, async_op=True)
+        vote.wait(timedelta(seconds=patience_s))
         return [int(value) for value in tensor]
 
     def first(self, work: Callable[[], T]) -> T:

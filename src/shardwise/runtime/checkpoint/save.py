@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from shardwise.errors import DataError, OutputError, Problem, ShardwiseError
 from shardwise.models.tensorfile import NAMES
 from shardwise.runtime.checkpoint import commit, manifest
-from shardwise.runtime.checkpoint.host_group import HostGroup, RankError
+from shardwise.runtime.checkpoint.host_group import TIMEOUT_S, HostGroup, RankError
 from shardwise.runtime.checkpoint.inflight import NOT_FINITE, InFlight, Kind, SaveResult
 from shardwise.runtime.checkpoint.locate import Signature, best, check_run, compare, locate, run_of, tell, to_resume
 from shardwise.runtime.checkpoint.manifest import Manifest, Rejected, step_name
@@ -54,7 +54,8 @@ RETRIES_S = (1.0, 5.0)
 
 class RunCheckpoints:
     """The checkpoints of one run in ``directory``. Made by every rank at once; ``process_group`` must be gloo and
-    used by nothing else, and is made if None. At most one save is in flight, whose copy may be ``staged_on_disk``."""
+    used by nothing else, and is made if None. At most one save is in flight, whose copy may be ``staged_on_disk``.
+    ``patience_s`` (set after it is made): so long ranks wait for one another before they save."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class RunCheckpoints:
         self.settings = settings
         self.run_id = run_id
         self.rejected: list[Problem] = []
+        self.patience_s = TIMEOUT_S
         self._disk = disk
         self.group = HostGroup.of(process_group)
         self._writer = ShardWriter(self.directory, run_id, disk, staged_on_disk)
@@ -94,7 +96,8 @@ class RunCheckpoints:
         self.flight.end()
         begun = time.monotonic()
         layout = _layout(tensors)
-        votes = self.group.minimum([int(finite), step, -step, int(layout is not None and layout == self._planned)])
+        known_layout = layout is not None and layout == self._planned
+        votes = self.group.minimum([int(finite), step, -step, int(known_layout)], self.patience_s)
         if votes[1] != -votes[2]:
             raise ValueError(f"the ranks disagree on the step to save: {votes[1]} to {-votes[2]}")
         if not votes[0]:
