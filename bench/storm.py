@@ -62,6 +62,14 @@ def words(root: Path, name: str, steps: int, every: int) -> list[str]:
     return [sys.executable, "-m", "shardwise", "train", *settings, "--run", name, "--nproc", "2"]
 
 
+def write_text(root: Path) -> None:
+    """Write what is trained on."""
+    (root / "text").mkdir()
+    for number in range(40):
+        text = "\n".join(f"line {number} {n} says {n * n % 97} and {n * number % 13}" for n in range(400))
+        (root / "text" / f"{number}.txt").write_text(text)
+
+
 def lines(run: Path, name: str) -> list[dict[str, Any]]:
     """The lines of one of a run's logs; none before there is one."""
     path = run / name
@@ -125,10 +133,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.directory) as place:
         root = Path(place)
-        (root / "text").mkdir()
-        for number in range(40):
-            text = "\n".join(f"line {number} {n} says {n * n % 97} and {n * number % 13}" for n in range(400))
-            (root / "text" / f"{number}.txt").write_text(text)
+        write_text(root)
         plain = undisturbed(root)
         every = max(1, round(math.sqrt(2 * plain.save * given.mean_s) / plain.step))
         steps = round(given.minutes * 60 / plain.step)
@@ -140,9 +145,12 @@ def main() -> None:
         step_s = statistics.median(row["seconds"] for row in rows)
         restart_s = statistics.fmean(found.restarts) if found.restarts else plain.start
         share = steps * step_s / found.seconds
-        bound = allowed(every * step_s, plain.save, restart_s, given.mean_s)
+        came_s = found.seconds / max(1, found.kills)
+        bounds = [allowed(every * step_s, plain.save, restart_s, mean_s) for mean_s in (came_s, given.mean_s)]
         print(f"{found.seconds:.0f} s, {counted(found.kills, 'kill')}, {restart_s:.1f} s from one to the next step")
-        print(f"goodput {share:.3f} with steps of {step_s:.3f} s; the interval allows {bound:.3f}", flush=True)
+        print(f"goodput {share:.3f} with steps of {step_s:.3f} s", flush=True)
+        told = f"{bounds[0]:.3f} at the rate of kills that came, {bounds[1]:.3f} at the one asked for"
+        print(f"the interval allows {told}", flush=True)
         subprocess.run(words(root, "plain", steps, steps), check=True, stdout=subprocess.DEVNULL)
         same = weights(root / "runs/storm") == weights(root / "runs/plain")
         print(f"weights are those of a run that nobody killed: {'yes' if same else 'NO'}")
