@@ -51,6 +51,21 @@ def test_a_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(read) == 3 and "2,003 of" in shown(tmp_path)
 
 
+def test_a_long_run_that_is_resumed_is_read_a_while_at_each_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interim, "SHARE", 1e9)
+    monkeypatch.setattr(interim, "READ_S", 1e-9)  # a MiB each time
+    write(tmp_path, [])
+    add(tmp_path, range(1, 12_001))
+    page, size = InterimPage(tmp_path, 20_000, print), (tmp_path / "metrics.jsonl").stat().st_size
+    checkpoints = 0
+    while not (tmp_path / REPORT_PAGE).exists():
+        page.write()
+        checkpoints += 1
+    assert size > 2**20 and checkpoints == size // 2**20 + 1 and "12,000 of" in shown(tmp_path)
+
+
 def test_pages_take_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that saves after every step does not draw a page after every step."""
     write(tmp_path, [row(1)])

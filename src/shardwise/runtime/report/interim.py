@@ -18,6 +18,8 @@ from shardwise.runtime.report.warn import only_reports
 
 SHARE = 0.01
 """The share of a run's time that its pages may take. Of checkpoints that follow one another sooner some have none."""
+READ_S = 1.0
+"""How long each checkpoint reads at most: a long run that is resumed has its first page some checkpoints later."""
 
 
 class InterimPage:
@@ -36,9 +38,10 @@ class InterimPage:
             return
         with only_reports(REPORT_PAGE, self.say):
             self._followed.read_on()
-            while self._followed.behind:
+            while self._followed.behind and time.monotonic() - begun_s < READ_S:
                 self._followed.read_on()
-            write_whole(self._followed.directory / REPORT_PAGE, self._page().html())
+            if not self._followed.behind:
+                write_whole(self._followed.directory / REPORT_PAGE, self._page().html())
         ended_s = time.monotonic()
         self._next_s = ended_s + (ended_s - begun_s) / SHARE
 
