@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,10 +20,9 @@ from shardwise.runtime.faults.outcome import read_exit
 from shardwise.spec.load import dump_recipe
 from shardwise.spec.recipe import Recipe
 from tests.faults.job import MODEL
-from tests.launch.lossy_node import Nodes, nodes_to_lose
+from tests.launch.lossy_node import Nodes
 from tests.launch.strangers import STRANGERS, greetings, ports, visit
 from tests.launch.waiting import until
-from tests.runtime.small_run import write_text
 from tests.said import shows
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(400)]
@@ -94,19 +94,6 @@ class Pair:
 
     def weights(self) -> str:
         return hashlib.sha256((self.directory / "hf" / "model.safetensors").read_bytes()).hexdigest()
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("nodes")
-    write_text(found / "text")
-    return found
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    with nodes_to_lose() as nodes:
-        yield nodes
 
 
 def pair(root: Path, nodes: Nodes, name: str, **changes: Any) -> Pair:
@@ -189,8 +176,10 @@ def test_one_node_of_one_to_two_is_asked_to_stop(root: Path, nodes: Nodes) -> No
 def test_strangers_change_nothing(root: Path, nodes: Nodes, whole: Pair) -> None:
     """What they say is neither run nor believed: while the first node waits for the second, and again while both
     train."""
-    mark = root / "was-run"
+    mark, loud = root / "was-run", root / "can-be-run"
     said = greetings(mark)
+    pickle.loads(next(each for each in greetings(loud) if str(loud).encode() in each))  # noqa: S301
+    assert loud.exists(), "whoever unpickles it is seen"
     made = pair(root, nodes, "visited")
     first = made.start(0)
     until(lambda: made.port in ports(first), 60)

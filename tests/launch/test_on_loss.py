@@ -350,6 +350,20 @@ def test_a_node_without_ranks_ends_as_the_run_does(
     assert ended(tmp_path, "", monkeypatch) == expected
 
 
+def test_ranks_that_end_well_while_they_are_told_to_end_are_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that was to write the report may be the one that is lost."""
+    told = iter(("end", ""))
+
+    def ends_well(ranks: OwnRanks, *unused: object) -> None:
+        ranks.failures, ranks.ran, ranks.wanted = {}, True, next(told)
+
+    monkeypatch.setattr(OwnRanks, "run", ends_well)
+    assert ended(tmp_path, "", monkeypatch) == 0
+    assert next(told, None) is None, "they were started again"
+
+
 @pytest.mark.parametrize("wanted", ["end", "save"])
 def test_ranks_that_do_not_end_when_others_ask_are_not_done(
     wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

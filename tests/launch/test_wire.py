@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shardwise.runtime.faults.outcome import read_exit
-from tests.launch.lossy_node import Nodes, nodes_to_lose
+from tests.launch.lossy_node import Nodes
 from tests.launch.test_lost_nodes import Pair, pair
 from tests.launch.waiting import until
 from tests.launch.wire import Wire, joined, possible
-from tests.runtime.small_run import write_text
 
 pytestmark = [
     pytest.mark.big,
@@ -21,19 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not possible(), reason="namespaces and tun devices are root's"),
 ]
 STEPS, SAVE = 5, 2
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("wire")
-    write_text(found / "text")
-    return found
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    with nodes_to_lose() as nodes:
-        yield nodes
 
 
 def begin(made: Pair, wire: Wire | None) -> list[int]:

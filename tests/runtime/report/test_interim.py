@@ -27,11 +27,12 @@ def add(directory: Path, steps: range) -> None:
 
 def test_it_has_the_run_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interim, "SHARE", 1e9)
-    write(tmp_path, [row(step) for step in range(1, 6)])
+    write(tmp_path, [row(step, skipped=step == 4) for step in range(1, 6)])
     said = list[str]()
     page = InterimPage(tmp_path, 1000, said.append)
     page.write()
     assert "5 of 1,000" in (first := shown(tmp_path)) and f"train {tmp_path}" in first
+    assert "1 step was skipped" in first
     add(tmp_path, range(6, 9))
     page.write()
     assert "8 of 1,000" in shown(tmp_path) and said == []

@@ -129,7 +129,8 @@ class Report:
             lines.append(f"**Not saved: {self.warning}.** The exported model is complete.")
         if self.skipped:
             why = "loss or gradients were not finite (metrics.jsonl says why)"
-            lines.append(f"{self.skipped} steps were skipped: {why}.")
+            were = "was" if self.skipped == 1 else "were"
+            lines.append(f"{counted(self.skipped, 'step')} {were} skipped: {why}.")
         if self.validation:
             lines.append(f"Validation: {self.validation}.")
         if self.pairs:
