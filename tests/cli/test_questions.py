@@ -177,7 +177,7 @@ NOT_TAKEN = [
     (EIGHT_B, BATCH, "8xH100", ["parallel.tp=8"]),
     (EIGHT_B, BATCH, "2x8xA100", ["strategy=zero3", "recompute=full"]),
     (EIGHT_B, BATCH, "8xH200", ["train.global_batch_size=256"]),
-    (MIXTURE, BATCH, "2x8xH100", ["parallel.ep=8"]),
+    (MIXTURE, BATCH, "2x8xH100", ["parallel.ep=4"]),
     (SEVENTY_B, BATCH, "8xH200", ["parallel.pp=2"]),
     (LARGEST, [*BATCH, "train.global_batch_size=1024"], "128x8xH100", ["parallel.tp=8", "parallel.pp=1"]),
 ]
@@ -472,6 +472,14 @@ def test_the_words_on_what_was_not_taken(
     assert main(["plan", f"--model={ONE_B}", *BATCH, "--cluster", machines, "--why-not", pins]) == 0
     out = capfd.readouterr().out
     assert all(shows(out, *values) for values in lines), out
+
+
+@pytest.mark.prove
+def test_a_pin_of_what_is_chosen_may_find_a_budget(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without it the fastest pipeline has other degrees, and a budget is not looked for in these."""
+    words = ["plan", f"--model={MIXTURE}", "train.seq_len=4096", "train.global_batch_size=512"]
+    assert main([*words, "--cluster", "2x8xH100", "--why-not", "parallel.ep=8"]) == 0
+    assert shows(capfd.readouterr().out, "with parallel.ep=8", "it fits", "faster", "the fastest one", "a budget")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,9 @@ class PlanPair:
         speed = "faster" if whole[0] > (1 + TIE) * whole[1] else f"as fast within {TIE:.0%}, as runs of one plan differ"
         if whole[1] > whole[0] / (1 + TIE) and simplicity(self.chosen) < simplicity(self.other):
             return f"it fits, and is {speed}; the chosen one is simpler"
+        budgets = self.chosen.remat.mode == "budget", self.other.remat.mode == "budget"
+        if budgets == (False, True) and self.other.layout.pp > 1:
+            return f"it fits, and is {speed}: of pipelines, only the fastest one's degrees are tried with a budget"
         return f"it fits, and is {speed}: the recipe says otherwise, or it changes what is trained"
 
 
